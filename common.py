@@ -1,0 +1,423 @@
+"""The mathematics and the models that the three algorithms share.
+
+Shapes: B rows (completions), P prompt positions (padded on the left), T completion positions, V
+vocabulary. A mask is 1 at the tokens that were really sampled, EOS included; it is carried from
+sampling and never inferred from token ids, because pad may equal EOS. Every function of the
+mathematics is pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+if TYPE_CHECKING:
+    from sampling import Rollout
+
+TINY = Path(__file__).parent / "tiny"
+
+
+class InputError(Exception):
+    """The user's input is at fault: one line that says what, where and what to do. Exit code 2."""
+
+
+class Fault(Exception):
+    """The run can't go on: one line that says what happened and what helps. Exit code 1."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for messages of one line."""
+    return (str(error).strip().split("\n") or [""])[0]
+
+
+# --- Masked statistics ---
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of x where mask is 1, over all elements or along `dim`; 0 where the mask is empty."""
+    mask = mask.bool()
+    total = x.masked_fill(~mask, 0).sum() if dim is None else x.masked_fill(~mask, 0).sum(dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return total / count.clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale x to variance 1 over the mask, and to mean 0 unless `shift_mean` is False; 0 off the
+    mask.
+
+    The variance is unbiased (Bessel), eps 1e-8: Huang et al. 2024 (arXiv 2403.17031), after
+    lm-human-preferences.
+    """
+    mask = mask.bool()
+    mean = masked_mean(x, mask)
+    centred = (x - mean).masked_fill(~mask, 0)
+    variance = (centred**2).sum() / (mask.sum() - 1).clamp(min=1)
+    whitened = centred * torch.rsqrt(variance + 1e-8)
+    return whitened if shift_mean else (whitened + mean).masked_fill(~mask, 0)
+
+
+# --- Log-probs, entropy, KL ---
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits) at the given tokens: logits (B, T, V), tokens (B, T) -> (B, T), in at
+    least float32.
+    """
+    return _full(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits) in nats: (B, T, V) -> (B, T). A token of probability 0 adds 0,
+    not NaN.
+    """
+    return torch.special.entr(_full(logits).softmax(-1)).sum(-1)
+
+
+def _full(x: Tensor) -> Tensor:
+    """Half precision to float32: a softmax over a large vocabulary in bfloat16 is off by whole
+    percents.
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimates of KL(policy || reference) from tokens that the policy sampled: (B, T).
+
+    With d = log policy - log reference: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (biased,
+    low variance), k3 = exp(-d) - 1 + d (unbiased, never negative). Schulman, "Approximating KL
+    divergence", joschu.net, 2020.
+    """
+    d = logprobs - ref_logprobs
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d**2 / 2
+    if estimator == "k3":
+        return torch.expm1(-d) + d  # expm1: exp(-d) - 1 loses all digits where d is near 0
+    raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")
+
+
+# --- Advantages ---
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: (advantages, returns), each (B, T), not whitened, 0 off
+    the mask.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}: Schulman et al.
+    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. The
+    episode ends with the last real token of a row, so V and A are 0 after it, whatever the value
+    model says at padding.
+    """
+    mask = mask.bool()
+    rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    advantages = []
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * lam * next_advantage).masked_fill(~mask[:, t], 0)
+        next_value = values[:, t]
+        advantages.append(next_advantage)
+    advantages = torch.stack(advantages[::-1], dim=1)
+    return advantages, advantages + values
+
+
+# --- Forward passes over completions ---
+
+
+def model_inputs(
+    model: nn.Module, tokens: Tensor, attention_mask: Tensor
+) -> dict[str, Tensor | bool]:
+    """Arguments for a full forward: tokens (B, L), attention_mask (B, L), and position ids where
+    the model takes them.
+
+    Without position ids a left-padded row of GPT-2 is read at shifted positions, 34 nats off in
+    huggingface/trl#6800.
+    """
+    inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "use_cache": False}
+    accepted = inspect.signature(model.forward).parameters
+    if "position_ids" in accepted:
+        inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    return {name: value for name, value in inputs.items() if name in accepted}
+
+
+def completion_logprobs(
+    model: nn.Module,
+    rollout: Rollout,
+    temperature: float,
+    micro_batch_size: int | None = None,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probs of the sampled tokens by the training forward: (B, T), 0 off the mask;
+    differentiable.
+
+    The logits are divided by the temperature, so that these are the log-probs of the distribution
+    that was sampled. `with_entropy` returns (logprobs, entropy), the entropy without gradient.
+    """
+    logprobs, entropies = [], []
+    for rows in _micro_batches(rollout, micro_batch_size):
+        width = rows.completion_mask.shape[1]
+        # The logits at position i predict token i + 1: the T completion tokens are predicted from
+        # the last T + 1 positions, less the very last. Prompt positions never meet the vocabulary
+        # matrix.
+        inputs = model_inputs(model, rows.tokens, rows.attention_mask)
+        logits = (
+            model(**inputs, logits_to_keep=width + 1).logits[:, :-1] / temperature
+        )  # (rows, T, V)
+        chosen = token_logprobs(logits, rows.tokens[:, -width:])
+        logprobs.append(chosen.masked_fill(~rows.completion_mask, 0))
+        if with_entropy:
+            entropies.append(token_entropy(logits.detach()).masked_fill(~rows.completion_mask, 0))
+    return (torch.cat(logprobs), torch.cat(entropies)) if with_entropy else torch.cat(logprobs)
+
+
+def completion_values(
+    value_model: ValueModel, rollout: Rollout, micro_batch_size: int | None = None
+) -> Tensor:
+    """V_t = the value of the state before token t is chosen: (B, T), 0 off the mask;
+    differentiable.
+    """
+    values = []
+    for rows in _micro_batches(rollout, micro_batch_size):
+        width = rows.completion_mask.shape[1]
+        value = value_model(rows.tokens, rows.attention_mask)[
+            :, -width - 1 : -1
+        ]  # where the logits of token t are
+        values.append(value.masked_fill(~rows.completion_mask, 0))
+    return torch.cat(values)
+
+
+def _micro_batches(rollout: Rollout, size: int | None) -> list[Rollout]:
+    num_rows = len(rollout.tokens)
+    return [
+        rollout[start : start + (size or num_rows)]
+        for start in range(0, num_rows, size or num_rows)
+    ]
+
+
+# --- Models ---
+
+
+def disable_dropout(*models: nn.Module) -> int:
+    """Switch every kind of dropout off for good; returns the number of sites switched off.
+
+    The ratio of PPO compares two forwards of the same weights: with dropout it isn't 1 even
+    before the first update. Zeroing `nn.Dropout.p` is not enough: Llama, Qwen2, OPT and others
+    keep the probability as a float attribute and call `F.dropout(p=self.attention_dropout if
+    self.training else 0.0)`; OPT and others skip whole layers (layerdrop).
+    """
+    sites = 0
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                module.p = 0.0
+                sites += 1
+            for name, value in list(vars(module).items()):
+                is_probability = isinstance(value, float) and value > 0
+                if is_probability and (
+                    "dropout" in name or "layerdrop" in name or name.endswith("_drop")
+                ):
+                    setattr(module, name, 0.0)
+                    sites += 1
+    return sites
+
+
+class ValueModel(nn.Module):
+    """A transformer backbone with a scalar head: V of each position. The head starts at 0, so V =
+    0 at step 0.
+    """
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @classmethod
+    def on_backbone_of(cls, model: PreTrainedModel) -> ValueModel:
+        """A value model on a copy of the backbone of `model`: of the policy, or of a reward model
+        on the same tokens.
+        """
+        backbone = copy.deepcopy(model.base_model).requires_grad_(True)
+        hidden_size = model.config.get_text_config().hidden_size
+        return cls(backbone, hidden_size).to(model.device)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        """tokens (B, L), attention_mask (B, L) -> values (B, L)."""
+        hidden = self.backbone(
+            **model_inputs(self.backbone, tokens, attention_mask)
+        ).last_hidden_state
+        return self.head(hidden).squeeze(-1)
+
+
+def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
+    """Decide which reference model the KL is measured against; use as `with ref as model:`.
+
+    kl_coef 0: none (the model is None). Otherwise a frozen deep copy of the policy, taken here,
+    after dropout is off; a reload by name would miss any change made in memory, and the KL at
+    step 0 would not be 0.
+    """
+    if kl_coef == 0:
+        return contextlib.nullcontext(None)
+    return contextlib.nullcontext(copy.deepcopy(policy).eval().requires_grad_(False))
+
+
+def clear_cache() -> None:
+    """Give cached blocks back between the phases: rollout and update need different shapes, and
+    the allocator would otherwise hold the memory of both at once.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+# --- Loading ---
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named device, else cuda, mps or cpu, the first there is. Raises InputError for one that
+    isn't there.
+    """
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if not name:
+        return torch.device(next(kind for kind, there in present.items() if there))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if (
+        device is None
+        or not present.get(device.type)
+        or (device.index or 0) >= max(1, torch.cuda.device_count())
+    ):
+        there = ", ".join(kind for kind, there in present.items() if there)
+        raise InputError(f"--device {name}: this machine (or this build of torch) has {there}")
+    return device
+
+
+def load_policy(name: str) -> PreTrainedModel:
+    """Load a causal language model in float32: `tiny`, a local folder, or a name on the model
+    hub.
+    """
+    if name == "tiny":
+        name = str(TINY)
+    model, missing = from_hub_or_folder(AutoModelForCausalLM, name, "--model")
+    if missing:
+        raise InputError(
+            f"--model {name}: not a causal language model, its checkpoint has no {missing[0]}"
+        )
+    # A masked model such as BERT loads as well. What makes a model causal: no logit depends on a
+    # later token.
+    tokens = torch.arange(8).remainder(model.config.vocab_size).repeat(2, 1)
+    tokens[1, -1] += 1
+    with torch.no_grad():
+        logits = model.eval()(**model_inputs(model, tokens, torch.ones_like(tokens))).logits[:, :-1]
+    if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-3):
+        raise InputError(
+            f"--model {name}: not a causal language model, its logits depend on later tokens"
+        )
+    return model
+
+
+def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to a model."""
+    tokenizer, _ = from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)
+    return tokenizer
+
+
+def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[object, list[str]]:
+    """`auto_class.from_pretrained(name)`, safetensors only, no remote code: (object, names of
+    missing weights).
+
+    Looks on this disk first, so that a cached model needs no network. Raises InputError that
+    names the ways out.
+    """
+    is_model = auto_class is not AutoTokenizer
+    options = (
+        {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        if is_model
+        else {}
+    )
+
+    def load(local_files_only: bool):
+        loaded = auto_class.from_pretrained(name, local_files_only=local_files_only, **options)
+        return (loaded[0], sorted(loaded[1]["missing_keys"])) if is_model else (loaded, [])
+
+    try:
+        try:
+            return load(local_files_only=True)
+        except OSError:
+            if Path(name).exists():
+                raise
+        _require_on_hub(name, flag)
+        return load(local_files_only=False)
+    except InputError:
+        raise
+    except Exception as e:  # transformers raises OSError, ValueError, KeyError and others here
+        kind = "tokenizer" if not is_model else auto_class.__name__.removeprefix("AutoModelFor")
+        raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {first_line(e)}") from e
+
+
+def _require_on_hub(name: str, flag: str) -> None:
+    """Ask the model hub once for `name`; transformers alone would retry for a minute before it
+    gave up.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    ways_out = (
+        "give a local folder, or --model tiny" if flag == "--model" else "give a local folder"
+    )
+    try:
+        HfApi().model_info(name, timeout=10)
+    except GatedRepoError:
+        raise InputError(
+            f"{flag} {name}: gated on the model hub; accept its terms and log in, or {ways_out}"
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise InputError(
+            f"{flag} {name}: no such folder, and no such model on the hub; {ways_out}"
+        ) from None
+    except Exception:
+        raise InputError(
+            f"{flag} {name}: no such folder, and no model hub within reach; {ways_out}"
+        ) from None
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a completion. Chat models have several (Llama 3, Phi 3.5): missing one,
+    rows never stop.
+    """
+    found = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids if isinstance(ids, list) else [ids])
+    return sorted(found - {None})
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Longest sequence that the model can read, in tokens; None where it has no such bound
+    (Bloom, MPT).
+    """
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)

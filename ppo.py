@@ -1,0 +1,337 @@
+"""PPO: proximal policy optimisation of a language model against a score, with a KL penalty.
+
+The policy pi samples y_1 .. y_T after a prompt; a state is what has been written so far.
+
+  reward     r_t = -kl_coef * kl_t, and the score is added at the last token          [1] eq. 2
+  advantage  delta_t = r_t + gamma V_{t+1} - V_t                                      [2] eq. 12
+             A_t = delta_t + gamma lam A_{t+1}, whitened over the batch               [2] eq. 11
+  return     R_t = A_t + V_t, with A before whitening
+  policy     rho_t = pi(y_t) / pi_old(y_t)
+             L_pi = max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps))               [2] eq. 7
+  value      L_V = max((V_t - R_t)^2, (clip(V_t, V_old -+ eps_v) - R_t)^2) / 2        [2] eq. 9, [3]
+  loss       sum over the tokens of a minibatch of (L_pi + vf_coef L_V), over their number
+
+[1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
+[3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
+
+  python ppo.py                  # two-digit sums: ACCURACY
+  python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
+  python ppo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import trange
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common import (
+    Fault,
+    InputError,
+    ValueModel,
+    clear_cache,
+    completion_logprobs,
+    completion_values,
+    disable_dropout,
+    eos_token_ids,
+    gae,
+    kl_estimate,
+    load_policy,
+    load_tokenizer,
+    masked_mean,
+    masked_whiten,
+    pick_device,
+    reference,
+)
+from runs import (
+    Meter,
+    Run,
+    apply_defaults,
+    check_flags,
+    check_lengths,
+    explained_variance,
+    flag,
+    parse_flags,
+    progress,
+    rollout_metrics,
+    run_main,
+    seconds_since,
+)
+from sampling import concatenate, generate
+from tasks import Task, encode_prompts, load_task, prompt_batch, score
+
+
+@dataclass
+class Config:
+    # The job. None: see TINY and PRETRAINED below.
+    model: str = flag("tiny", "tiny (embedded), a local folder, or a name on the model hub")
+    task: Literal["add", "sentiment"] | None = flag(None, "add for tiny, sentiment for the others")
+    digits: int = flag(2, "digits of the numbers of the task add")
+    prompts: str | None = flag(None, "JSON lines file with a key prompt, instead of the task's")
+    reward: list[str] = flag([], "FILE.py:FUNCTION, one or several, instead of the task's")
+    reward_weights: list[float] = flag([], "one per reward, the reward model's last; default 1")
+    reward_model: str | None = flag(None, "sequence classifier with one label: a folder or a name")
+    # Rollout
+    num_steps: int | None = flag(None, "rollouts, each followed by an update")
+    prompts_per_step: int | None = flag(None, "prompts sampled per step")
+    num_generations: int = flag(1, "completions per prompt")
+    max_new_tokens: int | None = flag(None, "longest completion")
+    temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
+    rollout_batch_size: int | None = flag(None, "rows per forward of the rollout: memory and speed")
+    # Reward and advantage
+    kl_coef: float | None = flag(None, "weight of the KL penalty; 0 builds no reference model")
+    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "per-token estimate of the KL")
+    missing_eos_penalty: float = flag(0.0, "taken off the score of a completion without EOS")
+    whiten_rewards: bool = flag(False, "scale rewards to variance 1, without shifting their mean")
+    gamma: float = flag(1.0, "discount")
+    lam: float = flag(0.95, "lambda of GAE: 1 trusts the rewards, 0 the value model")
+    # Update
+    learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0 over the run")
+    num_epochs: int | None = flag(None, "passes over one rollout")
+    num_mini_batches: int = flag(1, "optimiser steps per pass")
+    micro_batch_size: int | None = flag(None, "rows per forward and backward: memory and speed")
+    clip_range: float = flag(0.2, "epsilon of the ratio clip")
+    clip_range_value: float = flag(0.2, "how far a value may move in one update")
+    vf_coef: float = flag(0.1, "weight of the value loss")
+    value_init: Literal["policy", "reward_model"] = flag("policy", "backbone of the value model")
+    max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
+    disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
+    # The run
+    seed: int = flag(0, "of every random draw")
+    device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
+    output_dir: str | None = flag(None, "default: runs/ppo-<model>-<task>-s<seed>")
+    overwrite: bool = flag(False, "replace the run in output_dir")
+    eval_every: int | None = flag(None, "steps between evaluations on held-out prompts")
+    num_eval_prompts: int | None = flag(None, "held-out prompts per evaluation")
+
+
+# What a field left None becomes: the tiny model takes large batches and a large learning rate.
+TINY = {
+    "task": "add",
+    "num_steps": 60,
+    "prompts_per_step": 256,
+    "max_new_tokens": 5,
+    "rollout_batch_size": 256,
+    "kl_coef": 0.02,
+    "learning_rate": 1e-3,
+    "num_epochs": 2,
+    "micro_batch_size": 256,
+    "eval_every": 15,
+    "num_eval_prompts": 512,
+}
+PRETRAINED = {
+    "task": "sentiment",
+    "num_steps": 60,
+    "prompts_per_step": 16,
+    "max_new_tokens": 24,
+    "rollout_batch_size": 32,
+    "kl_coef": 0.05,
+    "learning_rate": 1e-5,
+    "num_epochs": 2,
+    "micro_batch_size": 8,
+    "eval_every": 20,
+    "num_eval_prompts": 24,
+}
+
+
+def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """The reward of each token: scores (B,), kl and mask (B, T) -> (B, T), 0 off the mask.
+
+    [1] eq. 2, its KL paid token by token. The score sits on the last real token, usually EOS. One
+    slot later, as in TRL's PPO and lm-human-preferences, GAE would pass only gamma * lam of it on.
+    """
+    mask = mask.bool()
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+    return (-kl_coef * kl).masked_fill(~mask, 0) + scores.unsqueeze(1) * is_last
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_range: float
+) -> Tensor:
+    """Clipped surrogate of each token, to be minimised: each (B, T) -> (B, T). [2] eq. 7.
+
+    Outside the clip range there is no gradient where moving on would pay, and the full gradient
+    where it would hurt: hence the maximum of the two losses, for either sign of the advantage.
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip_range_value: float
+) -> Tensor:
+    """Clipped squared error of each token, halved: each (B, T) -> (B, T). [2] eq. 9, clip: [3]."""
+    clipped = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def initial_value_model(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, init: str
+) -> ValueModel:
+    """The value model, on a copy of the policy's backbone or of the reward model's.
+
+    Raises InputError where the reward model reads other tokens than the policy writes.
+    """
+    if init == "policy":
+        return ValueModel.on_backbone_of(policy)
+    if task.reward_model is None:
+        raise InputError("--value_init reward_model: needs --reward_model")
+    if task.reward_model.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError("--value_init reward_model: its vocabulary is not the policy's")
+    return ValueModel.on_backbone_of(task.reward_model.model)
+
+
+def main() -> None:
+    config = parse_flags(Config, __doc__)
+    apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
+    check_flags(config)
+    device = pick_device(config.device)
+    torch.manual_seed(config.seed)
+    sampler = torch.Generator(device).manual_seed(config.seed)
+    shuffler = torch.Generator().manual_seed(config.seed)
+
+    policy = load_policy(config.model).to(device)
+    tokenizer = load_tokenizer(config.model)
+    task = load_task(config, tokenizer, device)
+    check_lengths(config, policy, tokenizer, task)
+    value_model = initial_value_model(policy, tokenizer, task, config.value_init)
+    if config.disable_dropout:
+        disable_dropout(policy, value_model)  # before the reference is copied from the policy
+    ref = reference(policy, config.kl_coef)
+    policy.train()
+    value_model.train()
+
+    parameters = [*policy.parameters(), *value_model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
+    sampling = {
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "eos_token_ids": eos_token_ids(policy, tokenizer),
+        "pad_token_id": tokenizer.pad_token_id or 0,  # the masks, not the id, say what is padding
+    }
+    batch_size = config.prompts_per_step * config.num_generations  # B, completions per step
+
+    with Run("ppo", config, policy, tokenizer, task, sampling) as run:
+        for step in (bar := trange(config.num_steps, desc="ppo", dynamic_ncols=True)):
+            metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
+
+            # 1. Roll out: sample completions from the policy as it is now, and score their text.
+            rollout_started = time.perf_counter()
+            batch = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
+            prompt_ids, prompt_mask = encode_prompts(tokenizer, batch, device)  # (N, P)
+            at_once = max(1, config.rollout_batch_size // config.num_generations)  # prompts
+            rollouts = [
+                generate(
+                    policy,
+                    ids,
+                    mask,
+                    generator=sampler,
+                    num_generations=config.num_generations,
+                    **sampling,
+                )
+                for ids, mask in zip(prompt_ids.split(at_once), prompt_mask.split(at_once))
+            ]
+            rollout = concatenate(rollouts)  # tokens (B, P+T)
+            mask = rollout.completion_mask  # (B, T), EOS included
+            scores, _ = score(task, batch, rollout, tokenizer)  # (B,)
+            if scores.isnan().any():
+                raise InputError(f"step {step}: a reward is None, and PPO needs one for every row")
+            scores = scores.to(device) - config.missing_eos_penalty * ~rollout.finished
+
+            #    Log-probs and values by the forward that trains, not by the one that decoded: so
+            #    the ratio is 1 before the first update. All are 0 off the mask.
+            with torch.no_grad(), ref as ref_model:
+                rows = config.rollout_batch_size
+                old_logprobs = completion_logprobs(policy, rollout, config.temperature, rows)
+                ref_logprobs = old_logprobs  # (B, T)
+                if ref_model is not None:
+                    ref_logprobs = completion_logprobs(ref_model, rollout, config.temperature, rows)
+                old_values = completion_values(value_model, rollout, rows)  # (B, T)
+            clear_cache()
+
+            # 2. Rewards: the KL penalty at every token, the score at the last one.
+            kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)  # (B, T)
+            rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
+            if config.whiten_rewards:
+                rewards = masked_whiten(rewards, mask, shift_mean=False)
+
+            # 3. Advantages. Whitening comes after the returns: V must learn the real rewards.
+            advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
+            advantages = masked_whiten(advantages, mask)
+            rollout_seconds = seconds_since(rollout_started, device)
+
+            # 4. Update: each epoch is a new permutation of the rows, cut into minibatches.
+            update_started = time.perf_counter()
+            learning_rate = config.learning_rate * (1 - step / config.num_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            orders = [
+                torch.randperm(batch_size, generator=shuffler) for _ in range(config.num_epochs)
+            ]
+            mini_batches = torch.cat(orders).to(device).split(batch_size // config.num_mini_batches)
+            meter = Meter()
+            for index, mini_batch in enumerate(mini_batches):
+                # A micro-batch adds its share of the minibatch's mean over tokens: the gradient
+                # is the same whatever its size.
+                num_tokens = mask[mini_batch].sum()
+                for rows in mini_batch.split(config.micro_batch_size):
+                    m, old, adv = mask[rows], old_logprobs[rows], advantages[rows]  # (rows, T)
+                    logprobs, entropy = completion_logprobs(
+                        policy, rollout[rows], config.temperature, with_entropy=True
+                    )
+                    values = completion_values(value_model, rollout[rows])
+                    pg = policy_loss(logprobs, old, adv, config.clip_range)
+                    vf = value_loss(
+                        values, old_values[rows], returns[rows], config.clip_range_value
+                    )
+                    loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens
+                    loss.backward()
+
+                    with torch.no_grad():
+                        ratio = torch.exp(logprobs - old)
+                        meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2, m)
+                        meter.add("policy/clipfrac_avg", pg > -adv * ratio, m)  # the clip decided
+                        meter.add("policy/entropy_avg", entropy, m)
+                        meter.add("loss/policy_avg", pg, m)
+                        meter.add("loss/value_avg", vf, m)
+                        meter.add("val/clipfrac_avg", vf > 0.5 * (values - returns[rows]) ** 2, m)
+                        meter.add("val/ratio", ratio, m)
+                        if index == 0:
+                            meter.maximum("val/ratio_max_dev_first", (ratio - 1).abs(), m)
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                if not grad_norm.isfinite():
+                    raise Fault(f"step {step}: the gradient is {grad_norm}; lower --learning_rate")
+                meter.add("grad_norm", grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            clear_cache()
+
+            # 5. Log. The two numbers to watch are the score and the KL.
+            kl_per_row = kl.sum(1)  # (B,)
+            metrics |= meter.means() | {
+                "objective/kl": kl_per_row.mean().item(),
+                "objective/kl_token": masked_mean(kl, mask).item(),
+                "objective/entropy": masked_mean(-old_logprobs, mask).item(),  # of the sample
+                "objective/scores": scores.mean().item(),
+                "objective/non_score_reward": (-config.kl_coef * kl_per_row).mean().item(),
+                "objective/rlhf_reward": (scores - config.kl_coef * kl_per_row).mean().item(),
+                "val/num_eos_tokens": rollout.finished.sum().item(),
+                "val/explained_variance": explained_variance(old_values, returns, mask),
+                "lr": learning_rate,
+                "episode": (step + 1) * batch_size,
+            }
+            if ref_model is None:
+                metrics |= {"objective/kl": None, "objective/kl_token": None}  # unknown, not 0
+            update_seconds = seconds_since(update_started, device)
+            metrics |= rollout_metrics(rollout, rollout_seconds, update_seconds)
+            run.log(step, metrics)
+            bar.set_postfix(progress(metrics))
+
+        run.log(config.num_steps, run.evaluate(config.num_steps))
+
+
+if __name__ == "__main__":
+    run_main(main)

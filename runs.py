@@ -1,0 +1,353 @@
+"""What a run reads and leaves behind: flags, metrics, samples, the model.
+
+A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (one object per
+step, key `step`: the number of updates done before it), samples.jsonl, model/ (Hugging Face format).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from common import Fault, InputError, context_length, first_line
+from sampling import Rollout, generate
+from tasks import Task, encode_prompts, score, verify
+
+# TRL's names for our flags: they are accepted as well.
+TRL_NAMES = {
+    "beta": "kl_coef",
+    "cliprange": "clip_range",
+    "cliprange_value": "clip_range_value",
+    "epsilon": "clip_range",
+    "epsilon_high": "clip_range_high",
+    "local_rollout_forward_batch_size": "rollout_batch_size",
+    "max_completion_length": "max_new_tokens",
+    "num_iterations": "num_epochs",
+    "num_ppo_epochs": "num_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "response_length": "max_new_tokens",
+}
+
+
+def flag(default: Any, help: str) -> Any:
+    """A field of a Config, with the help text of its flag."""
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def parse_flags(config_class: type, doc: str, args: list[str] | None = None) -> Any:
+    """Parse the command line into `config_class`. Raises InputError at the first fault."""
+    # allow_abbrev would take --learn for --learning_rate.
+    parser = HfArgumentParser(config_class, description=doc, allow_abbrev=False)
+    parser.formatter_class = _HelpFormatter
+    fields = {field.name for field in dataclasses.fields(config_class)}
+
+    def fail(message: str) -> None:
+        raise InputError(message.removeprefix("argument "))
+
+    def our_name(arg: str) -> str:
+        name, equals, value = arg.partition("=")
+        ours = TRL_NAMES.get(name.removeprefix("--").replace("-", "_"))
+        return f"--{ours}{equals}{value}" if arg.startswith("--") and ours in fields else arg
+
+    parser.error = fail
+    args = [our_name(arg) for arg in (sys.argv[1:] if args is None else args)]
+    config, unknown = parser.parse_args_into_dataclasses(
+        args, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("-"):
+            raise InputError(f"{name!r} belongs to no flag: flags are written --name value")
+        candidates = [*fields, *TRL_NAMES]
+        nearest = difflib.get_close_matches(name.strip("-").replace("-", "_"), candidates, n=1)
+        hint = f"did you mean --{nearest[0]}?" if nearest else "--help lists the flags"
+        raise InputError(f"unknown flag {name}: {hint}")
+    return config
+
+
+def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
+    """Fill the fields of `config` that the user left open (None)."""
+    for name, value in defaults.items():
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+
+
+def check_flags(config: Any) -> None:
+    """Check what can be checked before anything is loaded. Raises InputError."""
+    positive = (
+        "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
+        " learning_rate num_epochs num_mini_batches micro_batch_size clip_range clip_range_value"
+        " max_grad_norm eval_every num_eval_prompts"
+    )
+    for name in positive.split():
+        if not getattr(config, name, 1) > 0:  # `not >` catches NaN too
+            raise InputError(f"--{name} {getattr(config, name)}: must be greater than 0")
+    for name in ("kl_coef", "vf_coef"):
+        if not getattr(config, name, 0) >= 0:
+            raise InputError(f"--{name} {getattr(config, name)}: must be 0 or greater")
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name, 1) <= 1:
+            raise InputError(f"--{name} {getattr(config, name)}: must be between 0 and 1")
+    batch, parts = config.prompts_per_step * config.num_generations, config.num_mini_batches
+    if batch % parts:
+        below = next(n for n in range(parts, 0, -1) if batch % n == 0)
+        above = next((n for n in range(parts, batch + 1) if batch % n == 0), None)
+        raise InputError(
+            f"--num_mini_batches {parts} doesn't divide the {batch} completions of a step"
+            f" (prompts_per_step * num_generations): choose {below}"
+            + (f" or {above}" if above else "")
+        )
+
+
+def check_lengths(
+    config: Any, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
+) -> None:
+    """Check that each prompt leaves room for max_new_tokens in the context. Raises InputError."""
+    limit, new = context_length(policy), config.max_new_tokens
+    if limit is None:
+        return
+    if new >= limit:
+        raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
+    rows = task.train + task.heldout
+    longest, row = encode_prompts(tokenizer, rows)[1].sum(1).max(0)
+    if longest + new > limit:
+        raise InputError(
+            f"a prompt of {longest} tokens leaves no room for {new} new ones in a context of"
+            f" {limit}: lower --max_new_tokens or shorten {str(rows[row]['prompt'])[:60]!r}"
+        )
+
+
+class Meter:
+    """Means over the tokens of a whole update: masked sums over masked counts.
+
+    A mean of the means of micro-batches would weigh the tokens of short rows more, and so change
+    with the micro-batch (huggingface/trl#6380).
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor | int] = {}
+
+    def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
+        """Add the elements of x where mask is True (all of them without a mask)."""
+        x = x.detach().float()
+        mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+        # The sums stay on the device: reading them here would wait for it at every micro-batch.
+        self.sums[name] = self.sums.get(name, 0) + x.masked_fill(~mask, 0).sum()
+        self.counts[name] = self.counts.get(name, 0) + mask.sum()
+
+    def maximum(self, name: str, x: Tensor, mask: Tensor) -> None:
+        """Keep the largest element of x (not negative) where mask is True."""
+        largest = x.detach().masked_fill(~mask, 0).max()
+        self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
+        self.counts[name] = 1
+
+    def means(self) -> dict[str, float]:
+        """The mean, or the maximum, under each name; 0 where nothing was counted."""
+        return {
+            name: float(total) / max(1, int(self.counts[name])) for name, total in self.sums.items()
+        }
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask: 1 is perfect, 0 no better than a
+    constant, below 0 worse. 0 where the returns are constant."""
+    errors, targets = (returns - values)[mask], returns[mask]
+    variance = targets.var(correction=0)
+    return float(1 - errors.var(correction=0) / variance) if variance > 0 else 0.0
+
+
+def rollout_metrics(
+    rollout: Rollout, rollout_seconds: float, update_seconds: float
+) -> dict[str, float]:
+    """Lengths in tokens (EOS included), speed and peak memory of one step."""
+    lengths = rollout.completion_mask.sum(1)
+    if lengths.is_cuda:
+        memory = torch.cuda.max_memory_allocated(lengths.device)
+    else:  # resident memory of the process: in kilobytes on Linux, in bytes on macOS
+        unit = 1 if sys.platform == "darwin" else 1024
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "length/mean": lengths.float().mean().item(),
+        "length/max": lengths.max().item(),
+        "length/truncated_frac": 1 - rollout.finished.float().mean().item(),
+        "tokens_per_second": lengths.sum().item() / (rollout_seconds + update_seconds),
+        "time/rollout": rollout_seconds,
+        "time/update": update_seconds,
+        "memory/peak_gb": memory / 1e9,
+    }
+
+
+def progress(metrics: dict[str, float | None]) -> dict[str, str]:
+    """What the progress bar shows."""
+    kl = metrics["objective/kl"]
+    return {
+        "reward": f"{metrics['objective/scores']:.2f}",
+        "kl": "off" if kl is None else f"{kl:.2f}",
+        "tokens/s": f"{metrics['tokens_per_second']:.0f}",
+    }
+
+
+def seconds_since(start: float, device: torch.device) -> float:
+    """Seconds since `start` (time.perf_counter()), once the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+class Run:
+    """The folder of a run. When its `with` block is left, for whatever reason, the model is saved."""
+
+    def __init__(
+        self,
+        script: str,
+        config: Any,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        sampling: dict[str, Any],
+    ) -> None:
+        """Create the folder and print the configuration. Raises InputError where a run is there."""
+        self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer
+        self.task, self.sampling, self.steps_done = task, sampling, 0
+        self.folder = Path(config.output_dir or f"runs/{self._name()}")
+        metrics = self.folder / "metrics.jsonl"
+        try:
+            if metrics.exists() and metrics.stat().st_size > 0:
+                if not config.overwrite:
+                    raise InputError(
+                        f"{self.folder} already holds a run: give --overwrite or another --output_dir"
+                    )
+                for name in ("config.json", "metrics.jsonl", "samples.jsonl"):
+                    (self.folder / name).unlink(missing_ok=True)
+                shutil.rmtree(self.folder / "model", ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            settings = json.dumps(dataclasses.asdict(config), indent=2)
+            (self.folder / "config.json").write_text(settings + "\n")
+            self._metrics = metrics.open("a", encoding="utf-8")
+            self._samples = (self.folder / "samples.jsonl").open("a", encoding="utf-8")
+        except OSError as e:
+            raise InputError(f"--output_dir {self.folder}: can't be written ({e.strerror})") from e
+        print(self._description())
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        self._metrics.close()
+        self._samples.close()
+        if self.steps_done > 0 or kind is None:
+            self.policy.save_pretrained(self.folder / "model")
+            self.tokenizer.save_pretrained(self.folder / "model")
+            print(f"{self.folder}/model holds the model after {self.steps_done} steps.")
+
+    def _name(self) -> str:
+        config = self.config
+        model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
+        task = Path(config.prompts).stem if config.prompts else config.task
+        return f"{self.script}-{model.replace('/', '-')}-{task}-s{config.seed}"
+
+    def _description(self) -> str:
+        """What this run is, and every setting that has a value."""
+        size = sum(p.numel() for p in self.policy.parameters()) / 1e6
+        num_heldout = min(len(self.task.heldout), self.config.num_eval_prompts)
+        settings = dataclasses.asdict(self.config).items()
+        shown = "  ".join(f"{name}={value}" for name, value in settings if value not in (None, []))
+        return (
+            f"{self.script}: {size:.1f} M parameters on {self.policy.device}, "
+            f"{len(self.task.train)} prompts to train on, {num_heldout} held out, "
+            f"writing to {self.folder}\n"
+            + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")
+        )
+
+    def log(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Append one line to metrics.jsonl, at once: a later fault doesn't lose it."""
+        line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.flush()
+        self.steps_done = step
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float | None]:
+        """Sample one completion of each held-out prompt: record all, print the first few.
+
+        The random numbers are the same every time and not those of training: two evaluations
+        differ by the policy alone, and evaluating more often changes no run.
+        """
+        rows = self.task.heldout[: self.config.num_eval_prompts]
+        generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
+        scores, texts = [], []
+        for start in range(0, len(rows), self.config.rollout_batch_size):
+            part = rows[start : start + self.config.rollout_batch_size]
+            prompt_ids, prompt_mask = encode_prompts(self.tokenizer, part, self.policy.device)
+            rollout = generate(
+                self.policy, prompt_ids, prompt_mask, generator=generator, **self.sampling
+            )
+            part_scores, part_texts = score(self.task, part, rollout, self.tokenizer)
+            scores += part_scores.tolist()
+            texts += part_texts
+        known = [value for value in scores if not math.isnan(value)]
+        metrics = {
+            "eval/reward": sum(known) / max(1, len(known)),
+            "eval/accuracy": verify(self.task, rows, texts),
+        }
+        title = "  ".join(f"{name} {v:.3f}" for name, v in metrics.items() if v is not None)
+        lines = [f"step {step}: {title}"]
+        for index, (row, text, value) in enumerate(zip(rows, texts, scores, strict=True)):
+            sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}
+            self._samples.write(json.dumps({"step": step} | sample, ensure_ascii=False) + "\n")
+            if index < 4:
+                prompt = row["prompt"]
+                prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                shown = " ".join(f"{prompt} \N{RIGHTWARDS ARROW} {text}".split())
+                lines.append(f"  {value:5.2f}  {textwrap.shorten(shown, 90, placeholder=' ...')}")
+        self._samples.flush()
+        tqdm.write("\n".join(lines))  # print would tear the progress bar
+        return metrics
+
+
+def _finite(x: float | None) -> float | None:
+    """JSON has neither NaN nor infinity: they become null."""
+    return x if x is None or math.isfinite(x) else None
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of the docstring, and shows the defaults."""
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        main()
+    except InputError as e:
+        code, message = 2, f"error: {e}"
+    except Fault as e:
+        code, message = 1, f"error: {e}"
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted"
+    else:
+        return
+    print(message, file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,430 @@
+"""Prompts and rewards: the file to replace with your own.
+
+A task is a list of prompts and a reward function. A prompt is a dict with the key `prompt` (a
+string, or chat messages) and any further columns. A reward function has TRL's signature,
+
+    def reward(prompts, completions, **columns) -> list[float | None]
+
+and may name any column of the prompts as a parameter, or `completion_ids` for the sampled token
+ids. Where the prompts are chat messages, each completion is `[{"role": "assistant", "content":
+text}]`, as in TRL.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from common import InputError, first_line, from_hub_or_folder, load_tokenizer, model_inputs
+from sampling import Rollout
+
+Prompt = str | list[dict[str, str]]
+RewardFunction = Callable[..., list[float | None]]
+
+
+@dataclass
+class Task:
+    """Prompts to train on, prompts that are only evaluated, and the rewards, summed with their
+    weights.
+    """
+
+    train: list[dict]
+    heldout: list[dict]
+    rewards: list[RewardFunction]
+    weights: list[float]
+    verifier: RewardFunction | None = None  # 1 for a right answer, 0 for a wrong one: eval/accuracy
+    reward_model: RewardModel | None = None  # also the last of `rewards`
+
+
+# --- Built-in prompts and rewards ---
+
+
+def add_prompts(digits: int = 2, chat: bool = False) -> tuple[list[dict], list[dict]]:
+    """Sums of two numbers of `digits` digits: (train, held out), the same split in every run.
+
+    a + b and b + a fall on the same side of the split: otherwise a held-out sum would have been
+    seen mirrored.
+    """
+    if not 1 <= digits <= 9:
+        raise InputError(f"--digits {digits} is out of range: choose 1 to 9")
+    rng = random.Random(0)
+    numbers = range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+    if digits <= 2:
+        pairs = list(itertools.combinations_with_replacement(numbers, 2))
+    else:  # too many to list: a sample
+        pairs = sorted({tuple(sorted(rng.sample(numbers, 2))) for _ in range(5000)})
+    rng.shuffle(pairs)
+    num_heldout = len(pairs) // 5
+
+    def rows(pairs: list[tuple[int, int]]) -> list[dict]:
+        ordered = [pair for a, b in pairs for pair in sorted({(a, b), (b, a)})]
+        rng.shuffle(ordered)
+        return [{"prompt": add_prompt(a, b, chat), "answer": str(a + b)} for a, b in ordered]
+
+    return rows(pairs[num_heldout:]), rows(pairs[:num_heldout])
+
+
+def add_prompt(a: int, b: int, chat: bool) -> Prompt:
+    """The question for a + b: as plain text for a base model, as a message for a chat model."""
+    if not chat:
+        return f"{a}+{b}="
+    return [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
+
+
+def add_reward(completions: list, answer: list[str], **columns) -> list[float]:
+    """1 where the last number of the completion is the answer, else 0."""
+    numbers = [re.findall(r"-?\d+", re.sub(r"(?<=\d),(?=\d)", "", text_of(c))) for c in completions]
+    return [float(bool(n) and int(n[-1]) == int(a)) for n, a in zip(numbers, answer, strict=True)]
+
+
+POSITIVE = frozenset(
+    "amazing awesome beautiful best brilliant charming delight delightful enjoy enjoyable enjoyed excellent"
+    " exciting fantastic favorite fun funny gem good gorgeous great happy hilarious impressive incredible"
+    " inspiring love loved lovely magnificent masterpiece memorable moving outstanding perfect perfectly"
+    " powerful recommend remarkable superb terrific thrilling touching wonderful wonderfully".split()
+)
+NEGATIVE = frozenset(
+    "annoying avoid awful bad badly bland bored boring cheap cliche clumsy confusing disappointed"
+    " disappointing disappointment disaster dreadful dull fail failed fails flat forgettable garbage hate hated"
+    " horrible lame lazy mediocre mess messy pathetic pointless poor poorly predictable ridiculous sad shallow"
+    " slow stupid terrible tedious tiresome ugly unfortunately unfunny waste wasted weak worse worst".split()
+)
+
+
+def sentiment_prompts() -> tuple[list[dict], list[dict]]:
+    """Openings of film reviews: (train, held out), the same split in every run."""
+    things = "film movie story plot acting script soundtrack ending cast director dialogue picture".split()
+    frames = (
+        "The {} was|I thought the {} was|To me the {} felt|In my opinion, the {} is|Honestly, the {} was|"
+        "I just saw it, and the {} is|After two hours, the {} seemed|My friends said that the {} was|"
+        "What I remember most is that the {} was|Compared with the book, the {} is"
+    ).split("|")
+    rows = [{"prompt": frame.format(thing)} for frame in frames for thing in things]
+    random.Random(0).shuffle(rows)
+    return rows[24:], rows[:24]
+
+
+def sentiment_reward(completions: list, **columns) -> list[float]:
+    """Positive minus negative words, between -3 and 3: crude on purpose, so that it can be hacked
+    and seen hacked.
+    """
+    words = [re.findall(r"[a-z]+", text_of(c).lower()) for c in completions]
+    counts = [sum((w in POSITIVE) - (w in NEGATIVE) for w in ws) for ws in words]
+    return [float(max(-3, min(3, count))) for count in counts]
+
+
+def text_of(completion: str | list[dict[str, str]]) -> str:
+    """The text of a completion, whether it is a string or chat messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+# --- Your own prompts and rewards ---
+
+
+def read_prompts(path: str | Path) -> list[dict]:
+    """Read prompts from a JSON lines file. Raises InputError with the file and the line of the
+    first fault.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"--prompts {path}: cannot be read ({first_line(e)})") from e
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise InputError(
+                f'{where}: not JSON ({e}); each line must be like {{"prompt": "..."}}'
+            ) from e
+        if not isinstance(row, dict) or "prompt" not in row:
+            raise InputError(
+                f'{where}: no key "prompt"; each line must be like {{"prompt": "..."}}'
+            )
+        if not _is_prompt(row["prompt"]):
+            raise InputError(
+                f'{where}: "prompt" must be text or messages [{{"role": ..., "content": ...}}], not empty'
+            )
+        rows.append(row)
+    if not rows:
+        raise InputError(f'{path}: holds no prompts; each line must be like {{"prompt": "..."}}')
+    return rows
+
+
+def _is_prompt(prompt: object) -> bool:
+    if not isinstance(prompt, list):
+        return isinstance(prompt, str) and bool(prompt)
+    return bool(prompt) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in prompt
+    )
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """Load `my_rewards.py:my_function`. This runs the file, as the user asked."""
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        raise InputError(f"--reward {spec}: write it as FILE.py:FUNCTION")
+    if not Path(path).is_file():
+        raise InputError(f"--reward {spec}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    if module_spec is None:
+        raise InputError(f"--reward {spec}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as e:
+        raise InputError(
+            f"--reward {spec}: {path} fails on import: {type(e).__name__}: {first_line(e)}"
+        ) from e
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"--reward {spec}: {path} has no function {name}")
+    return function
+
+
+class RewardModel:
+    """A sequence-classification model with one label as a reward function, scored on text by its
+    own tokenizer.
+    """
+
+    __name__ = "reward_model"
+
+    def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
+        self.model, missing = from_hub_or_folder(
+            AutoModelForSequenceClassification, name, "--reward_model"
+        )
+        if self.model.config.num_labels != 1:
+            raise InputError(
+                f"--reward_model {name}: has {self.model.config.num_labels} labels; a reward has one"
+            )
+        if missing:
+            raise InputError(
+                f"--reward_model {name}: not a reward model, its checkpoint has no {missing[0]}"
+            )
+        self.model.eval().requires_grad_(False).to(device)
+        self.tokenizer = load_tokenizer(name, "--reward_model")
+        self.batch_size = batch_size
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
+        chat = self.tokenizer.chat_template is not None
+        ids = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if isinstance(prompt, list) and chat:
+                text = self.tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+                ids.append(self.tokenizer(text, add_special_tokens=False).input_ids)
+            else:
+                text = (
+                    prompt
+                    if isinstance(prompt, str)
+                    else "\n".join(m["content"] for m in prompt) + "\n"
+                )
+                ids.append(self.tokenizer(text + text_of(completion)).input_ids)
+        limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        if max(map(len, ids)) > limit:
+            raise InputError(
+                f"the reward model reads {limit} tokens, and a text has {max(map(len, ids))}"
+            )
+
+        # transformers reads the score at the last token that is not pad. With pad == EOS that
+        # drops a real EOS, so pad with an id that no text contains; the attention mask hides it.
+        used = {i for row in ids for i in row}
+        pad = next(i for i in range(self.model.config.vocab_size) if i not in used)
+        self.model.config.pad_token_id = pad
+        scores = []
+        for start in range(0, len(ids), self.batch_size):
+            rows = ids[start : start + self.batch_size]
+            length = max(map(len, rows))
+            tokens = torch.tensor(
+                [row + [pad] * (length - len(row)) for row in rows], device=self.model.device
+            )
+            mask = torch.tensor(
+                [[1] * len(row) + [0] * (length - len(row)) for row in rows],
+                device=self.model.device,
+            )
+            scores += self.model(**model_inputs(self.model, tokens, mask)).logits[:, 0].tolist()
+        return scores
+
+
+def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Task:
+    """Build the task that the flags --task, --digits, --prompts, --reward, --reward_weights,
+    --reward_model name.
+    """
+    chat = tokenizer.chat_template is not None
+    if config.task == "add":
+        train, heldout = add_prompts(config.digits, chat)
+        task = Task(train, heldout, [add_reward], [], verifier=add_reward)
+    else:
+        train, heldout = sentiment_prompts()
+        task = Task(train, heldout, [sentiment_reward], [])
+    if config.prompts:
+        rows = read_prompts(config.prompts)
+        random.Random(0).shuffle(rows)
+        # A single prompt is a legitimate first experiment: it is then evaluated on what it was
+        # trained on.
+        num_heldout = min(512, max(1, len(rows) // 10))
+        task.train, task.heldout = rows[num_heldout:] or rows, rows[:num_heldout]
+        if not all("answer" in row for row in rows):
+            task.verifier = None
+    if config.reward or config.reward_model:
+        task.rewards = [load_reward(spec) for spec in config.reward]
+    if config.reward_model:
+        task.reward_model = RewardModel(config.reward_model, device)
+        task.rewards.append(task.reward_model)
+    if add_reward in task.rewards and task.verifier is None:
+        raise InputError(
+            f'{config.prompts}: task add needs a key "answer" in each line; or give --reward'
+        )
+    task.weights = config.reward_weights or [1.0] * len(task.rewards)
+    if len(task.weights) != len(task.rewards):
+        raise InputError(
+            f"--reward_weights has {len(task.weights)} values for {len(task.rewards)} rewards"
+        )
+    if chat and isinstance(task.train[0]["prompt"], str):
+        print("The prompts are plain text, so the model's chat template is not used.")
+    return task
+
+
+# --- From prompts to tokens and from rollouts to scores ---
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: list[dict], device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokenise prompts: (ids, mask), each (N, P), padded on the left so that all completions
+    start at column P.
+    """
+    ids = [_encode(tokenizer, row["prompt"]) for row in rows]
+    width = max(map(len, ids))
+    pad = tokenizer.pad_token_id or 0  # any id will do: the mask, not the id, says what is padding
+    tokens = torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=device)
+    return tokens, mask
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt).input_ids
+    if tokenizer.chat_template is None:
+        raise InputError(
+            "the prompts are chat messages and the model has no chat template: write prompts as text"
+        )
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    # The template writes BOS itself; add_special_tokens would put a second one in front.
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:
+    """The `size` prompts of one step, from endless reshuffled passes over `rows`: a function of
+    seed and step alone.
+    """
+    passes = range(step * size // len(rows), ((step + 1) * size - 1) // len(rows) + 1)
+    order = [row for p in passes for row in random.Random(f"{seed},{p}").sample(rows, len(rows))]
+    start = step * size - passes[0] * len(rows)
+    return order[start : start + size]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
+    """The text of each completion, B strings, without EOS and padding."""
+    tokens = rollout.tokens[:, -rollout.completion_mask.shape[1] :].tolist()
+    lengths = (rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()
+    return [
+        tokenizer.decode(row[:n], skip_special_tokens=True)
+        for row, n in zip(tokens, lengths, strict=True)
+    ]
+
+
+def score(
+    task: Task, rows: list[dict], rollout: Rollout, tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.Tensor, list[str]]:
+    """Score a rollout of G completions for each of N prompts: (scores (N*G,), texts). A score of
+    None becomes NaN.
+    """
+    texts = decode(tokenizer, rollout)
+    length = rollout.completion_mask.shape[1]
+    ids = [
+        row[-length:][mask].tolist()
+        for row, mask in zip(rollout.tokens.cpu(), rollout.completion_mask.cpu(), strict=True)
+    ]
+    num_generations = len(texts) // len(rows)
+    rows = [row for row in rows for _ in range(num_generations)]
+    scores = torch.stack(
+        [_call_reward(f, rows, texts, ids) for f in task.rewards], dim=1
+    )  # (N*G, functions)
+    total = (scores * torch.tensor(task.weights)).nansum(dim=1)
+    return total.masked_fill(scores.isnan().all(dim=1), math.nan), texts
+
+
+def verify(task: Task, rows: list[dict], texts: list[str]) -> float | None:
+    """Share of completions that the task's verifier calls right; None where the task has no
+    verifier.
+    """
+    if task.verifier is None:
+        return None
+    rows = [row for row in rows for _ in range(len(texts) // len(rows))]
+    return _call_reward(task.verifier, rows, texts, [None] * len(rows)).mean().item()
+
+
+def _call_reward(
+    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list
+) -> torch.Tensor:
+    """Call one reward function with TRL's keyword arguments: (B,) float32, NaN where it returned
+    None.
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+    prompts = [row["prompt"] for row in rows]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    columns = {
+        key: [row.get(key) for row in rows]
+        for key in sorted({k for row in rows for k in row} - {"prompt"})
+    }
+    arguments = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    parameters = inspect.signature(reward).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+    try:
+        values = reward(**arguments)
+    except InputError:
+        raise
+    except Exception as e:
+        raise InputError(
+            f"the reward function {name} raised {type(e).__name__}: {first_line(e)}"
+        ) from e
+    try:
+        values = list(values)
+        scores = torch.tensor([math.nan if v is None else float(v) for v in values])
+    except (TypeError, ValueError) as e:
+        raise InputError(
+            f"the reward function {name} must return a list of numbers or None ({first_line(e)})"
+        ) from e
+    if len(values) != len(texts):
+        raise InputError(
+            f"the reward function {name} returned {len(values)} values for {len(texts)} completions"
+        )
+    for value, text in zip(values, texts, strict=True):
+        if value is not None and not math.isfinite(value):
+            raise InputError(
+                f"the reward function {name} returned {float(value)} for the completion {text[:60]!r}"
+            )
+    return scores

@@ -1,0 +1,107 @@
+"""Make the embedded model: a GPT-2 of 0.6 M parameters that knows two-digit sums better than it
+says.
+
+    python tiny/make.py            # writes config.json, model.safetensors, tokenizer.json beside this file
+
+It is trained on sums, at first with the right answer, then more and more often with a random one,
+up to half of the time. It ends up giving the right answer about a third of the time, which is
+what reinforcement learning needs: a behaviour that is there, but not yet preferred. The held-out
+sums of the task `add` are not among its data.
+"""
+
+import random
+import string
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from tqdm import trange
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from common import disable_dropout  # noqa: E402
+from tasks import add_prompts  # noqa: E402
+
+NUM_STEPS, BATCH_SIZE, LEARNING_RATE, SEED = 1300, 256, 3e-3, 0
+MAX_SHARE_OF_RANDOM_ANSWERS = 0.6
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per printable ASCII character, and `<pad>`, `<eos>`, `<unk>`."""
+    characters = (
+        string.digits
+        + "+="
+        + "".join(c for c in map(chr, range(32, 127)) if c not in string.digits + "+=")
+    )
+    vocabulary = {
+        token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters, "\n"])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
+
+
+def make_batch(
+    sums: list[dict], share_of_random: float, rng: random.Random, tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens (B, L), labels (B, L)): labels are -100 at the prompt and at padding."""
+    texts, prompt_lengths = [], []
+    for row in rng.choices(sums, k=BATCH_SIZE):
+        answer = str(rng.randint(20, 198)) if rng.random() < share_of_random else row["answer"]
+        texts.append(row["prompt"] + answer + tokenizer.eos_token)
+        prompt_lengths.append(len(row["prompt"]))
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    for row, length in zip(labels, prompt_lengths, strict=True):
+        row[:length] = -100
+    return batch.input_ids, labels
+
+
+def main() -> None:
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
+    sums, _ = add_prompts(digits=2)
+    tokenizer = make_tokenizer()
+    # GPT-2's own dropout of 0.1 stays in the config, as in the real checkpoint: disable_dropout
+    # has work to do.
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=128, n_embd=128, n_layer=3, n_head=4,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    disable_dropout(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, NUM_STEPS, pct_start=0.1
+    )
+    bar = trange(NUM_STEPS)
+    for step in bar:
+        share_of_random = MAX_SHARE_OF_RANDOM_ANSWERS * min(1.0, 2.5 * step / NUM_STEPS)
+        tokens, labels = make_batch(sums, share_of_random, rng, tokenizer)
+        logits = model(tokens).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    model.save_pretrained(HERE)
+    tokenizer.save_pretrained(HERE)
+
+
+if __name__ == "__main__":
+    main()
