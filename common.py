@@ -140,19 +140,19 @@ def gae(
 
 
 def model_inputs(
-    model: nn.Module, tokens: Tensor, attention_mask: Tensor
-) -> dict[str, Tensor | bool]:
-    """Arguments for a full forward: tokens (B, L), attention_mask (B, L), and position ids where
-    the model takes them.
+    model: nn.Module, tokens: Tensor, attention_mask: Tensor, **options: object
+) -> dict[str, object]:
+    """Arguments for reading tokens (B, L) under attention_mask (B, L), with those of `options` that
+    the model's forward takes, and position ids where it takes them.
 
-    Without position ids a left-padded row of GPT-2 is read at shifted positions, 34 nats off in
-    huggingface/trl#6800.
+    Without position ids GPT-2 reads a left-padded row at shifted positions: 34 nats off in
+    huggingface/trl#6800. Where mask is longer than tokens, they follow what a KV cache holds.
     """
-    inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "use_cache": False}
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides it
     accepted = inspect.signature(model.forward).parameters
-    if "position_ids" in accepted:
-        inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-    return {name: value for name, value in inputs.items() if name in accepted}
+    position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    options = options | {"position_ids": position_ids, "attention_mask": attention_mask.long()}
+    return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
 
 
 def completion_logprobs(
@@ -162,51 +162,44 @@ def completion_logprobs(
     micro_batch_size: int | None = None,
     with_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens by the training forward: (B, T), 0 off the mask;
-    differentiable.
+    """Log-probs of the sampled tokens by the training forward: (B, T), 0 off the mask, with grad.
 
-    The logits are divided by the temperature, so that these are the log-probs of the distribution
-    that was sampled. `with_entropy` returns (logprobs, entropy), the entropy without gradient.
+    The logits are divided by the temperature: these are the log-probs of the distribution that was
+    sampled. `with_entropy` returns (logprobs, entropy), the entropy without gradient.
     """
     logprobs, entropies = [], []
     for rows in _micro_batches(rollout, micro_batch_size):
-        width = rows.completion_mask.shape[1]
-        # The logits at position i predict token i + 1: the T completion tokens are predicted from
-        # the last T + 1 positions, less the very last. Prompt positions never meet the vocabulary
-        # matrix.
-        inputs = model_inputs(model, rows.tokens, rows.attention_mask)
-        logits = (
-            model(**inputs, logits_to_keep=width + 1).logits[:, :-1] / temperature
-        )  # (rows, T, V)
-        chosen = token_logprobs(logits, rows.tokens[:, -width:])
-        logprobs.append(chosen.masked_fill(~rows.completion_mask, 0))
+        mask, width = rows.completion_mask, rows.completion_mask.shape[1]
+        # The logits at position i predict token i + 1. So the T completion tokens are predicted
+        # from the last T + 1 positions less the very last; the prompt needs no logits at all.
+        inputs = model_inputs(
+            model, rows.tokens, rows.attention_mask, use_cache=False, logits_to_keep=width + 1
+        )
+        logits = model(**inputs).logits[:, -width - 1 : -1] / temperature  # (rows, T, V)
+        drawn = token_logprobs(logits, rows.tokens[:, -width:])
+        logprobs.append(drawn.masked_fill(~mask, 0))
         if with_entropy:
-            entropies.append(token_entropy(logits.detach()).masked_fill(~rows.completion_mask, 0))
+            entropies.append(token_entropy(logits.detach()).masked_fill(~mask, 0))
     return (torch.cat(logprobs), torch.cat(entropies)) if with_entropy else torch.cat(logprobs)
 
 
 def completion_values(
     value_model: ValueModel, rollout: Rollout, micro_batch_size: int | None = None
 ) -> Tensor:
-    """V_t = the value of the state before token t is chosen: (B, T), 0 off the mask;
-    differentiable.
-    """
+    """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with grad."""
     values = []
     for rows in _micro_batches(rollout, micro_batch_size):
-        width = rows.completion_mask.shape[1]
-        value = value_model(rows.tokens, rows.attention_mask)[
-            :, -width - 1 : -1
-        ]  # where the logits of token t are
-        values.append(value.masked_fill(~rows.completion_mask, 0))
+        mask, width = rows.completion_mask, rows.completion_mask.shape[1]
+        value = value_model(rows.tokens, rows.attention_mask)  # (rows, P+T)
+        # Read where the logits of token t are: one to the right, V would know the action.
+        values.append(value[:, -width - 1 : -1].masked_fill(~mask, 0))
     return torch.cat(values)
 
 
 def _micro_batches(rollout: Rollout, size: int | None) -> list[Rollout]:
     num_rows = len(rollout.tokens)
-    return [
-        rollout[start : start + (size or num_rows)]
-        for start in range(0, num_rows, size or num_rows)
-    ]
+    size = size or num_rows
+    return [rollout[start : start + size] for start in range(0, num_rows, size)]
 
 
 # --- Models ---
@@ -227,10 +220,7 @@ def disable_dropout(*models: nn.Module) -> int:
                 module.p = 0.0
                 sites += 1
             for name, value in list(vars(module).items()):
-                is_probability = isinstance(value, float) and value > 0
-                if is_probability and (
-                    "dropout" in name or "layerdrop" in name or name.endswith("_drop")
-                ):
+                if "drop" in name and isinstance(value, float) and value > 0:
                     setattr(module, name, 0.0)
                     sites += 1
     return sites

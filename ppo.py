@@ -184,8 +184,8 @@ def initial_value_model(
     return ValueModel.on_backbone_of(task.reward_model.model)
 
 
-def main() -> None:
-    config = parse_flags(Config, __doc__)
+def main(args: list[str] | None = None) -> None:
+    config = parse_flags(Config, __doc__, args)
     apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
     check_flags(config)
     device = pick_device(config.device)

@@ -1,7 +1,8 @@
 """What a run reads and leaves behind: flags, metrics, samples, the model.
 
-A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (one object per
-step, key `step`: the number of updates done before it), samples.jsonl, model/ (Hugging Face format).
+A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
+step; the key `step` is the number of updates before it), samples.jsonl, and model/ in Hugging Face
+format.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from common import Fault, InputError, context_length, first_line
+from common import Fault, InputError, context_length
 from sampling import Rollout, generate
 from tasks import Task, encode_prompts, score, verify
 
@@ -216,7 +217,7 @@ def seconds_since(start: float, device: torch.device) -> float:
 
 
 class Run:
-    """The folder of a run. When its `with` block is left, for whatever reason, the model is saved."""
+    """The folder of a run. Leaving its `with` block, for whatever reason, saves the model."""
 
     def __init__(
         self,
@@ -236,7 +237,8 @@ class Run:
             if metrics.exists() and metrics.stat().st_size > 0:
                 if not config.overwrite:
                     raise InputError(
-                        f"{self.folder} already holds a run: give --overwrite or another --output_dir"
+                        f"{self.folder} already holds a run:"
+                        " give --overwrite or another --output_dir"
                     )
                 for name in ("config.json", "metrics.jsonl", "samples.jsonl"):
                     (self.folder / name).unlink(missing_ok=True)
@@ -285,7 +287,7 @@ class Run:
         line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
-        self.steps_done = step
+        self.steps_done = min(step + 1, self.config.num_steps)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float | None]:

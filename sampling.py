@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from common import InputError, context_length
+from common import InputError, context_length, model_inputs
 
 
 @dataclass
 class Rollout:
-    """B sampled completions. P prompt positions, padded on the left, then T completion positions."""
+    """B sampled completions: P prompt positions, padded on the left, then T of the completion."""
 
     tokens: Tensor  # (B, P+T) prompt and completion; pad_token_id after the first EOS
     attention_mask: Tensor  # (B, P+T) bool: False at padding on either side
@@ -85,9 +84,8 @@ def generate(
     num_prompts, prompt_length = prompt_ids.shape
     limit = context_length(model)
     if limit is not None and prompt_length + max_new_tokens > limit:
-        raise InputError(
-            f"a prompt of {prompt_length} tokens and {max_new_tokens} new ones exceed the context, {limit}"
-        )
+        lengths = f"{prompt_length} prompt tokens and {max_new_tokens} new ones"
+        raise InputError(f"{lengths} don't fit into the model's context of {limit}")
     num_rows = num_prompts * num_generations
     prompt_mask = prompt_mask.bool()
     # All the randomness of the rollout: one uniform number per token, so that a row's tokens
@@ -183,17 +181,9 @@ def _next_logits(model: nn.Module, tokens: Tensor, mask: Tensor, cache: DynamicC
     """Read `tokens` (B, L) after what the cache holds, `mask` (B, cached + L): logits of the next
     token, (B, V).
     """
-    inputs = {
-        "input_ids": tokens,
-        "attention_mask": mask.long(),
-        "past_key_values": cache,
-        "use_cache": True,
-    }
-    accepted = inspect.signature(model.forward).parameters
-    if "position_ids" in accepted:  # left padding does not count as a position
-        inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    if "logits_to_keep" in accepted:
-        inputs["logits_to_keep"] = 1
+    inputs = model_inputs(
+        model, tokens, mask, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
     return model(**inputs).logits[:, -1]
 
 

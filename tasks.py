@@ -91,36 +91,44 @@ def add_reward(completions: list, answer: list[str], **columns) -> list[float]:
 
 
 POSITIVE = frozenset(
-    "amazing awesome beautiful best brilliant charming delight delightful enjoy enjoyable enjoyed excellent"
-    " exciting fantastic favorite fun funny gem good gorgeous great happy hilarious impressive incredible"
-    " inspiring love loved lovely magnificent masterpiece memorable moving outstanding perfect perfectly"
-    " powerful recommend remarkable superb terrific thrilling touching wonderful wonderfully".split()
+    """amazing awesome beautiful best brilliant charming delight delightful enjoy enjoyable enjoyed
+    excellent exciting fantastic favorite fun funny gem good gorgeous great happy hilarious
+    impressive incredible inspiring love loved lovely magnificent masterpiece memorable moving
+    outstanding perfect perfectly powerful recommend remarkable superb terrific thrilling touching
+    wonderful wonderfully""".split()
 )
 NEGATIVE = frozenset(
-    "annoying avoid awful bad badly bland bored boring cheap cliche clumsy confusing disappointed"
-    " disappointing disappointment disaster dreadful dull fail failed fails flat forgettable garbage hate hated"
-    " horrible lame lazy mediocre mess messy pathetic pointless poor poorly predictable ridiculous sad shallow"
-    " slow stupid terrible tedious tiresome ugly unfortunately unfunny waste wasted weak worse worst".split()
+    """annoying avoid awful bad badly bland bored boring cheap cliche clumsy confusing disappointed
+    disappointing disappointment disaster dreadful dull fail failed fails flat forgettable garbage
+    hate hated horrible lame lazy mediocre mess messy pathetic pointless poor poorly predictable
+    ridiculous sad shallow slow stupid terrible tedious tiresome ugly unfortunately unfunny waste
+    wasted weak worse worst""".split()
 )
 
 
 def sentiment_prompts() -> tuple[list[dict], list[dict]]:
     """Openings of film reviews: (train, held out), the same split in every run."""
-    things = "film movie story plot acting script soundtrack ending cast director dialogue picture".split()
-    frames = (
-        "The {} was|I thought the {} was|To me the {} felt|In my opinion, the {} is|Honestly, the {} was|"
-        "I just saw it, and the {} is|After two hours, the {} seemed|My friends said that the {} was|"
-        "What I remember most is that the {} was|Compared with the book, the {} is"
-    ).split("|")
+    things = """film movie story plot acting script soundtrack ending cast director dialogue
+    picture""".split()
+    frames = [
+        "The {} was",
+        "I thought the {} was",
+        "To me the {} felt",
+        "In my opinion, the {} is",
+        "Honestly, the {} was",
+        "I just saw it, and the {} is",
+        "After two hours, the {} seemed",
+        "My friends said that the {} was",
+        "What I remember most is that the {} was",
+        "Compared with the book, the {} is",
+    ]
     rows = [{"prompt": frame.format(thing)} for frame in frames for thing in things]
     random.Random(0).shuffle(rows)
     return rows[24:], rows[:24]
 
 
 def sentiment_reward(completions: list, **columns) -> list[float]:
-    """Positive minus negative words, between -3 and 3: crude on purpose, so that it can be hacked
-    and seen hacked.
-    """
+    """Positive minus negative words, in -3 to 3: crude on purpose, so that it can be hacked."""
     words = [re.findall(r"[a-z]+", text_of(c).lower()) for c in completions]
     counts = [sum((w in POSITIVE) - (w in NEGATIVE) for w in ws) for ws in words]
     return [float(max(-3, min(3, count))) for count in counts]
@@ -159,7 +167,8 @@ def read_prompts(path: str | Path) -> list[dict]:
             )
         if not _is_prompt(row["prompt"]):
             raise InputError(
-                f'{where}: "prompt" must be text or messages [{{"role": ..., "content": ...}}], not empty'
+                f'{where}: "prompt" must be text or messages'
+                ' [{"role": ..., "content": ...}], not empty'
             )
         rows.append(row)
     if not rows:
@@ -213,7 +222,7 @@ class RewardModel:
         )
         if self.model.config.num_labels != 1:
             raise InputError(
-                f"--reward_model {name}: has {self.model.config.num_labels} labels; a reward has one"
+                f"--reward_model {name}: has {self.model.config.num_labels} labels, not one"
             )
         if missing:
             raise InputError(
@@ -325,7 +334,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
         return tokenizer(prompt).input_ids
     if tokenizer.chat_template is None:
         raise InputError(
-            "the prompts are chat messages and the model has no chat template: write prompts as text"
+            "the prompts are chat messages, and the model has no chat template:"
+            " write prompts as text"
         )
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     # The template writes BOS itself; add_special_tokens would put a second one in front.
@@ -425,6 +435,6 @@ def _call_reward(
     for value, text in zip(values, texts, strict=True):
         if value is not None and not math.isfinite(value):
             raise InputError(
-                f"the reward function {name} returned {float(value)} for the completion {text[:60]!r}"
+                f"the reward function {name} returned {float(value)} for {text[:60]!r}"
             )
     return scores

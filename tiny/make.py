@@ -1,7 +1,7 @@
 """Make the embedded model: a GPT-2 of 0.6 M parameters that knows two-digit sums better than it
 says.
 
-    python tiny/make.py            # writes config.json, model.safetensors, tokenizer.json beside this file
+    python tiny/make.py      # writes config.json, model.safetensors, tokenizer.json beside itself
 
 It is trained on sums, at first with the right answer, then more and more often with a random one,
 up to half of the time. It ends up giving the right answer about a third of the time, which is

@@ -1,0 +1,112 @@
+"""Small models and tokenizers, built from configs: nothing here needs a network or a GPU."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from sampling import Rollout
+
+VOCAB = 40
+EOS = 39
+
+
+def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=vocab_size - 1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def small_llama(dropout: float = 0.0, vocab_size: int = VOCAB) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        attention_dropout=dropout, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=vocab_size - 1, pad_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+SMALL_MODELS = {"gpt2": small_gpt2, "llama": small_llama}
+
+
+@pytest.fixture(params=SMALL_MODELS)
+def small_model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A GPT-2 (learned positions) and a Llama (rotary positions), in evaluation mode."""
+    return SMALL_MODELS[request.param]().eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 257 tokens like GPT-2's: no pad token, no chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<|endoftext|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per letter and one for EOS, 20 in all: small models end their rows often."""
+    vocabulary = {token: index for index, token in enumerate([*" abcdehnopqrstuwxyz", "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def make_rollout(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    extra_left: int = 0,
+    extra_right: int = 0,
+) -> Rollout:
+    """A rollout of ragged prompts and completions, EOS included, with more padding at will."""
+    width = max(map(len, prompts)) + extra_left
+    length = max(map(len, completions)) + extra_right
+    tokens = torch.tensor(
+        [
+            [0] * (width - len(p)) + p + c + [0] * (length - len(c))
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+    )
+    prompt_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).bool()
+    mask = torch.tensor([[1] * len(c) + [0] * (length - len(c)) for c in completions]).bool()
+    return Rollout(
+        tokens=tokens,
+        attention_mask=torch.cat([prompt_mask, mask], dim=1),
+        completion_mask=mask,
+        logprobs=torch.zeros(mask.shape),
+        finished=torch.tensor([c[-1] == EOS for c in completions]),
+    )
+
+
+RAGGED = make_rollout(
+    prompts=[[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
+    completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
+)

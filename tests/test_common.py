@@ -1,0 +1,373 @@
+"""The mathematics of common.py against definitions, brute force and known mistakes."""
+
+import copy
+
+import pytest
+import torch
+from conftest import EOS, RAGGED, SMALL_MODELS, make_rollout, small_gpt2, small_llama
+from transformers import OPTConfig, OPTForCausalLM
+
+from common import (
+    InputError,
+    ValueModel,
+    completion_logprobs,
+    completion_values,
+    disable_dropout,
+    eos_token_ids,
+    gae,
+    kl_estimate,
+    load_policy,
+    masked_mean,
+    masked_whiten,
+    pick_device,
+    reference,
+    token_entropy,
+    token_logprobs,
+)
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- Masked statistics ---
+
+
+def test_masked_mean_ignores_what_is_masked_even_nan():
+    x = random(3, 4).masked_fill(~MASK, torch.nan)
+    assert masked_mean(x, MASK).item() == pytest.approx(x[MASK].mean().item())
+    rows = masked_mean(x, MASK, dim=1)
+    assert rows.tolist() == pytest.approx([x[i][MASK[i]].mean().item() for i in range(3)])
+
+
+def test_masked_mean_of_an_empty_mask_is_zero():
+    assert masked_mean(torch.ones(2, 3), torch.zeros(2, 3)).item() == 0
+
+
+def test_whitened_values_have_mean_0_and_unbiased_std_1_on_the_mask_and_are_0_off_it():
+    white = masked_whiten(random(3, 4) * 7 + 100, MASK)
+    assert white[MASK].mean().item() == pytest.approx(0, abs=1e-9)
+    assert white[MASK].std().item() == pytest.approx(1, abs=1e-6)  # torch's std has Bessel's N - 1
+    assert (white[~MASK] == 0).all()
+
+
+def test_whitening_without_shift_keeps_the_mean():
+    x = random(3, 4) * 7 + 100
+    white = masked_whiten(x, MASK, shift_mean=False)
+    assert white[MASK].mean().item() == pytest.approx(x[MASK].mean().item())
+    assert white[MASK].std().item() == pytest.approx(1, abs=1e-6)
+    assert (white[~MASK] == 0).all()
+
+
+def test_whitening_is_over_the_batch_not_per_row():
+    x = torch.tensor([[0.0], [1.0]])
+    white = masked_whiten(x, torch.ones(2, 1))
+    assert white[0].item() == pytest.approx(-white[1].item()) and white[1] > 0.5
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 1.1])
+def test_whitening_a_constant_or_a_single_value_gives_no_nan_and_no_blow_up(value):
+    assert masked_whiten(torch.full((3, 4), value), MASK).abs().max() < 1e-2
+    assert masked_whiten(torch.full((1, 1), value), torch.ones(1, 1)).item() == 0
+
+
+# --- Log-probs and entropy ---
+
+
+def test_token_logprobs_equal_the_gathered_log_softmax():
+    logits, tokens = random(3, 4, 9), torch.randint(9, (3, 4))
+    expected = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    assert torch.equal(token_logprobs(logits, tokens), expected)
+    assert token_logprobs(logits, tokens).dtype == torch.float64
+
+
+def test_half_precision_logits_are_scored_in_float32():
+    logits = random(2, 3, 50).bfloat16()
+    tokens = torch.randint(50, (2, 3))
+    assert torch.equal(token_logprobs(logits, tokens), token_logprobs(logits.float(), tokens))
+    assert token_entropy(logits).dtype == torch.float32
+
+
+def test_entropy_is_that_of_the_softmax_and_a_zero_probability_adds_nothing():
+    logits = torch.tensor([[[0.7, 0.2, 0.08, 0.02]]]).log()
+    expected = -(0.7 * 0.35667 + 0.2 * 1.60944 + 0.08 * 2.52573 + 0.02 * 3.91202) * -1
+    assert token_entropy(logits).item() == pytest.approx(expected, abs=1e-4)
+    impossible = torch.tensor([[[0.0, 0.0, -torch.inf]]])
+    assert token_entropy(impossible).item() == pytest.approx(0.693147, abs=1e-5)
+
+
+# --- KL estimators: signs and expectations, not only non-negativity ---
+
+
+P = torch.tensor([0.7, 0.2, 0.08, 0.02], dtype=torch.float64)
+Q = torch.full((4,), 0.25, dtype=torch.float64)
+KL = (P * (P / Q).log()).sum().item()  # .5344; the other way round it would be .7435
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased_for_the_kl_of_policy_to_reference(estimator):
+    expectation = (P * kl_estimate(P.log(), Q.log(), estimator)).sum().item()
+    assert pytest.approx(0.5344, abs=1e-4) == KL
+    assert expectation == pytest.approx(KL, abs=1e-9)
+
+
+def test_k2_is_half_the_squared_log_ratio_and_second_order_right():
+    d = torch.tensor([0.3, -0.2])
+    assert torch.allclose(kl_estimate(d, torch.zeros(2), "k2"), d**2 / 2)
+    near = (P.log() + 1e-3 * random(4)).softmax(0)
+    exact = (P * (P / near).log()).sum()
+    expectation = (P * kl_estimate(P.log(), near.log(), "k2")).sum()
+    assert expectation.item() == pytest.approx(exact.item(), rel=1e-2)
+
+
+def test_k3_is_never_negative_and_exact_near_zero():
+    d = torch.tensor([-2.0, -1e-4, 0.0, 1e-4, 2.0])
+    k3 = kl_estimate(d, torch.zeros(5), "k3")
+    assert (k3 >= 0).all()
+    assert k3[3].item() == pytest.approx(
+        5e-9, rel=0.2
+    )  # exp(-d) - 1 + d in float32 gives 0 or 6e-8
+
+
+def test_an_unknown_estimator_is_refused_by_name():
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+# --- GAE ---
+
+
+def brute_force_gae(rewards, values, mask, gamma, lam):
+    """The defining double sum: A_t = sum_l (gamma lam)^l delta_{t+l}, row by row."""
+    advantages = torch.zeros_like(rewards)
+    for row in range(len(rewards)):
+        n = int(mask[row].sum())
+        v = [*values[row, :n].tolist(), 0.0]
+        delta = [rewards[row, t].item() + gamma * v[t + 1] - v[t] for t in range(n)]
+        for t in range(n):
+            advantages[row, t] = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n))
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (1.0, 0.0)])
+def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
+    rewards, values = random(3, 4), random(3, 4, seed=1)
+    advantages, returns = gae(rewards, values, MASK, gamma, lam)
+    expected = brute_force_gae(rewards, values, MASK, gamma, lam)
+    assert torch.allclose(advantages, expected)
+    assert torch.allclose(returns, (expected + values) * MASK)
+
+
+def test_garbage_at_padding_never_reaches_advantages_or_returns():
+    rewards, values = random(3, 4), random(3, 4, seed=1)
+    clean = gae(rewards, values, MASK, 1.0, 0.95)
+    dirty = gae(
+        rewards.masked_fill(~MASK, torch.nan), values.masked_fill(~MASK, 1e9), MASK, 1.0, 0.95
+    )
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert all((x[~MASK] == 0).all() for x in dirty)
+
+
+# --- Forward passes ---
+
+
+def test_logprobs_equal_a_loop_that_reads_one_more_token_each_time(small_model):
+    """An off-by-one in the shift of logits shows here and nowhere else as plainly."""
+    rollout = make_rollout([[1, 2, 3]], [[12, 7, EOS]])
+    logprobs = completion_logprobs(small_model, rollout, temperature=0.7)
+    for t in range(3):
+        logits = small_model(rollout.tokens[:, : 3 + t]).logits[0, -1] / 0.7
+        expected = logits.log_softmax(-1)[rollout.tokens[0, 3 + t]]
+        assert logprobs[0, t].item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_values_are_read_before_their_token_is_seen(small_model):
+    model = ValueModel.on_backbone_of(small_model).eval()
+    torch.nn.init.normal_(model.head.weight)
+    rollout = make_rollout([[1, 2, 3]], [[12, 7, EOS]])
+    values = completion_values(model, rollout)
+    for t in range(3):
+        tokens = rollout.tokens[:, : 3 + t]
+        expected = model(tokens, torch.ones_like(tokens))[0, -1].item()
+        assert values[0, t].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_row_alone_equals_the_row_in_a_padded_batch(small_model):
+    """Without position ids GPT-2 fails here by whole nats (huggingface/trl#6800)."""
+    batch = completion_logprobs(small_model, RAGGED, 0.7)
+    for row in range(len(RAGGED.tokens)):
+        tokens = RAGGED.tokens[row][RAGGED.attention_mask[row]].tolist()
+        length = int(RAGGED.completion_mask[row].sum())
+        alone = make_rollout([tokens[:-length]], [tokens[-length:]])
+        expected = completion_logprobs(small_model, alone, 0.7)[0]
+        assert torch.allclose(batch[row, :length], expected, atol=1e-5), row
+
+
+@pytest.mark.parametrize("padding", [(5, 0), (0, 5), (3, 4)])
+def test_more_padding_on_either_side_changes_no_logprob_and_no_value(small_model, padding):
+    prompts, completions = [[1, 2, 3], [4]], [[12, EOS], [13, 14, 15]]
+    plain = make_rollout(prompts, completions)
+    padded = make_rollout(prompts, completions, *padding)
+    model = ValueModel.on_backbone_of(small_model).eval()
+    torch.nn.init.normal_(model.head.weight)
+    for forward in (
+        lambda r: completion_logprobs(small_model, r, 0.7),
+        lambda r: completion_values(model, r),
+    ):
+        assert torch.allclose(forward(padded)[:, :3], forward(plain), atol=1e-5)
+        assert (forward(padded)[:, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, None])
+def test_the_micro_batch_changes_no_logprob(small_model, size):
+    whole = completion_logprobs(small_model, RAGGED, 0.7)
+    assert torch.allclose(completion_logprobs(small_model, RAGGED, 0.7, size), whole, atol=1e-5)
+
+
+def test_entropy_lies_between_0_and_log_v_and_is_0_off_the_mask(small_model):
+    _, entropy = completion_logprobs(small_model, RAGGED, 1.0, 4, with_entropy=True)
+    mask = RAGGED.completion_mask
+    assert (entropy[mask] > 0).all() and (entropy[mask] <= torch.tensor(40.0).log() + 1e-5).all()
+    assert (entropy[~mask] == 0).all()
+
+
+def test_the_mask_not_the_token_id_says_what_is_padding(small_model):
+    """With pad == EOS, and an EOS inside the prompt, the log-probs are those with another pad."""
+    rollout = make_rollout([[EOS, 2, EOS], [4]], [[12, EOS], [13, 14, EOS]])
+    pad_is_eos = copy.deepcopy(rollout)
+    pad_is_eos.tokens = rollout.tokens.masked_fill(~rollout.attention_mask, EOS)
+    first = completion_logprobs(small_model, rollout, 1.0)
+    assert torch.allclose(first, completion_logprobs(small_model, pad_is_eos, 1.0), atol=1e-6)
+    assert (first[rollout.completion_mask] != 0).all()
+
+
+# --- Dropout ---
+
+
+DROPOUT_MODELS = {
+    "gpt2 (modules)": lambda: small_gpt2(dropout=0.5),
+    "llama (functional)": lambda: small_llama(dropout=0.5),
+    "opt (functional and layerdrop)": lambda: OPTForCausalLM(
+        OPTConfig(
+            vocab_size=40,
+            hidden_size=32,
+            ffn_dim=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            word_embed_proj_dim=32,
+            dropout=0.5,
+            attention_dropout=0.5,
+            layerdrop=0.5,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT_MODELS)
+def test_after_disable_dropout_two_training_forwards_are_bit_identical(name):
+    model = DROPOUT_MODELS[name]().train()
+    tokens = torch.arange(20).reshape(2, 10)
+    before = [model(tokens).logits for _ in range(4)]
+    assert not all(torch.equal(before[0], other) for other in before[1:])
+    assert disable_dropout(model) > 0
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+    assert disable_dropout(model) == 0
+
+
+# --- Models ---
+
+
+def test_a_fresh_value_model_predicts_exactly_0(small_model):
+    values = completion_values(ValueModel.on_backbone_of(small_model), RAGGED)
+    assert (values == 0).all()
+
+
+def test_the_value_model_shares_no_weight_with_the_policy(small_model):
+    model = ValueModel.on_backbone_of(small_model)
+    shared = {p.data_ptr() for p in small_model.parameters()}
+    assert not shared & {p.data_ptr() for p in model.parameters()}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_without_kl_no_reference_is_built(small_model):
+    with reference(small_model, kl_coef=0.0) as model:
+        assert model is None
+
+
+def test_the_reference_is_the_policy_in_memory_and_stays_as_it_was(small_model):
+    """A reference reloaded by name misses changes made in memory: KL at step 0 would not be 0."""
+    with torch.no_grad():
+        next(small_model.parameters()).add_(0.1)
+    ref = reference(small_model.train(), kl_coef=0.1)
+    with ref as model:
+        before = completion_logprobs(model, RAGGED, 1.0)
+        assert torch.equal(before, completion_logprobs(small_model, RAGGED, 1.0))
+        assert not model.training and not any(p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        for p in small_model.parameters():
+            p.mul_(1.5)
+    with ref as model:
+        assert torch.equal(completion_logprobs(model, RAGGED, 1.0), before)
+
+
+def test_every_eos_id_of_the_model_is_found():
+    """Llama 3 and Phi 3.5 have several; missing one, rows never stop (huggingface/trl#7039)."""
+    model = small_llama()
+    model.generation_config.eos_token_id = [39, 38]
+    model.config.eos_token_id = 37
+
+    class Tokenizer:
+        eos_token_id = 36
+
+    assert eos_token_ids(model, Tokenizer()) == [36, 37, 38, 39]
+
+
+def test_bf16_checkpoints_are_trained_in_float32_so_that_small_steps_count(tmp_path):
+    """AdamW at 1e-6 is lost in bfloat16 weights, which have 8 bits of mantissa."""
+    small_gpt2().bfloat16().save_pretrained(tmp_path)
+    model = load_policy(str(tmp_path)).train()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    completion_logprobs(model, RAGGED, 1.0).sum().backward()
+    with_gradient = [p.grad != 0 for p in model.parameters()]
+    optimizer.step()
+    changed = [p != b for p, b in zip(model.parameters(), before, strict=True)]
+    share = torch.cat([c[g] for c, g in zip(changed, with_gradient, strict=True)]).float().mean()
+    assert share > 0.9
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_causal_model_loads_and_gives_the_same_logits(name, tmp_path):
+    model = SMALL_MODELS[name]().eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.arange(10).unsqueeze(0)
+    assert torch.equal(load_policy(str(tmp_path)).eval()(tokens).logits, model(tokens).logits)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    for name in ("tpu9", "nonsense", *([] if torch.cuda.is_available() else ["cuda"])):
+        with pytest.raises(InputError, match=name):
+            pick_device(name)
+    assert pick_device("cpu") == torch.device("cpu")
+
+
+# --- Purity ---
+
+
+def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
+    x, y, mask = random(3, 4), random(3, 4, seed=1), MASK.clone()
+    logits, tokens = random(3, 4, 9), torch.randint(9, (3, 4))
+    rollout = copy.deepcopy(RAGGED)
+    inputs = [x, y, mask, logits, tokens, *vars(rollout).values()]
+    before = [t.clone() for t in inputs]
+    masked_mean(x, mask)
+    masked_whiten(x, mask, shift_mean=False)
+    token_logprobs(logits, tokens)
+    token_entropy(logits)
+    for estimator in ("k1", "k2", "k3"):
+        kl_estimate(x, y, estimator)
+    gae(x, y, mask, 1.0, 0.95)
+    completion_logprobs(small_model, rollout, 0.7, 2, with_entropy=True)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))

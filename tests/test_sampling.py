@@ -1,0 +1,240 @@
+"""The decode loop: what it samples from, where rows stop, and that its shortcuts change nothing."""
+
+import inspect
+
+import pytest
+import torch
+from conftest import EOS, VOCAB, small_gpt2, small_llama
+
+from common import InputError, completion_logprobs, kl_estimate
+from sampling import Rollout, completion_mask, concatenate, draw, generate
+
+PROMPTS = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
+PROMPT_MASK = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]])
+
+
+def sample(model, seed: int = 0, prompts=PROMPTS, prompt_mask=PROMPT_MASK, **options) -> Rollout:
+    options = {"max_new_tokens": 8, "eos_token_ids": [EOS], "pad_token_id": 0} | options
+    generator = torch.Generator().manual_seed(seed)
+    return generate(model, prompts, prompt_mask, generator=generator, **options)
+
+
+# --- Masks ---
+
+
+def test_the_mask_ends_with_the_first_eos_whichever_id_it_is():
+    completions = torch.tensor([[5, 38, 7], [5, 39, 7], [5, 6, 7], [39, 39, 39]])
+    expected = [[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert completion_mask(completions, [38, 39]).tolist() == [
+        [bool(x) for x in r] for r in expected
+    ]
+
+
+def test_without_an_eos_id_nothing_is_masked():
+    assert completion_mask(torch.tensor([[1, 2]]), []).all()
+
+
+@pytest.mark.parametrize("pad", [0, EOS])
+def test_eos_is_kept_and_everything_after_it_is_padding_even_where_pad_equals_eos(pad):
+    rollout = sample(small_gpt2(), num_generations=40, pad_token_id=pad, temperature=2.0)
+    tokens, mask = rollout.tokens[:, 3:], rollout.completion_mask
+    assert 10 < rollout.finished.sum() < 120
+    for row, m, finished in zip(tokens, mask, rollout.finished, strict=True):
+        n = int(m.sum())
+        assert m[:n].all() and (row[n:] == pad).all()
+        assert EOS not in row[: n - 1] and (row[n - 1] == EOS) == finished
+        assert finished or n == 8
+    assert torch.equal(rollout.attention_mask[:, 3:], mask)
+    assert (rollout.logprobs[~mask] == 0).all() and (rollout.logprobs[mask] < 0).all()
+
+
+def test_a_second_eos_id_stops_a_row_too():
+    """Llama 3 stops at either of two ids (huggingface/trl#7039)."""
+    rollout = sample(small_gpt2(), num_generations=60, eos_token_ids=[EOS, 7], temperature=2.0)
+    last = rollout.tokens[torch.arange(180), 2 + rollout.completion_mask.sum(1)]
+    assert set(last[rollout.finished].tolist()) == {EOS, 7}
+
+
+# --- The distribution ---
+
+
+def exact_probs(model, temperature: float) -> torch.Tensor:
+    return (model(PROMPTS[:1]).logits[0, -1] / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_whatever_generation_config(
+    small_model, temperature
+):
+    """huggingface/trl#5783: Qwen2.5 was sampled nearly greedily through its generation_config."""
+    config = small_model.generation_config
+    config.temperature, config.top_k, config.repetition_penalty = 1e-6, 1, 1.3
+    config.suppress_tokens, config.do_sample, config.max_new_tokens = [3, 4, 5], False, 1
+    n = 4000
+    rollout = sample(
+        small_model, prompts=PROMPTS[:1], prompt_mask=PROMPT_MASK[:1], num_generations=n,
+        max_new_tokens=1, temperature=temperature,
+    )  # fmt: skip
+    counts = torch.bincount(rollout.tokens[:, -1], minlength=VOCAB)
+    p = exact_probs(small_model, temperature)
+    deviation = (counts / n - p).abs() / (p * (1 - p) / n).sqrt()
+    assert deviation.max() < 4.5
+
+
+def test_uniform_logits_draw_every_token_about_equally_often():
+    n = 20_000
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = draw(torch.zeros(n, 100), uniform)
+    counts = torch.bincount(tokens, minlength=100)
+    assert counts.min() > 130 and counts.max() < 270
+    assert torch.allclose(logprobs, torch.tensor(0.01).log())
+
+
+def test_the_extremes_of_the_uniform_number_draw_possible_tokens_only():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
+    tokens, _ = draw(logits, torch.tensor([0.0, 1.0]))
+    assert tokens.tolist() == [1, 2]
+
+
+def test_recorded_logprobs_are_those_of_the_training_forward(small_model):
+    """Sampled at a temperature and scored without it is the commonest mistake of all."""
+    rollout = sample(small_model, temperature=0.7, num_generations=4)
+    recomputed = completion_logprobs(small_model, rollout, 0.7)
+    assert torch.allclose(rollout.logprobs, recomputed, atol=1e-4)
+
+
+def test_top_k_makes_the_estimate_of_a_positive_kl_negative(small_model):
+    """huggingface/trl#235 and others: the usual cause of a negative KL. The reference is the same
+    model at a lower temperature; plain samples of the policy give a positive KL, top-k ones don't.
+    """
+    for top_k, low, high in ((0, 0.05, 9.0), (3, -9.0, -0.05)):
+        rollout = sample(small_model, top_k=top_k, num_generations=100)
+        policy = completion_logprobs(small_model, rollout, 1.0)
+        ref = completion_logprobs(small_model, rollout, 0.6)
+        kl = kl_estimate(policy, ref, "k1")[rollout.completion_mask].mean()
+        assert low < kl < high, top_k
+
+
+def test_top_k_1_is_greedy_and_equals_the_library(small_model):
+    small_model.generation_config.pad_token_id = 0
+    ours = sample(small_model, top_k=1)
+    theirs = small_model.generate(
+        PROMPTS, attention_mask=PROMPT_MASK, do_sample=False, max_new_tokens=8, eos_token_id=EOS
+    )[:, 3:]
+    tokens = ours.tokens[:, 3 : 3 + theirs.shape[1]]
+    assert torch.equal(tokens, theirs)
+
+
+def test_top_p_keeps_the_smallest_set_of_likeliest_tokens_that_reaches_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(1000, 1)
+    uniform = torch.linspace(0, 0.9999, 1000)
+    tokens, logprobs = draw(logits, uniform, top_p=0.7)
+    assert set(tokens.tolist()) == {0, 1}
+    assert logprobs.exp().unique().tolist() == pytest.approx([0.3 / 0.8, 0.5 / 0.8])
+
+
+# --- Shortcuts that must change nothing ---
+
+
+def count_forwards(model) -> list[tuple[int, int]]:
+    """The shapes (rows, tokens) that the model is asked to read, from here on."""
+    shapes = []
+    forward = model.forward
+
+    def counted(input_ids, **kwargs):
+        shapes.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **kwargs)
+
+    counted.__signature__ = inspect.signature(forward)
+    model.forward = counted
+    return shapes
+
+
+def test_each_distinct_prompt_is_read_once_and_then_a_token_at_a_time():
+    model = small_gpt2()
+    shapes = count_forwards(model)
+    prompts, mask = PROMPTS[[0, 1, 0, 2]], PROMPT_MASK[[0, 1, 0, 2]]
+    rollout = sample(model, prompts=prompts, prompt_mask=mask, num_generations=5, eos_token_ids=[])
+    assert rollout.tokens.shape == (20, 11)
+    assert shapes[0] == (3, 3)
+    assert shapes[1:] == [(20, 1)] * 7
+
+
+def test_completions_of_a_prompt_are_consecutive_rows():
+    rollout = sample(small_gpt2(), num_generations=4)
+    assert torch.equal(rollout.tokens[:, :3], PROMPTS.repeat_interleave(4, dim=0))
+    assert torch.equal(
+        rollout.attention_mask[:, :3], PROMPT_MASK.bool().repeat_interleave(4, dim=0)
+    )
+
+
+def test_finished_rows_leave_the_batch_and_the_others_do_not_notice():
+    """A row's tokens depend on its own random numbers alone, so stopping early shifts nothing."""
+    model = small_gpt2()
+    shapes = count_forwards(model)
+    stopping = sample(model, num_generations=40, temperature=2.0)
+    sizes = [rows for rows, _ in shapes[1:]]
+    assert sizes[-1] <= 0.95 * sizes[0] and sizes == sorted(sizes, reverse=True)
+    endless = sample(model, num_generations=40, temperature=2.0, eos_token_ids=[])
+    mask = stopping.completion_mask
+    assert torch.equal(stopping.tokens[:, 3:][mask], endless.tokens[:, 3:][mask])
+    assert torch.allclose(stopping.logprobs[mask], endless.logprobs[mask], atol=1e-4)
+
+
+def test_decoding_ends_when_all_rows_have():
+    model = small_gpt2()
+    shapes = count_forwards(model)
+    sample(model, eos_token_ids=list(range(VOCAB)))
+    assert len(shapes) == 1
+
+
+def test_a_row_alone_samples_what_it_samples_in_a_left_padded_batch(small_model):
+    batch = sample(small_model, top_k=1, eos_token_ids=[])
+    for row in range(3):
+        prompt = PROMPTS[row : row + 1, PROMPT_MASK[row].bool()]
+        alone = sample(
+            small_model,
+            prompts=prompt,
+            prompt_mask=torch.ones_like(prompt),
+            top_k=1,
+            eos_token_ids=[],
+        )
+        assert torch.equal(alone.tokens[0, -8:], batch.tokens[row, -8:])
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(small_model):
+    first, again, other = (sample(small_model, seed=s, num_generations=4) for s in (1, 1, 2))
+    assert torch.equal(first.tokens, again.tokens)
+    assert not torch.equal(first.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_dropout_never_touches_a_sample(make):
+    model = make(dropout=0.5).train()
+    with_dropout = sample(model, num_generations=4)
+    assert model.training
+    assert torch.equal(with_dropout.tokens, sample(model.eval(), num_generations=4).tokens)
+
+
+def test_gradient_checkpointing_leaves_the_cache_on_and_an_error_leaves_the_mode_as_it_was():
+    """With it transformers drops the cache in training mode: decoding would be quadratic."""
+    model = small_llama().train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    shapes = count_forwards(model)
+    sample(model, eos_token_ids=[])
+    assert all(length == 1 for _, length in shapes[1:]) and model.training
+    with pytest.raises(IndexError):
+        sample(model, prompts=PROMPTS + 1000)
+    assert model.training
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(small_model):
+    with pytest.raises(InputError, match="64"):
+        sample(small_model, max_new_tokens=62)
+
+
+def test_rollouts_can_be_indexed_and_put_together(small_model):
+    rollout = sample(small_model, num_generations=2)
+    parts = concatenate([rollout[:4], rollout[torch.tensor([4, 5])]])
+    for name, value in vars(rollout).items():
+        assert torch.equal(getattr(parts, name), value), name

@@ -1,0 +1,344 @@
+"""Prompts, rewards and what becomes of text on its way to tokens and back."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import byte_tokenizer, make_rollout, save_model, small_gpt2
+from tokenizers import processors
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from common import InputError, load_tokenizer
+from tasks import (
+    RewardModel,
+    Task,
+    add_prompts,
+    add_reward,
+    decode,
+    encode_prompts,
+    load_reward,
+    load_task,
+    prompt_batch,
+    read_prompts,
+    score,
+    sentiment_prompts,
+    sentiment_reward,
+    verify,
+)
+
+CHAT_TEMPLATE = (
+    "{{ '<|endoftext|>' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def task_config(**options) -> SimpleNamespace:
+    empty = dict(
+        task="add", digits=2, prompts=None, reward=[], reward_weights=[], reward_model=None
+    )
+    return SimpleNamespace(**(empty | options))
+
+
+# --- Built-in tasks ---
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_no_held_out_sum_is_trained_on_not_even_mirrored(digits):
+    train, heldout = add_prompts(digits)
+    pairs = [
+        {frozenset(r["prompt"].strip("=").split("+")) for r in rows} for rows in (train, heldout)
+    ]
+    assert len(pairs[0]) > 30 and len(pairs[1]) > 5 and not pairs[0] & pairs[1]
+    assert add_prompts(digits) == (train, heldout)
+    for row in train + heldout:
+        a, b = row["prompt"].strip("=").split("+")
+        assert len(a) == len(b) == digits and int(row["answer"]) == int(a) + int(b)
+
+
+def test_chat_models_get_the_sum_as_a_message():
+    train, _ = add_prompts(2, chat=True)
+    assert train[0]["prompt"][0]["role"] == "user" and "+" in train[0]["prompt"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("46", 1), ("12 + 34 = 46.", 1), ("46, not 47", 0), ("It is 1,046", 0), ("", 0),
+        ("four", 0), ("046", 1), ("-46", 0), ([{"role": "assistant", "content": "so 46"}], 1),
+    ],
+)  # fmt: skip
+def test_the_verifier_reads_the_last_number(completion, expected):
+    assert add_reward([completion], ["46"]) == [expected]
+
+
+def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
+    texts = ["a great, GREAT film", "boring and bad", "a film", "good " * 10, "greatly"]
+    assert sentiment_reward(texts) == [2, -2, 0, 3, 0]
+    train, heldout = sentiment_prompts()
+    assert len(train) > 50 and heldout and not [row for row in heldout if row in train]
+
+
+# --- Prompts of the user ---
+
+
+def test_prompts_are_read_with_all_their_columns(tmp_path):
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": [{"role": "user", "content": "c"}]}]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert read_prompts(file) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ('{"prompt": "a"}\n\n{"text": "b"}', 'line 3: no key "prompt"'),
+        ('["prompt"]', 'line 1: no key "prompt"'),
+        ('{"prompt": 5}', "line 1"),
+        ('{"prompt": ""}', "line 1"),
+        ('{"prompt": [{"role": "user"}]}', "line 1"),
+    ],
+)
+def test_a_fault_in_the_prompts_file_is_named_with_its_line(tmp_path, text, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        read_prompts(file)
+    assert "p.jsonl" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_prompts_file_is_split_and_a_single_prompt_is_enough(tmp_path):
+    file = tmp_path / "p.jsonl"
+    for n, expected in ((1, (1, 1)), (50, (45, 5))):
+        file.write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(n)))
+        config = task_config(task="sentiment", prompts=str(file))
+        task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+        assert (len(task.train), len(task.heldout)) == expected
+    assert not [row for row in task.heldout if row in task.train]
+
+
+def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():
+    rows = [{"prompt": str(i)} for i in range(10)]
+    steps = [prompt_batch(rows, step, 4, seed=0) for step in range(5)]
+    assert all(len(batch) == 4 for batch in steps)
+    seen = [row["prompt"] for batch in steps for row in batch]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(str(i) for i in range(10))
+    assert seen[:10] != seen[10:]
+    assert prompt_batch(rows, 3, 4, seed=0) == steps[3]
+    assert prompt_batch(rows, 3, 4, seed=1) != steps[3]
+    assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
+
+
+# --- Tokens ---
+
+
+def test_prompts_are_padded_on_the_left_and_masked():
+    ids, mask = encode_prompts(byte_tokenizer(), [{"prompt": "abc"}, {"prompt": "d"}])
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and ids[1, 2] == ids[0, 0] + 3
+
+
+def test_a_chat_prompt_gets_exactly_one_bos():
+    """Tokenising a rendered template with special tokens on puts a second BOS in front."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", CHAT_TEMPLATE
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    assert encode_prompts(tokenizer, [{"prompt": "a"}])[0].tolist()[0][0] == tokenizer.bos_token_id
+    ids, _ = encode_prompts(tokenizer, [{"prompt": [{"role": "user", "content": "a"}]}])
+    assert (ids == tokenizer.bos_token_id).sum() == 1
+    assert tokenizer.decode(ids[0]).endswith("[assistant]")
+
+
+def test_messages_need_a_chat_template():
+    with pytest.raises(InputError, match="chat template"):
+        encode_prompts(byte_tokenizer(), [{"prompt": [{"role": "user", "content": "a"}]}])
+
+
+def test_text_ends_before_eos_and_padding():
+    tokenizer = byte_tokenizer()
+    eos = tokenizer.eos_token_id
+    ids = tokenizer(["hi", "there"]).input_ids
+    rollout = make_rollout([[1], [2]], [[*ids[0], eos], ids[1]])
+    rollout.finished = torch.tensor([True, False])
+    assert decode(tokenizer, rollout) == ["hi", "there"]
+
+
+# --- Rewards ---
+
+
+def scored(reward, rows=None, **task) -> torch.Tensor:
+    tokenizer = byte_tokenizer()
+    rows = rows or [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+    ids = tokenizer(["x", "yy", "z", "ww"]).input_ids
+    rollout = make_rollout([[1]] * 4, ids)
+    rewards = reward if isinstance(reward, list) else [reward]
+    weights = task.get("weights", [1.0] * len(rewards))
+    return score(Task([], [], rewards, weights), rows, rollout, tokenizer)
+
+
+def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, n, **kwargs):
+        seen.update(prompts=prompts, completions=completions, n=n, ids=completion_ids)
+        return [1.0, 2.0, 3.0, None]
+
+    scores, texts = scored(reward)
+    assert texts == ["x", "yy", "z", "ww"]
+    assert seen["prompts"] == ["a", "a", "b", "b"] and seen["n"] == [1, 1, 2, 2]
+    assert seen["completions"] == texts and [len(i) for i in seen["ids"]] == [1, 2, 1, 2]
+    assert scores[:3].tolist() == [1, 2, 3] and scores[3].isnan()
+
+
+def test_a_reward_may_name_only_what_it_reads():
+    assert scored(lambda completions: [len(c) for c in completions])[0].tolist() == [1, 2, 1, 2]
+
+
+def test_for_chat_prompts_completions_are_messages():
+    rows = [{"prompt": [{"role": "user", "content": "q"}]}] * 2
+    seen = []
+    scored(lambda completions, **kw: seen.extend(completions) or [0.0] * 4, rows)
+    assert seen[1] == [{"role": "assistant", "content": "yy"}]
+
+
+def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent():
+    first = lambda completions, **kw: [1.0, 1.0, None, None]  # noqa: E731
+    second = lambda completions, **kw: [1.0, None, 1.0, None]  # noqa: E731
+    scores, _ = scored([first, second], weights=[1.0, 10.0])
+    assert scores[:3].tolist() == [11, 1, 10] and scores[3].isnan()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda **kw: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda completions, **kw: [1.0] * 3, "returned 3 values for 4 completions"),
+        (lambda completions, **kw: [float("nan")] * 4, "returned nan for 'x'"),
+        (lambda completions, **kw: [float("inf")] * 4, "returned inf"),
+        (lambda completions, **kw: 1.0, "must return a list"),
+        (lambda completions, **kw: ["a"] * 4, "must return a list"),
+        (lambda completions, missing: [1.0] * 4, "missing"),
+    ],
+)
+def test_a_reward_at_fault_is_named_in_one_line(reward, message):
+    with pytest.raises(InputError, match=message) as error:
+        scored(reward)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_is_loaded_from_a_file_by_name(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def good(completions, **kw):\n    return [1.0] * len(completions)\n")
+    assert load_reward(f"{file}:good")(["a"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mine.py", "FILE.py:FUNCTION"),
+        ("nowhere.py:f", "no file nowhere.py"),
+        ("{file}:other", "no function other"),
+        ("{bad}:f", "fails on import"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(tmp_path, spec, message):
+    file, bad = tmp_path / "mine.py", tmp_path / "bad.py"
+    file.write_text("def good(): pass\n")
+    bad.write_text("def f(:\n")
+    with pytest.raises(InputError, match=message):
+        load_reward(spec.format(file=file, bad=bad))
+
+
+def test_verify_is_the_share_of_right_answers_and_none_without_a_verifier():
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    assert verify(Task([], [], [], [], add_reward), rows, ["2", "2"]) == 0.5
+    assert verify(Task([], [], [], []), rows, ["2", "2"]) is None
+
+
+# --- Reward model ---
+
+
+@pytest.fixture
+def reward_model_folder(tmp_path):
+    """Its pad id is its EOS id, as on most decoder checkpoints."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=2, num_labels=1,
+        initializer_range=0.5, eos_token_id=256, pad_token_id=256, bos_token_id=None,
+    )  # fmt: skip
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    return save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), tokenizer)
+
+
+def test_a_batch_of_texts_scores_as_each_does_alone_at_its_last_token_even_if_that_is_eos(
+    reward_model_folder,
+):
+    model = RewardModel(reward_model_folder, torch.device("cpu"))
+    prompts, completions = ["a", "film", "b"], ["bcd", " x<|endoftext|>", "c"]
+    batch = model(prompts=prompts, completions=completions)
+    alone = [model([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    assert batch == pytest.approx(alone, abs=1e-5)
+    for p, c, value in zip(prompts, completions, batch, strict=True):
+        ids = torch.tensor([model.tokenizer(p + c).input_ids])
+        hidden = model.model.transformer(ids).last_hidden_state[0, -1]
+        assert value == pytest.approx((model.model.score.weight @ hidden).item(), abs=1e-5)
+
+
+def test_the_reward_model_reads_prompt_and_completion(reward_model_folder):
+    model = RewardModel(reward_model_folder, torch.device("cpu"))
+    values = model(["a", "b", "a"], ["xyz", "xyz", "xyw"])
+    assert len({round(v, 4) for v in values}) == 3
+    assert not any(p.requires_grad for p in model.model.parameters())
+
+
+def test_chat_messages_are_scored_through_the_reward_models_own_template(reward_model_folder):
+    model = RewardModel(reward_model_folder, torch.device("cpu"))
+    chat = ([[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "a"}]])
+    plain = model(["q\n"], ["a"])
+    assert model(*chat) == pytest.approx(plain)
+    model.tokenizer.chat_template = CHAT_TEMPLATE
+    assert model(*chat) == pytest.approx(model(["<|endoftext|>[user]q[assistant]"], ["a"]))
+
+
+def test_a_text_longer_than_the_reward_model_reads_is_refused(reward_model_folder):
+    with pytest.raises(InputError, match="64 tokens"):
+        RewardModel(reward_model_folder, torch.device("cpu"))(["a" * 60], ["b" * 10])
+
+
+def test_a_classifier_with_two_labels_or_a_language_model_is_no_reward_model(tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=32, n_layer=1, n_head=2, num_labels=2)
+    two = save_model(tmp_path / "two", GPT2ForSequenceClassification(config), byte_tokenizer())
+    with pytest.raises(InputError, match="2 labels"):
+        RewardModel(two, torch.device("cpu"))
+    lm = small_gpt2(vocab_size=257)
+    lm.config.num_labels = 1
+    folder = save_model(tmp_path / "lm", lm, byte_tokenizer())
+    with pytest.raises(InputError, match=r"no score\.weight"):
+        RewardModel(folder, torch.device("cpu"))
+
+
+def test_a_reward_model_and_a_function_are_added(reward_model_folder, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def one(completions, **kw):\n    return [1.0] * len(completions)\n")
+    config = task_config(
+        reward=[f"{file}:one"], reward_model=reward_model_folder, reward_weights=[2.0, 0.5]
+    )
+    task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+    assert task.weights == [2.0, 0.5] and task.rewards[1] is task.reward_model
+    config.reward_weights = [1.0]
+    with pytest.raises(InputError, match="1 values for 2 rewards"):
+        load_task(config, byte_tokenizer(), torch.device("cpu"))
+
+
+# --- The embedded model ---
+
+
+def test_the_embedded_tokenizer_gives_a_token_per_character_and_back():
+    tokenizer = load_tokenizer("tiny")
+    text = "12+34= Hello, world!\n"
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
