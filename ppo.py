@@ -91,7 +91,7 @@ class Config:
     # Update
     learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0 over the run")
     num_epochs: int | None = flag(None, "passes over one rollout")
-    num_mini_batches: int = flag(1, "optimiser steps per pass")
+    num_mini_batches: int | None = flag(None, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "rows per forward and backward: memory and speed")
     clip_range: float = flag(0.2, "epsilon of the ratio clip")
     clip_range_value: float = flag(0.2, "how far a value may move in one update")
@@ -116,8 +116,9 @@ TINY = {
     "max_new_tokens": 5,
     "rollout_batch_size": 256,
     "kl_coef": 0.02,
-    "learning_rate": 1e-3,
+    "learning_rate": 5e-4,
     "num_epochs": 2,
+    "num_mini_batches": 4,
     "micro_batch_size": 256,
     "eval_every": 15,
     "num_eval_prompts": 512,
@@ -131,6 +132,7 @@ PRETRAINED = {
     "kl_coef": 0.05,
     "learning_rate": 1e-5,
     "num_epochs": 2,
+    "num_mini_batches": 1,
     "micro_batch_size": 8,
     "eval_every": 20,
     "num_eval_prompts": 24,

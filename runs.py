@@ -13,6 +13,7 @@ import difflib
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import sys
@@ -63,7 +64,7 @@ def parse_flags(config_class: type, doc: str, args: list[str] | None = None) -> 
     fields = {field.name for field in dataclasses.fields(config_class)}
 
     def fail(message: str) -> None:
-        raise InputError(message.removeprefix("argument "))
+        raise InputError(re.sub(r"^argument (--\w+)[^:]*", r"\1", message))
 
     def our_name(arg: str) -> str:
         name, equals, value = arg.partition("=")

@@ -149,7 +149,7 @@ def read_prompts(path: str | Path) -> list[dict]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"--prompts {path}: cannot be read ({first_line(e)})") from e
+        raise InputError(f"--prompts {path}: can't be read ({first_line(e)})") from e
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -322,6 +322,8 @@ def encode_prompts(
     start at column P.
     """
     ids = [_encode(tokenizer, row["prompt"]) for row in rows]
+    if not all(ids):
+        raise InputError(f"the prompt {rows[ids.index([])]['prompt']!r} has no tokens")
     width = max(map(len, ids))
     pad = tokenizer.pad_token_id or 0  # any id will do: the mask, not the id, says what is padding
     tokens = torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device)

@@ -7,6 +7,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -20,6 +21,8 @@ from transformers import (
 )
 
 from sampling import Rollout
+
+torch.set_num_threads(1)  # faster for models this small, and steady on a shared machine
 
 VOCAB = 40
 EOS = 39

@@ -247,7 +247,8 @@ def record_gradients(monkeypatch) -> list[list[torch.Tensor]]:
 def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(job, monkeypatch):
     """Ragged rows, so a mean of micro-batch means would differ (huggingface/trl#2617)."""
     recorded = record_gradients(monkeypatch)
-    metrics = [job(micro_batch_size=n, num_epochs=1, temperature=3.0)[0] for n in (8, 4, 3, 1)]
+    flags = {"num_epochs": 1, "temperature": 3.0, "prompts_per_step": 24}
+    metrics = [job(micro_batch_size=n, **flags)[0] for n in (24, 8, 5, 1)]
     assert 1 < metrics[0]["length/mean"] < 6
     whole = recorded[0][0]
     assert max(g.abs().max() for g in whole) > 1e-2
@@ -326,11 +327,12 @@ def test_whitening_rewards_scales_them_but_leaves_the_logged_scores(job, monkeyp
 
 
 def test_the_missing_eos_penalty_is_taken_off_unfinished_rows_only(job):
-    plain, fined = job(temperature=3.0)[0], job(temperature=3.0, missing_eos_penalty=10)[0]
+    flags = {"temperature": 3.0, "prompts_per_step": 24}
+    plain, fined = job(**flags)[0], job(missing_eos_penalty=10, **flags)[0]
     unfinished = plain["length/truncated_frac"]
     assert 0 < unfinished < 1
     assert plain["objective/scores"] - fined["objective/scores"] == pytest.approx(10 * unfinished)
-    assert plain["val/num_eos_tokens"] == pytest.approx(8 * (1 - unfinished))
+    assert plain["val/num_eos_tokens"] == pytest.approx(24 * (1 - unfinished))
 
 
 def test_several_generations_per_prompt_train_too(job):

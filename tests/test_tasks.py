@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import byte_tokenizer, make_rollout, save_model, small_gpt2
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from common import InputError, load_tokenizer
@@ -150,6 +150,13 @@ def test_a_chat_prompt_gets_exactly_one_bos():
     ids, _ = encode_prompts(tokenizer, [{"prompt": [{"role": "user", "content": "a"}]}])
     assert (ids == tokenizer.bos_token_id).sum() == 1
     assert tokenizer.decode(ids[0]).endswith("[assistant]")
+
+
+def test_a_prompt_without_tokens_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(InputError, match="' ' has no tokens"):
+        encode_prompts(tokenizer, [{"prompt": "a"}, {"prompt": " "}])
 
 
 def test_messages_need_a_chat_template():

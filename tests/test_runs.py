@@ -1,0 +1,241 @@
+"""Flags, faults, metrics and files: what a user of the command line meets."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import byte_tokenizer, letter_tokenizer, save_model, small_gpt2
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2Model, T5Config, T5Model
+
+import ppo
+from common import Fault
+from runs import Meter, explained_variance, parse_flags, run_main
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def small_folder(tmp_path) -> str:
+    return save_model(tmp_path / "small", small_gpt2(vocab_size=20), letter_tokenizer())
+
+
+def fails(args: list[str], code: int, capsys) -> str:
+    """Run ppo.py in this process; it must end with `code` and one line, which is returned."""
+    with pytest.raises(SystemExit) as exit_:
+        run_main(lambda: ppo.main(args))
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert exit_.value.code == code
+    assert error.startswith("error: ")
+    return error
+
+
+# --- Flags ---
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+        (["--kl-coeff=1"], "unknown flag --kl-coeff: did you mean --kl_coef?"),
+        (["--zzzzzz", "1"], "unknown flag --zzzzzz: --help lists the flags"),
+        (["--learn", "1e-3"], "unknown flag --learn:"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
+        (["--task", "sing"], "--task: invalid choice: 'sing'"),
+        (["--kl_estimator", "k4"], "invalid choice: 'k4'"),
+        (["--temperature", "0"], "--temperature 0.0: must be greater than 0"),
+        (["--temperature", "nan"], "--temperature nan: must be greater than 0"),
+        (["--learning_rate", "-1"], "--learning_rate -1.0: must be greater than 0"),
+        (["--kl_coef", "-0.1"], "--kl_coef -0.1: must be 0 or greater"),
+        (["--lam", "1.5"], "--lam 1.5: must be between 0 and 1"),
+        (["--num_steps", "0"], "--num_steps 0: must be greater than 0"),
+        (
+            ["--prompts_per_step", "12", "--num_mini_batches", "5"],
+            "--num_mini_batches 5 doesn't divide the 12 completions of a step"
+            " (prompts_per_step * num_generations): choose 4 or 6",
+        ),
+        (["--prompts_per_step", "4", "--num_mini_batches", "9"], "choose 4"),
+        (["--digits", "0"], "--digits 0 is out of range"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: can't be read"),
+        (["--reward", "nowhere.py:f"], "no file nowhere.py"),
+        (["--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 rewards"),
+        (["--max_new_tokens", "128"], "--max_new_tokens 128: the model's context is 128"),
+        (["--max_new_tokens", "125"], "a prompt of 6 tokens leaves no room for 125 new ones"),
+        (["--value_init", "reward_model"], "needs --reward_model"),
+    ],
+)
+def test_a_flag_at_fault_gets_one_line_and_exit_code_2(args, message, capsys, tmp_path):
+    folder = tmp_path / "run"
+    assert message in fails([*args, "--output_dir", str(folder)], 2, capsys)
+    assert not folder.exists()
+
+
+def test_names_of_trl_are_understood():
+    config = parse_flags(
+        ppo.Config, "", ["--response_length", "9", "--cliprange=0.3", "--beta", "1"]
+    )
+    assert (config.max_new_tokens, config.clip_range, config.kl_coef) == (9, 0.3, 1.0)
+
+
+def test_every_error_is_one_line_without_a_traceback_in_a_real_process(tmp_path):
+    command = [sys.executable, REPOSITORY / "ppo.py", "--learnin_rate", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "error: unknown flag --learnin_rate: did you mean --learning_rate?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_ends_with_exit_code_1_and_an_interrupt_with_130(capsys):
+    for error, code in ((Fault("broken"), 1), (KeyboardInterrupt(), 130)):
+
+        def main(error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as exit_:
+            run_main(main)
+        assert exit_.value.code == code
+
+
+# --- Models ---
+
+
+def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(capsys, monkeypatch, tmp_path):
+    error = fails(["--model", "no-such-model", "--output_dir", str(tmp_path / "r")], 2, capsys)
+    assert "no model hub within reach; give a local folder, or --model tiny" in error
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    class Response:
+        headers, status_code, request = {}, 404, None
+
+    def not_found(self, *args, **kwargs):
+        raise RepositoryNotFoundError("404", response=Response())
+
+    monkeypatch.setattr(HfApi, "model_info", not_found)
+    error = fails(["--model", "no-such-model"], 2, capsys)
+    assert "no such model on the hub; give a local folder, or --model tiny" in error
+
+
+def test_what_is_not_a_causal_language_model_is_refused(capsys, tmp_path):
+    bert = BertConfig(vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    models = {
+        "bert": (BertForMaskedLM(bert), "not a causal language model"),
+        "backbone": (
+            T5Model(T5Config(vocab_size=257, d_model=16, d_ff=16, num_layers=1)),
+            "CausalLM",
+        ),
+    }
+    for name, (model, message) in models.items():
+        folder = save_model(tmp_path / name, model, byte_tokenizer())
+        assert message in fails(
+            ["--model", folder, "--output_dir", str(tmp_path / "run")], 2, capsys
+        )
+
+
+def test_a_checkpoint_without_its_language_model_head_is_refused(capsys, tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=32, n_layer=1, n_head=2, tie_word_embeddings=False)
+    folder = save_model(tmp_path / "backbone", GPT2Model(config), byte_tokenizer())
+    assert "its checkpoint has no lm_head.weight" in fails(
+        ["--model", folder, "--output_dir", str(tmp_path / "run")], 2, capsys
+    )
+
+
+@pytest.mark.parametrize("damage", ["empty", "no tokenizer", "no weights", "broken config"])
+def test_a_damaged_folder_is_refused(damage, capsys, tmp_path, small_folder):
+    folder = Path(small_folder)
+    if damage == "empty":
+        folder = tmp_path / "empty"
+        folder.mkdir()
+    elif damage == "no tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    elif damage == "no weights":
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "config.json").write_text("{")
+    assert f"--model {folder}: can't be loaded" in fails(
+        ["--model", str(folder), "--output_dir", str(tmp_path / "run")], 2, capsys
+    )
+
+
+def test_a_model_with_a_byte_level_tokenizer_no_pad_token_and_no_chat_template_trains(tmp_path):
+    folder = save_model(tmp_path / "m", small_gpt2(0.1, vocab_size=257), byte_tokenizer())
+    flags = "--num_steps 2 --prompts_per_step 4 --max_new_tokens 5 --num_eval_prompts 2"
+    ppo.main(["--model", folder, "--output_dir", str(tmp_path / "run"), *flags.split()])
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3 and json.loads(lines[0])["objective/kl"] == 0
+
+
+# --- The folder of a run ---
+
+
+def test_a_folder_that_holds_a_run_is_left_alone_without_overwrite(capsys, tmp_path, small_folder):
+    flags = "--num_steps 1 --prompts_per_step 2 --max_new_tokens 2 --num_eval_prompts 1".split()
+    args = ["--model", small_folder, "--output_dir", str(tmp_path / "run"), *flags]
+    ppo.main(args)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    error = fails(args, 2, capsys)
+    assert "already holds a run: give --overwrite or another --output_dir" in error
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    ppo.main([*args, "--overwrite"])
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path, small_folder):
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "run")
+    args = ["--model", small_folder, "--max_new_tokens", "2", "--output_dir", folder]
+    assert "can't be written" in fails(args, 2, capsys)
+
+
+def test_the_name_of_a_run_says_script_model_task_and_seed(tmp_path, small_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = "--num_steps 1 --prompts_per_step 2 --max_new_tokens 2 --num_eval_prompts 1 --seed 7"
+    ppo.main(["--model", small_folder, *flags.split()])
+    assert [path.name for path in Path("runs").iterdir()] == ["ppo-small-sentiment-s7"]
+
+
+# --- Metrics ---
+
+
+def test_a_metric_of_two_micro_batches_is_the_mean_over_all_tokens_not_of_means():
+    x = torch.tensor([[1.0, 2.0, 3.0], [10.0, torch.nan, torch.nan]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    meter = Meter()
+    for row in range(2):
+        meter.add("m", x[row : row + 1], mask[row : row + 1])
+        meter.maximum("max", x[row : row + 1], mask[row : row + 1])
+    assert meter.means() == {"m": 4.0, "max": 10.0}
+
+
+def test_an_empty_mask_gives_0_not_nan():
+    meter = Meter()
+    meter.add("m", torch.ones(2), torch.zeros(2).bool())
+    assert meter.means() == {"m": 0}
+
+
+def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant():
+    returns, mask = torch.tensor([[1.0, 2.0, 5.0, 99.0]]), torch.tensor([[1, 1, 1, 0]]).bool()
+    assert explained_variance(returns, returns, mask) == pytest.approx(1)
+    assert explained_variance(torch.full((1, 4), 3.0), returns, mask) == pytest.approx(0)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert explained_variance(returns, torch.ones(1, 4), mask) == 0
+
+
+def test_nan_is_written_as_null_so_that_metrics_stay_json(tmp_path, small_folder):
+    file = tmp_path / "none.py"
+    file.write_text(
+        "calls = []\n"
+        "def none(completions, **kw):\n"
+        "    calls.append(1)\n"
+        "    return [None if len(calls) == 1 else 1.0] * len(completions)\n"
+    )
+    flags = "--num_steps 1 --prompts_per_step 2 --max_new_tokens 2 --num_eval_prompts 2".split()
+    flags += ["--model", small_folder, "--reward", f"{file}:none"]
+    ppo.main([*flags, "--output_dir", str(tmp_path / "run")])
+    sample = (tmp_path / "run/samples.jsonl").read_text().splitlines()[0]
+    assert json.loads(sample)["score"] is None and "NaN" not in sample
