@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -227,9 +227,7 @@ def disable_dropout(*models: nn.Module) -> int:
 
 
 class ValueModel(nn.Module):
-    """A transformer backbone with a scalar head: V of each position. The head starts at 0, so V =
-    0 at step 0.
-    """
+    """A transformer backbone with a scalar head that starts at 0: V = 0 at step 0."""
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
@@ -240,19 +238,18 @@ class ValueModel(nn.Module):
 
     @classmethod
     def on_backbone_of(cls, model: PreTrainedModel) -> ValueModel:
-        """A value model on a copy of the backbone of `model`: of the policy, or of a reward model
-        on the same tokens.
-        """
+        """A value model on a copy of the backbone of `model`, the policy or a reward model."""
         backbone = copy.deepcopy(model.base_model).requires_grad_(True)
-        hidden_size = model.config.get_text_config().hidden_size
-        return cls(backbone, hidden_size).to(model.device)
+        config = model.config.get_text_config()
+        width = getattr(
+            config, "word_embed_proj_dim", config.hidden_size
+        )  # OPT projects its output
+        return cls(backbone, width).to(model.device)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """tokens (B, L), attention_mask (B, L) -> values (B, L)."""
-        hidden = self.backbone(
-            **model_inputs(self.backbone, tokens, attention_mask)
-        ).last_hidden_state
-        return self.head(hidden).squeeze(-1)
+        inputs = model_inputs(self.backbone, tokens, attention_mask, use_cache=False)
+        return self.head(self.backbone(**inputs).last_hidden_state).squeeze(-1)
 
 
 def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
@@ -281,51 +278,32 @@ def clear_cache() -> None:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, else cuda, mps or cpu, the first there is. Raises InputError for one that
-    isn't there.
-    """
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if not name:
-        return torch.device(next(kind for kind, there in present.items() if there))
+    """The named device, or the first there is of cuda, mps, cpu. Raises InputError."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    kinds = [kind for kind, there in present.items() if there] + ["cpu"]
     try:
-        device = torch.device(name)
-    except RuntimeError:
+        device = torch.empty(0, device=name or kinds[0]).device
+    except (AssertionError, RuntimeError):  # no such device; torch without CUDA asserts
         device = None
-    if (
-        device is None
-        or not present.get(device.type)
-        or (device.index or 0) >= max(1, torch.cuda.device_count())
-    ):
-        there = ", ".join(kind for kind, there in present.items() if there)
-        raise InputError(f"--device {name}: this machine (or this build of torch) has {there}")
+    if device is None or device.type not in kinds:
+        raise InputError(f"--device {name}: this machine, with this torch, has {', '.join(kinds)}")
     return device
 
 
 def load_policy(name: str) -> PreTrainedModel:
-    """Load a causal language model in float32: `tiny`, a local folder, or a name on the model
-    hub.
-    """
-    if name == "tiny":
-        name = str(TINY)
-    model, missing = from_hub_or_folder(AutoModelForCausalLM, name, "--model")
+    """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub."""
+    path = str(TINY) if name == "tiny" else name
+    model, missing = from_hub_or_folder(AutoModelForCausalLM, path, "--model")
+    fault = f"--model {name}: not a causal language model,"
     if missing:
-        raise InputError(
-            f"--model {name}: not a causal language model, its checkpoint has no {missing[0]}"
-        )
-    # A masked model such as BERT loads as well. What makes a model causal: no logit depends on a
-    # later token.
+        raise InputError(f"{fault} its checkpoint has no {missing[0]}")
+    # BERT loads as well. What makes a model causal: no logit depends on a later token.
     tokens = torch.arange(8).remainder(model.config.vocab_size).repeat(2, 1)
     tokens[1, -1] += 1
     with torch.no_grad():
         logits = model.eval()(**model_inputs(model, tokens, torch.ones_like(tokens))).logits[:, :-1]
     if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():
-        raise InputError(
-            f"--model {name}: not a causal language model, its logits depend on later tokens"
-        )
+        raise InputError(f"{fault} its logits depend on later tokens")
     return model
 
 
@@ -337,23 +315,20 @@ def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[object, list[str]]:
-    """`auto_class.from_pretrained(name)`, safetensors only, no remote code: (object, names of
-    missing weights).
+def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, list[str]]:
+    """`auto_class.from_pretrained(name)`: (model or tokenizer, names of missing weights).
 
-    Looks on this disk first, so that a cached model needs no network. Raises InputError that
-    names the ways out.
+    Safetensors only, no remote code. Looks on this disk first, so that a cached model needs no
+    network. Raises InputError that names the ways out.
     """
     is_model = auto_class is not AutoTokenizer
-    options = (
-        {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-        if is_model
-        else {}
-    )
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
 
-    def load(local_files_only: bool):
-        loaded = auto_class.from_pretrained(name, local_files_only=local_files_only, **options)
-        return (loaded[0], sorted(loaded[1]["missing_keys"])) if is_model else (loaded, [])
+    def load(local_files_only: bool) -> tuple[Any, list[str]]:
+        if not is_model:
+            return auto_class.from_pretrained(name, local_files_only=local_files_only), []
+        model, info = auto_class.from_pretrained(name, local_files_only=local_files_only, **options)
+        return model, sorted(info["missing_keys"])
 
     try:
         try:
@@ -366,34 +341,26 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[object, 
     except InputError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError and others here
-        kind = "tokenizer" if not is_model else auto_class.__name__.removeprefix("AutoModelFor")
+        kind = auto_class.__name__.removeprefix("Auto")
         raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {first_line(e)}") from e
 
 
 def _require_on_hub(name: str, flag: str) -> None:
-    """Ask the model hub once for `name`; transformers alone would retry for a minute before it
-    gave up.
-    """
+    """Ask the model hub once for `name`: transformers would retry for a minute before giving up."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    ways_out = (
-        "give a local folder, or --model tiny" if flag == "--model" else "give a local folder"
-    )
     try:
         HfApi().model_info(name, timeout=10)
+        return
     except GatedRepoError:
-        raise InputError(
-            f"{flag} {name}: gated on the model hub; accept its terms and log in, or {ways_out}"
-        ) from None
+        fault = "gated on the model hub; accept its terms and log in, or"
     except (RepositoryNotFoundError, HFValidationError):
-        raise InputError(
-            f"{flag} {name}: no such folder, and no such model on the hub; {ways_out}"
-        ) from None
+        fault = "no such folder, and no such model on the hub;"
     except Exception:
-        raise InputError(
-            f"{flag} {name}: no such folder, and no model hub within reach; {ways_out}"
-        ) from None
+        fault = "no such folder, and no model hub within reach;"
+    ways_out = "a local folder" + (", or use --model tiny" if flag == "--model" else "")
+    raise InputError(f"{flag} {name}: {fault} give {ways_out}")
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -51,7 +51,7 @@ from runs import (
     Run,
     apply_defaults,
     check_flags,
-    check_lengths,
+    check_prompts,
     explained_variance,
     flag,
     parse_flags,
@@ -125,12 +125,12 @@ TINY = {
 }
 PRETRAINED = {
     "task": "sentiment",
-    "num_steps": 60,
+    "num_steps": 40,
     "prompts_per_step": 16,
     "max_new_tokens": 24,
     "rollout_batch_size": 32,
     "kl_coef": 0.05,
-    "learning_rate": 1e-5,
+    "learning_rate": 5e-5,
     "num_epochs": 2,
     "num_mini_batches": 1,
     "micro_batch_size": 8,
@@ -192,13 +192,12 @@ def main(args: list[str] | None = None) -> None:
     check_flags(config)
     device = pick_device(config.device)
     torch.manual_seed(config.seed)
-    sampler = torch.Generator(device).manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
     policy = load_policy(config.model).to(device)
     tokenizer = load_tokenizer(config.model)
     task = load_task(config, tokenizer, device)
-    check_lengths(config, policy, tokenizer, task)
+    check_prompts(config, policy, tokenizer, task)
     value_model = initial_value_model(policy, tokenizer, task, config.value_init)
     if config.disable_dropout:
         disable_dropout(policy, value_model)  # before the reference is copied from the policy
@@ -207,14 +206,16 @@ def main(args: list[str] | None = None) -> None:
     value_model.train()
 
     parameters = [*policy.parameters(), *value_model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
     sampling = {
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "eos_token_ids": eos_token_ids(policy, tokenizer),
         "pad_token_id": tokenizer.pad_token_id or 0,  # the masks, not the id, say what is padding
+        "generator": torch.Generator(device).manual_seed(config.seed),
     }
-    batch_size = config.prompts_per_step * config.num_generations  # B, completions per step
+    G = config.num_generations
+    batch_size = config.prompts_per_step * G  # B, completions per step
 
     with Run("ppo", config, policy, tokenizer, task, sampling) as run:
         for step in (bar := trange(config.num_steps, desc="ppo", dynamic_ncols=True)):
@@ -224,18 +225,10 @@ def main(args: list[str] | None = None) -> None:
             rollout_started = time.perf_counter()
             batch = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
             prompt_ids, prompt_mask = encode_prompts(tokenizer, batch, device)  # (N, P)
-            at_once = max(1, config.rollout_batch_size // config.num_generations)  # prompts
-            rollouts = [
-                generate(
-                    policy,
-                    ids,
-                    mask,
-                    generator=sampler,
-                    num_generations=config.num_generations,
-                    **sampling,
-                )
-                for ids, mask in zip(prompt_ids.split(at_once), prompt_mask.split(at_once))
-            ]
+            at_once = max(1, config.rollout_batch_size // G)  # prompts per sub-batch
+            rollouts = []
+            for ids, real in zip(prompt_ids.split(at_once), prompt_mask.split(at_once)):
+                rollouts += [generate(policy, ids, real, num_generations=G, **sampling)]
             rollout = concatenate(rollouts)  # tokens (B, P+T)
             mask = rollout.completion_mask  # (B, T), EOS included
             scores, _ = score(task, batch, rollout, tokenizer)  # (B,)

@@ -29,9 +29,9 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from common import Fault, InputError, context_length
+from common import Fault, InputError, context_length, first_line
 from sampling import Rollout, generate
-from tasks import Task, encode_prompts, score, verify
+from tasks import Task, encode_prompts, prompt_tokens, score, verify
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
@@ -121,22 +121,29 @@ def check_flags(config: Any) -> None:
         )
 
 
-def check_lengths(
+def check_prompts(
     config: Any, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
 ) -> None:
-    """Check that each prompt leaves room for max_new_tokens in the context. Raises InputError."""
+    """Check that the model can read each prompt and has room for max_new_tokens after it.
+
+    Raises InputError.
+    """
     limit, new = context_length(policy), config.max_new_tokens
-    if limit is None:
-        return
-    if new >= limit:
+    if limit is not None and new >= limit:
         raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
-    rows = task.train + task.heldout
-    longest, row = encode_prompts(tokenizer, rows)[1].sum(1).max(0)
-    if longest + new > limit:
-        raise InputError(
-            f"a prompt of {longest} tokens leaves no room for {new} new ones in a context of"
-            f" {limit}: lower --max_new_tokens or shorten {str(rows[row]['prompt'])[:60]!r}"
-        )
+    vocab_size = policy.get_input_embeddings().weight.shape[0]
+    for row in task.train + task.heldout:
+        ids = prompt_tokens(tokenizer, row["prompt"])
+        if limit is not None and len(ids) + new > limit:
+            raise InputError(
+                f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context of"
+                f" {limit}: lower --max_new_tokens or shorten {str(row['prompt'])[:60]!r}"
+            )
+        if max(ids) >= vocab_size:
+            raise InputError(
+                f"--model {config.model}: its tokenizer gives id {max(ids)}, and the model knows"
+                f" {vocab_size} tokens: they don't belong together"
+            )
 
 
 class Meter:
@@ -299,13 +306,12 @@ class Run:
         """
         rows = self.task.heldout[: self.config.num_eval_prompts]
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
+        sampling = self.sampling | {"generator": generator}
         scores, texts = [], []
         for start in range(0, len(rows), self.config.rollout_batch_size):
             part = rows[start : start + self.config.rollout_batch_size]
             prompt_ids, prompt_mask = encode_prompts(self.tokenizer, part, self.policy.device)
-            rollout = generate(
-                self.policy, prompt_ids, prompt_mask, generator=generator, **self.sampling
-            )
+            rollout = generate(self.policy, prompt_ids, prompt_mask, **sampling)
             part_scores, part_texts = score(self.task, part, rollout, self.tokenizer)
             scores += part_scores.tolist()
             texts += part_texts
@@ -348,6 +354,8 @@ def run_main(main: Callable[[], None]) -> None:
         code, message = 2, f"error: {e}"
     except Fault as e:
         code, message = 1, f"error: {e}"
+    except torch.OutOfMemoryError as e:
+        code, message = 1, f"error: {first_line(e)} Lower --micro_batch_size, --rollout_batch_size"
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     else:

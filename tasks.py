@@ -91,18 +91,26 @@ def add_reward(completions: list, answer: list[str], **columns) -> list[float]:
 
 
 POSITIVE = frozenset(
-    """amazing awesome beautiful best brilliant charming delight delightful enjoy enjoyable enjoyed
-    excellent exciting fantastic favorite fun funny gem good gorgeous great happy hilarious
-    impressive incredible inspiring love loved lovely magnificent masterpiece memorable moving
-    outstanding perfect perfectly powerful recommend remarkable superb terrific thrilling touching
-    wonderful wonderfully""".split()
+    """amazing amazingly appealing astonishing awesome beautiful beautifully best brilliant
+    captivating charming classic clever compelling delight delighted delightful deserves
+    elegant emotional engaging enjoy enjoyable enjoyed entertaining epic excellent exceptional
+    excited exciting exquisite extraordinary fantastic fascinating favorite fine fresh fun
+    funny gem genius good gorgeous great greatest gripping happy heartwarming hilarious
+    impressed impressive incredible incredibly inspiring intriguing joy liked love loved
+    lovely magnificent masterful masterpiece memorable moving outstanding perfect perfectly
+    phenomenal pleasant pleasure powerful recommend refreshing remarkable rich satisfying
+    smart solid special spectacular splendid strong stunning success successful superb
+    terrific thrilled thrilling touching unforgettable wonderful wonderfully worth""".split()
 )
 NEGATIVE = frozenset(
-    """annoying avoid awful bad badly bland bored boring cheap cliche clumsy confusing disappointed
-    disappointing disappointment disaster dreadful dull fail failed fails flat forgettable garbage
-    hate hated horrible lame lazy mediocre mess messy pathetic pointless poor poorly predictable
-    ridiculous sad shallow slow stupid terrible tedious tiresome ugly unfortunately unfunny waste
-    wasted weak worse worst""".split()
+    """absurd annoying avoid awful awkward bad badly bland bored boring cheap cliche clumsy
+    confused confusing contrived dated depressing disappointed disappointing disappointment
+    disaster dreadful dull empty fail failed fails failure flat flawed forgettable garbage
+    generic hate hated horrible horrific incoherent lack lacked lacking lame lazy lousy
+    mediocre mess messy miserable mistake nonsense pathetic pointless poor poorly predictable
+    pretentious problem repetitive ridiculous ruined rushed sad shallow silly slow stupid
+    tedious terrible terribly tired tiresome trash ugly unconvincing unfortunately unfunny
+    uninteresting unnecessary waste wasted weak worse worst wrong""".split()
 )
 
 
@@ -315,33 +323,33 @@ def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.dev
 # --- From prompts to tokens and from rollouts to scores ---
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """The ids of one prompt. Messages go through the chat template, and are followed by the tokens
+    that open the assistant's turn. Raises InputError where there is no template or no token.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt).input_ids
+    elif tokenizer.chat_template is None:
+        raise InputError("the prompts are chat messages, and the model has no chat template")
+    else:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        # The template writes BOS itself; add_special_tokens would put a second one in front.
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not ids:
+        raise InputError(f"the prompt {prompt!r} has no tokens")
+    return ids
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: list[dict], device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokenise prompts: (ids, mask), each (N, P), padded on the left so that all completions
-    start at column P.
-    """
-    ids = [_encode(tokenizer, row["prompt"]) for row in rows]
-    if not all(ids):
-        raise InputError(f"the prompt {rows[ids.index([])]['prompt']!r} has no tokens")
+    """Tokenise prompts: (ids, mask), each (N, P), padded on the left: completions start at P."""
+    ids = [prompt_tokens(tokenizer, row["prompt"]) for row in rows]
     width = max(map(len, ids))
     pad = tokenizer.pad_token_id or 0  # any id will do: the mask, not the id, says what is padding
     tokens = torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=device)
     return tokens, mask
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    if tokenizer.chat_template is None:
-        raise InputError(
-            "the prompts are chat messages, and the model has no chat template:"
-            " write prompts as text"
-        )
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    # The template writes BOS itself; add_special_tokens would put a second one in front.
-    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:

@@ -90,7 +90,8 @@ def test_every_error_is_one_line_without_a_traceback_in_a_real_process(tmp_path)
 
 
 def test_a_fault_ends_with_exit_code_1_and_an_interrupt_with_130(capsys):
-    for error, code in ((Fault("broken"), 1), (KeyboardInterrupt(), 130)):
+    out_of_memory = torch.OutOfMemoryError("CUDA out of memory.\nDetails")
+    for error, code in ((Fault("broken"), 1), (out_of_memory, 1), (KeyboardInterrupt(), 130)):
 
         def main(error=error):
             raise error
@@ -105,7 +106,7 @@ def test_a_fault_ends_with_exit_code_1_and_an_interrupt_with_130(capsys):
 
 def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(capsys, monkeypatch, tmp_path):
     error = fails(["--model", "no-such-model", "--output_dir", str(tmp_path / "r")], 2, capsys)
-    assert "no model hub within reach; give a local folder, or --model tiny" in error
+    assert "no model hub within reach; give a local folder, or use --model tiny" in error
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -117,7 +118,7 @@ def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(capsys, monkey
 
     monkeypatch.setattr(HfApi, "model_info", not_found)
     error = fails(["--model", "no-such-model"], 2, capsys)
-    assert "no such model on the hub; give a local folder, or --model tiny" in error
+    assert "no such model on the hub; give a local folder, or use --model tiny" in error
 
 
 def test_what_is_not_a_causal_language_model_is_refused(capsys, tmp_path):
@@ -134,6 +135,12 @@ def test_what_is_not_a_causal_language_model_is_refused(capsys, tmp_path):
         assert message in fails(
             ["--model", folder, "--output_dir", str(tmp_path / "run")], 2, capsys
         )
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(capsys, tmp_path):
+    folder = save_model(tmp_path / "m", small_gpt2(vocab_size=20), byte_tokenizer())
+    args = ["--model", folder, "--max_new_tokens", "2", "--output_dir", str(tmp_path / "run")]
+    assert "they don't belong together" in fails(args, 2, capsys)
 
 
 def test_a_checkpoint_without_its_language_model_head_is_refused(capsys, tmp_path):
