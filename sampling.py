@@ -81,38 +81,31 @@ def generate(
     rows, the completions of one prompt in consecutive rows. top_k and top_p are off; they are
     there to show that they make the KL negative.
     """
-    num_prompts, prompt_length = prompt_ids.shape
+    device = prompt_ids.device
+    prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
+    prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
+    num_rows, prompt_length = prompt_ids.shape
     limit = context_length(model)
     if limit is not None and prompt_length + max_new_tokens > limit:
         lengths = f"{prompt_length} prompt tokens and {max_new_tokens} new ones"
         raise InputError(f"{lengths} don't fit into the model's context of {limit}")
-    num_rows = num_prompts * num_generations
-    prompt_mask = prompt_mask.bool()
     # All the randomness of the rollout: one uniform number per token, so that a row's tokens
     # depend neither on which other rows have finished nor on the size of the vocabulary.
-    uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=prompt_ids.device)
+    uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
+    tokens = torch.full((num_rows, max_new_tokens), pad_token_id, device=device)
+    logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
+    eos = torch.tensor(eos_token_ids, device=device)
 
     with _evaluating(model):
-        # 1. Prefill: read each distinct prompt once, then repeat its cache for its completions.
-        prompts, which = torch.unique(
-            torch.cat([prompt_ids, prompt_mask], 1), dim=0, return_inverse=True
-        )
-        which = which.repeat_interleave(num_generations)  # (B,) the distinct prompt of each row
+        # 1. Prefill: read each distinct prompt once, and repeat its cache for its completions.
+        prompts, which = torch.cat([prompt_ids, prompt_mask], 1).unique(dim=0, return_inverse=True)
         cache = DynamicCache(config=model.config)
-        logits = _next_logits(
-            model, prompts[:, :prompt_length], prompts[:, prompt_length:].bool(), cache
-        )[which]
+        logits = _next_logits(model, *prompts.split(prompt_length, dim=1), cache)[which]  # (B, V)
         cache.batch_select_indices(which)
 
-        # 2. Decode: a token for every running row, one forward, and so on.
-        tokens = torch.full((num_rows, max_new_tokens), pad_token_id, device=prompt_ids.device)
-        logprobs = torch.zeros(num_rows, max_new_tokens, device=prompt_ids.device)
-        rows = torch.arange(
-            num_rows, device=prompt_ids.device
-        )  # which row of the rollout each row of the cache is
+        # 2. Decode: draw a token for every running row, read it, and so on.
+        rows, mask = torch.arange(num_rows, device=device), prompt_mask  # the rows in the cache
         running = torch.ones_like(rows, dtype=torch.bool)
-        mask = prompt_mask.repeat_interleave(num_generations, dim=0)
-        eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
         for t in range(max_new_tokens):
             drawn, drawn_logprobs = draw(logits, uniforms[t, rows], temperature, top_k, top_p)
             tokens[rows, t], logprobs[rows, t] = drawn, drawn_logprobs
@@ -131,16 +124,8 @@ def generate(
 
     drawn_mask = completion_mask(tokens, eos_token_ids)
     return Rollout(
-        tokens=torch.cat(
-            [
-                prompt_ids.repeat_interleave(num_generations, dim=0),
-                tokens.masked_fill(~drawn_mask, pad_token_id),
-            ],
-            dim=1,
-        ),
-        attention_mask=torch.cat(
-            [prompt_mask.repeat_interleave(num_generations, dim=0), drawn_mask], dim=1
-        ),
+        tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
+        attention_mask=torch.cat([prompt_mask, drawn_mask], dim=1),
         completion_mask=drawn_mask,
         logprobs=logprobs.masked_fill(~drawn_mask, 0),
         finished=(torch.isin(tokens, eos) & drawn_mask).any(dim=1),
@@ -150,12 +135,11 @@ def generate(
 def draw(
     logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row from softmax(logits / temperature): (tokens (B,), their log-probs
-    (B,)).
+    """Draw one token per row from softmax(logits / temperature): (tokens, log-probs), each (B,).
 
     logits (B, V), uniform (B,) in [0, 1). By inversion: the token is the first whose cumulative
     probability exceeds the uniform number, so one random number per row is enough. The log-probs
-    are those after top_k and top_p.
+    are those of the distribution after top_k and top_p.
     """
     logits = logits.float() / temperature
     if top_k > 0:
@@ -178,20 +162,15 @@ def draw(
 
 
 def _next_logits(model: nn.Module, tokens: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-    """Read `tokens` (B, L) after what the cache holds, `mask` (B, cached + L): logits of the next
-    token, (B, V).
-    """
-    inputs = model_inputs(
-        model, tokens, mask, past_key_values=cache, use_cache=True, logits_to_keep=1
-    )
-    return model(**inputs).logits[:, -1]
+    """Read tokens (B, L) after the C that the cache holds, mask (B, C+L): next logits (B, V)."""
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    return model(**model_inputs(model, tokens, mask, **options)).logits[:, -1]
 
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and back: dropout must not touch a sample, and gradient checkpointing,
-    which is active in training mode alone, would switch the KV cache off and make decoding
-    quadratic.
+    """Evaluation mode, and back, also after an error. Dropout must not touch a sample; and gradient
+    checkpointing, active in training mode, switches the KV cache off: quadratic decoding.
     """
     was_training = model.training
     model.eval()

@@ -151,9 +151,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 
 
 def read_prompts(path: str | Path) -> list[dict]:
-    """Read prompts from a JSON lines file. Raises InputError with the file and the line of the
-    first fault.
-    """
+    """Read prompts from JSON lines. Raises InputError with the file and line of the first fault."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -162,35 +160,34 @@ def read_prompts(path: str | Path) -> list[dict]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
         try:
             row = json.loads(line)
+            fault = _fault_of_row(row)
         except json.JSONDecodeError as e:
-            raise InputError(
-                f'{where}: not JSON ({e}); each line must be like {{"prompt": "..."}}'
-            ) from e
-        if not isinstance(row, dict) or "prompt" not in row:
-            raise InputError(
-                f'{where}: no key "prompt"; each line must be like {{"prompt": "..."}}'
-            )
-        if not _is_prompt(row["prompt"]):
-            raise InputError(
-                f'{where}: "prompt" must be text or messages'
-                ' [{"role": ..., "content": ...}], not empty'
-            )
+            fault = f"not JSON ({e})"
+        if fault:
+            raise InputError(f"{path}, line {number}: {fault}; {ROW_FORMAT}")
         rows.append(row)
     if not rows:
-        raise InputError(f'{path}: holds no prompts; each line must be like {{"prompt": "..."}}')
+        raise InputError(f"{path}: holds no prompts; {ROW_FORMAT}")
     return rows
 
 
-def _is_prompt(prompt: object) -> bool:
-    if not isinstance(prompt, list):
-        return isinstance(prompt, str) and bool(prompt)
-    return bool(prompt) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in prompt
-    )
+ROW_FORMAT = 'each line must be like {"prompt": "..."} or {"prompt": [{"role": .., "content": ..}]}'
+
+
+def _fault_of_row(row: object) -> str | None:
+    if not isinstance(row, dict) or "prompt" not in row:
+        return 'no key "prompt"'
+    prompt = row["prompt"]
+    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages:
+        return '"prompt" is neither text nor messages'
+    if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+        return 'a message has no "content"'
+    if isinstance(prompt, list) and not all(isinstance(m.get("role"), str) for m in messages):
+        return 'a message has no "role"'
+    return None if prompt else '"prompt" is empty'
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -218,67 +215,52 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 class RewardModel:
-    """A sequence-classification model with one label as a reward function, scored on text by its
-    own tokenizer.
+    """A sequence classifier with one label as a reward function: reads text, by its own tokenizer.
+
+    Raises InputError where the model is no such classifier, or a text is too long for it.
     """
 
     __name__ = "reward_model"
 
     def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
-        self.model, missing = from_hub_or_folder(
-            AutoModelForSequenceClassification, name, "--reward_model"
-        )
-        if self.model.config.num_labels != 1:
-            raise InputError(
-                f"--reward_model {name}: has {self.model.config.num_labels} labels, not one"
-            )
+        flag = "--reward_model"
+        self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
         if missing:
-            raise InputError(
-                f"--reward_model {name}: not a reward model, its checkpoint has no {missing[0]}"
-            )
+            raise InputError(f"{flag} {name}: no reward model, its checkpoint has no {missing[0]}")
         self.model.eval().requires_grad_(False).to(device)
-        self.tokenizer = load_tokenizer(name, "--reward_model")
+        self.tokenizer = load_tokenizer(name, flag)
         self.batch_size = batch_size
 
     @torch.no_grad()
     def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
-        chat = self.tokenizer.chat_template is not None
-        ids = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if isinstance(prompt, list) and chat:
-                text = self.tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-                ids.append(self.tokenizer(text, add_special_tokens=False).input_ids)
-            else:
-                text = (
-                    prompt
-                    if isinstance(prompt, str)
-                    else "\n".join(m["content"] for m in prompt) + "\n"
-                )
-                ids.append(self.tokenizer(text + text_of(completion)).input_ids)
+        ids = [self._tokens(p, c) for p, c in zip(prompts, completions, strict=True)]
         limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-        if max(map(len, ids)) > limit:
-            raise InputError(
-                f"the reward model reads {limit} tokens, and a text has {max(map(len, ids))}"
-            )
-
-        # transformers reads the score at the last token that is not pad. With pad == EOS that
-        # drops a real EOS, so pad with an id that no text contains; the attention mask hides it.
-        used = {i for row in ids for i in row}
-        pad = next(i for i in range(self.model.config.vocab_size) if i not in used)
-        self.model.config.pad_token_id = pad
+        longest = max(map(len, ids))
+        if longest > limit:
+            raise InputError(f"the reward model reads {limit} tokens, and a text has {longest}")
         scores = []
         for start in range(0, len(ids), self.batch_size):
             rows = ids[start : start + self.batch_size]
-            length = max(map(len, rows))
-            tokens = torch.tensor(
-                [row + [pad] * (length - len(row)) for row in rows], device=self.model.device
-            )
-            mask = torch.tensor(
-                [[1] * len(row) + [0] * (length - len(row)) for row in rows],
-                device=self.model.device,
-            )
+            # transformers reads the score at the last token that is not pad. With pad == EOS that
+            # drops a real EOS: pad with an id that no row contains; the mask hides it anyway.
+            used = set(itertools.chain(*rows))
+            pad = next(i for i in range(self.model.config.vocab_size) if i not in used)
+            self.model.config.pad_token_id = pad
+            tokens, mask = _padded(rows, pad, "right", self.model.device)
             scores += self.model(**model_inputs(self.model, tokens, mask)).logits[:, 0].tolist()
         return scores
+
+    def _tokens(self, prompt: Prompt, completion: str | list[dict[str, str]]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt + text_of(completion)).input_ids
+        if self.tokenizer.chat_template is None:
+            text = "\n".join(message["content"] for message in prompt + completion)
+            return self.tokenizer(text).input_ids
+        text = self.tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
 def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Task:
@@ -345,11 +327,22 @@ def encode_prompts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokenise prompts: (ids, mask), each (N, P), padded on the left: completions start at P."""
     ids = [prompt_tokens(tokenizer, row["prompt"]) for row in rows]
-    width = max(map(len, ids))
-    pad = tokenizer.pad_token_id or 0  # any id will do: the mask, not the id, says what is padding
-    tokens = torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=device)
-    return tokens, mask
+    # Any pad id will do: the mask, not the id, says what is padding.
+    return _padded(ids, tokenizer.pad_token_id or 0, "left", device)
+
+
+def _padded(
+    rows: list[list[int]], pad: int, side: str, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ids as a rectangle: (tokens, mask)."""
+    width = max(map(len, rows))
+    tokens, mask = [], []
+    for row in rows:
+        padding = width - len(row)
+        before, after = (padding, 0) if side == "left" else (0, padding)
+        tokens.append([pad] * before + row + [pad] * after)
+        mask.append([0] * before + [1] * len(row) + [0] * after)
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 
 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:
