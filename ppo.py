@@ -129,7 +129,7 @@ PRETRAINED = {
     "prompts_per_step": 16,
     "max_new_tokens": 24,
     "rollout_batch_size": 32,
-    "kl_coef": 0.05,
+    "kl_coef": 0.1,
     "learning_rate": 5e-5,
     "num_epochs": 2,
     "num_mini_batches": 1,
