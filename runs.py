@@ -238,7 +238,8 @@ class Run:
     ) -> None:
         """Create the folder and print the configuration. Raises InputError where a run is there."""
         self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer
-        self.task, self.sampling, self.steps_done = task, sampling, 0
+        self.task, self.sampling = task, sampling
+        self.steps_done, self.first_metrics = 0, {}
         self.folder = Path(config.output_dir or f"runs/{self._name()}")
         metrics = self.folder / "metrics.jsonl"
         try:
@@ -320,7 +321,12 @@ class Run:
             "eval/reward": sum(known) / max(1, len(known)),
             "eval/accuracy": verify(self.task, rows, texts),
         }
-        title = "  ".join(f"{name} {v:.3f}" for name, v in metrics.items() if v is not None)
+        self.first_metrics = self.first_metrics or metrics
+        title = "  ".join(
+            f"{name} {value:.3f}" + (f" (was {self.first_metrics[name]:.3f})" if step > 0 else "")
+            for name, value in metrics.items()
+            if value is not None
+        )
         lines = [f"step {step}: {title}"]
         for index, (row, text, value) in enumerate(zip(rows, texts, scores, strict=True)):
             sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}
