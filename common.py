@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -57,8 +58,7 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale x to variance 1 over the mask, and to mean 0 unless `shift_mean` is False; 0 off the
     mask.
 
-    The variance is unbiased (Bessel), eps 1e-8: Huang et al. 2024 (arXiv 2403.17031), after
-    lm-human-preferences.
+    The variance has Bessel's correction and eps 1e-8: Huang et al. 2024, arXiv 2403.17031.
     """
     mask = mask.bool()
     mean = masked_mean(x, mask)
@@ -211,19 +211,36 @@ def disable_dropout(*models: nn.Module) -> int:
     The ratio of PPO compares two forwards of the same weights: with dropout it isn't 1 even
     before the first update. Zeroing `nn.Dropout.p` is not enough: Llama, Qwen2, OPT and others
     keep the probability as a float attribute and call `F.dropout(p=self.attention_dropout if
-    self.training else 0.0)`; OPT and others skip whole layers (layerdrop).
+    self.training else 0.0)`, OPT and others skip whole layers (layerdrop), Falcon looks into its
+    config each time. The config of the model itself, which is saved with it, stays as it is.
     """
     sites = 0
     for model in models:
+        quiet_configs = {}
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 module.p = 0.0
                 sites += 1
-            for name, value in list(vars(module).items()):
-                if "drop" in name and isinstance(value, float) and value > 0:
-                    setattr(module, name, 0.0)
-                    sites += 1
+            sites += _zero_noise(module)
+            config = vars(module).get("config")
+            if config is not None and module is not model:
+                if id(config) not in quiet_configs:
+                    quiet_configs[id(config)] = copy.copy(config), config
+                    sites += _zero_noise(quiet_configs[id(config)][0])
+                module.config = quiet_configs[id(config)][0]
     return sites
+
+
+def _zero_noise(record: object) -> int:
+    """Set float attributes such as attention_dropout, layerdrop, resid_pdrop, jitter_noise to 0."""
+    names = [
+        name
+        for name, value in vars(record).items()
+        if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0
+    ]
+    for name in names:
+        setattr(record, name, 0.0)
+    return len(names)
 
 
 class ValueModel(nn.Module):
@@ -297,22 +314,31 @@ def load_policy(name: str) -> PreTrainedModel:
     fault = f"--model {name}: not a causal language model,"
     if missing:
         raise InputError(f"{fault} its checkpoint has no {missing[0]}")
-    # BERT loads as well. What makes a model causal: no logit depends on a later token.
-    tokens = torch.arange(8).remainder(model.config.vocab_size).repeat(2, 1)
-    tokens[1, -1] += 1
-    with torch.no_grad():
-        logits = model.eval()(**model_inputs(model, tokens, torch.ones_like(tokens))).logits[:, :-1]
-    if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():
+    # Reading two rows that differ in their last token only shows what we need of the model.
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(8).remainder(vocab_size).repeat(2, 1)
+    tokens[1, -1] = (tokens[1, -1] + 1) % vocab_size
+    try:
+        cache = DynamicCache(config=model.config)
+        inputs = model_inputs(
+            model, tokens, torch.ones_like(tokens), past_key_values=cache, use_cache=True
+        )
+        with torch.no_grad():
+            logits = model.eval()(**inputs).logits[:, :-1]
+        cache.batch_select_indices(torch.tensor([0, 1]))
+        cached = cache.get_seq_length()
+    except Exception:  # whatever a model of another kind raises
+        cached = 0
+    if cached != tokens.shape[1]:
+        raise InputError(f"--model {name}: can't be used, it doesn't decode with a key-value cache")
+    if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():  # BERT, say
         raise InputError(f"{fault} its logits depend on later tokens")
     return model
 
 
 def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     """Load the tokenizer that belongs to a model."""
-    tokenizer, _ = from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)
-    if len(tokenizer) < 2:  # what transformers makes up for a folder without tokenizer files
-        raise InputError(f"{flag} {name}: can't be loaded, it has no tokenizer")
-    return tokenizer
+    return from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)[0]
 
 
 def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, list[str]]:
@@ -325,16 +351,22 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, lis
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
 
     def load(local_files_only: bool) -> tuple[Any, list[str]]:
-        if not is_model:
-            return auto_class.from_pretrained(name, local_files_only=local_files_only), []
-        model, info = auto_class.from_pretrained(name, local_files_only=local_files_only, **options)
-        return model, sorted(info["missing_keys"])
+        if is_model:
+            model, info = auto_class.from_pretrained(
+                name, local_files_only=local_files_only, **options
+            )
+            return model, sorted(info["missing_keys"])
+        tokenizer = auto_class.from_pretrained(name, local_files_only=local_files_only)
+        if len(tokenizer) < 2:  # transformers makes an empty one up where the files are missing
+            raise OSError("its tokenizer files are missing")
+        return tokenizer, []
 
     try:
         try:
             return load(local_files_only=True)
-        except OSError:
-            if Path(name).exists():
+        except Exception as e:
+            # A model that is not here raises OSError, a tokenizer anything.
+            if Path(name).exists() or (is_model and not isinstance(e, OSError)):
                 raise
         _require_on_hub(name, flag)
         return load(local_files_only=False)
@@ -375,8 +407,6 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Longest sequence that the model can read, in tokens; None where it has no such bound
-    (Bloom, MPT).
-    """
+    """Longest sequence that the model reads, in tokens; None where it has no bound (Bloom)."""
     config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)

@@ -52,6 +52,7 @@ from runs import (
     apply_defaults,
     check_flags,
     check_prompts,
+    choose_folder,
     explained_variance,
     flag,
     parse_flags,
@@ -143,7 +144,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     """The reward of each token: scores (B,), kl and mask (B, T) -> (B, T), 0 off the mask.
 
     [1] eq. 2, its KL paid token by token. The score sits on the last real token, usually EOS. One
-    slot later, as in TRL's PPO and lm-human-preferences, GAE would pass only gamma * lam of it on.
+    slot later, as in TRL's PPO, GAE would pass only gamma * lam of it on to EOS.
     """
     mask = mask.bool()
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
@@ -191,6 +192,7 @@ def main(args: list[str] | None = None) -> None:
     apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
     check_flags(config)
     device = pick_device(config.device)
+    folder = choose_folder("ppo", config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
@@ -217,7 +219,7 @@ def main(args: list[str] | None = None) -> None:
     G = config.num_generations
     batch_size = config.prompts_per_step * G  # B, completions per step
 
-    with Run("ppo", config, policy, tokenizer, task, sampling) as run:
+    with Run("ppo", folder, config, policy, tokenizer, task, sampling) as run:
         for step in (bar := trange(config.num_steps, desc="ppo", dynamic_ncols=True)):
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
 

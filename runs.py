@@ -14,9 +14,9 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -32,6 +32,11 @@ from transformers.utils import logging as transformers_logging
 from common import Fault, InputError, context_length, first_line
 from sampling import Rollout, generate
 from tasks import Task, encode_prompts, prompt_tokens, score, verify
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
@@ -80,7 +85,7 @@ def parse_flags(config_class: type, doc: str, args: list[str] | None = None) -> 
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             raise InputError(f"{name!r} belongs to no flag: flags are written --name value")
-        candidates = [*fields, *TRL_NAMES]
+        candidates = [*fields, *(name for name, ours in TRL_NAMES.items() if ours in fields)]
         nearest = difflib.get_close_matches(name.strip("-").replace("-", "_"), candidates, n=1)
         hint = f"did you mean --{nearest[0]}?" if nearest else "--help lists the flags"
         raise InputError(f"unknown flag {name}: {hint}")
@@ -96,20 +101,35 @@ def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
 
 def check_flags(config: Any) -> None:
     """Check what can be checked before anything is loaded. Raises InputError."""
+    for name, value in vars(config).items():
+        numbers = value if isinstance(value, list) else [value]
+        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
+            raise InputError(f"--{name} {value}: must be a finite number")
     positive = (
         "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
         " learning_rate num_epochs num_mini_batches micro_batch_size clip_range clip_range_value"
         " max_grad_norm eval_every num_eval_prompts"
     )
     for name in positive.split():
-        if not getattr(config, name, 1) > 0:  # `not >` catches NaN too
+        if getattr(config, name, 1) <= 0:
             raise InputError(f"--{name} {getattr(config, name)}: must be greater than 0")
     for name in ("kl_coef", "vf_coef"):
-        if not getattr(config, name, 0) >= 0:
+        if getattr(config, name, 0) < 0:
             raise InputError(f"--{name} {getattr(config, name)}: must be 0 or greater")
     for name in ("gamma", "lam"):
         if not 0 <= getattr(config, name, 1) <= 1:
             raise InputError(f"--{name} {getattr(config, name)}: must be between 0 and 1")
+    if config.temperature < 1e-3:
+        raise InputError(
+            f"--temperature {config.temperature}: too close to 0, choose 0.001 or more"
+        )
+    if not 0 <= config.seed < 2**63 - 1:
+        raise InputError(f"--seed {config.seed}: must be between 0 and 2^63 - 2")
+    if config.rollout_batch_size < config.num_generations:
+        raise InputError(
+            f"--rollout_batch_size {config.rollout_batch_size}: must hold the"
+            f" {config.num_generations} completions of a prompt (num_generations)"
+        )
     batch, parts = config.prompts_per_step * config.num_generations, config.num_mini_batches
     if batch % parts:
         below = next(n for n in range(parts, 0, -1) if batch % n == 0)
@@ -191,9 +211,10 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Lengths in tokens (EOS included), speed and peak memory of one step."""
     lengths = rollout.completion_mask.sum(1)
+    memory = math.nan
     if lengths.is_cuda:
         memory = torch.cuda.max_memory_allocated(lengths.device)
-    else:  # resident memory of the process: in kilobytes on Linux, in bytes on macOS
+    elif resource is not None:  # resident memory: in kilobytes on Linux, in bytes on macOS
         unit = 1 if sys.platform == "darwin" else 1024
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
@@ -224,41 +245,58 @@ def seconds_since(start: float, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def choose_folder(script: str, config: Any) -> Path:
+    """The folder of a run. Raises InputError where it holds something that must not be lost."""
+    model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
+    task = Path(config.prompts).stem if config.prompts else config.task
+    name = f"{script}-{model.replace('/', '-')}-{task}-s{config.seed}"
+    folder = Path(config.output_dir or f"runs/{name}")
+    try:
+        if not folder.exists() or not any(folder.iterdir()):
+            return folder
+        if not (folder / "metrics.jsonl").exists():
+            raise InputError(f"--output_dir {folder}: holds something that is not a run")
+        if (folder / "metrics.jsonl").stat().st_size > 0 and not config.overwrite:
+            remedy = "give --overwrite or another --output_dir"
+            raise InputError(f"{folder} already holds a run: {remedy}")
+    except OSError as e:
+        raise InputError(f"--output_dir {folder}: can't be used ({e.strerror})") from e
+    return folder
+
+
 class Run:
-    """The folder of a run. Leaving its `with` block, for whatever reason, saves the model."""
+    """The records of a run. Leaving the `with` block, even by an exception, saves the model.
+
+    A run that is overwritten is moved aside, and deleted when the first step of the new one is
+    done: a mistake in the new command loses nothing.
+    """
 
     def __init__(
         self,
         script: str,
+        folder: Path,
         config: Any,
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
         sampling: dict[str, Any],
     ) -> None:
-        """Create the folder and print the configuration. Raises InputError where a run is there."""
+        """Create the folder and print the configuration. Raises InputError if that fails."""
         self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer
-        self.task, self.sampling = task, sampling
+        self.task, self.sampling, self.folder = task, sampling, folder
         self.steps_done, self.first_metrics = 0, {}
-        self.folder = Path(config.output_dir or f"runs/{self._name()}")
-        metrics = self.folder / "metrics.jsonl"
+        self.aside = None  # where the run that this one replaces waits
         try:
-            if metrics.exists() and metrics.stat().st_size > 0:
-                if not config.overwrite:
-                    raise InputError(
-                        f"{self.folder} already holds a run:"
-                        " give --overwrite or another --output_dir"
-                    )
-                for name in ("config.json", "metrics.jsonl", "samples.jsonl"):
-                    (self.folder / name).unlink(missing_ok=True)
-                shutil.rmtree(self.folder / "model", ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if folder.exists() and any(folder.iterdir()):
+                self.aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-old-", dir=folder.parent))
+                folder.rename(self.aside / folder.name)
+            folder.mkdir(parents=True, exist_ok=True)
             settings = json.dumps(dataclasses.asdict(config), indent=2)
-            (self.folder / "config.json").write_text(settings + "\n")
-            self._metrics = metrics.open("a", encoding="utf-8")
-            self._samples = (self.folder / "samples.jsonl").open("a", encoding="utf-8")
+            (folder / "config.json").write_text(settings + "\n")
+            self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+            self._samples = (folder / "samples.jsonl").open("w", encoding="utf-8")
         except OSError as e:
-            raise InputError(f"--output_dir {self.folder}: can't be written ({e.strerror})") from e
+            raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
         print(self._description())
 
     def __enter__(self) -> Run:
@@ -267,16 +305,14 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         self._metrics.close()
         self._samples.close()
-        if self.steps_done > 0 or kind is None:
+        if self.steps_done > 0:
             self.policy.save_pretrained(self.folder / "model")
             self.tokenizer.save_pretrained(self.folder / "model")
             print(f"{self.folder}/model holds the model after {self.steps_done} steps.")
-
-    def _name(self) -> str:
-        config = self.config
-        model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
-        task = Path(config.prompts).stem if config.prompts else config.task
-        return f"{self.script}-{model.replace('/', '-')}-{task}-s{config.seed}"
+        elif self.aside:
+            shutil.rmtree(self.folder)
+            (self.aside / self.folder.name).rename(self.folder)
+            self.aside.rmdir()
 
     def _description(self) -> str:
         """What this run is, and every setting that has a value."""
@@ -297,6 +333,9 @@ class Run:
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         self.steps_done = min(step + 1, self.config.num_steps)
+        if self.aside:
+            shutil.rmtree(self.aside)
+            self.aside = None
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float | None]:
@@ -306,7 +345,7 @@ class Run:
         differ by the policy alone, and evaluating more often changes no run.
         """
         rows = self.task.heldout[: self.config.num_eval_prompts]
-        generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
+        generator = torch.Generator(self.policy.device).manual_seed(self.config.seed + 1)
         sampling = self.sampling | {"generator": generator}
         scores, texts = [], []
         for start in range(0, len(rows), self.config.rollout_batch_size):

@@ -94,7 +94,7 @@ def generate(
     uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
     tokens = torch.full((num_rows, max_new_tokens), pad_token_id, device=device)
     logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
-    eos = torch.tensor(eos_token_ids, device=device)
+    eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
 
     with _evaluating(model):
         # 1. Prefill: read each distinct prompt once, and repeat its cache for its completions.

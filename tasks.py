@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from common import InputError, first_line, from_hub_or_folder, load_tokenizer, model_inputs
+from common import InputError, first_line, from_hub_or_folder, load_tokenizer
 from sampling import Rollout
 
 Prompt = str | list[dict[str, str]]
@@ -163,8 +163,8 @@ def read_prompts(path: str | Path) -> list[dict]:
         try:
             row = json.loads(line)
             fault = _fault_of_row(row)
-        except json.JSONDecodeError as e:
-            fault = f"not JSON ({e})"
+        except (ValueError, RecursionError) as e:
+            fault = f"not JSON ({first_line(e)})"
         if fault:
             raise InputError(f"{path}, line {number}: {fault}; {ROW_FORMAT}")
         rows.append(row)
@@ -204,7 +204,7 @@ def load_reward(spec: str) -> RewardFunction:
     sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up by name
     try:
         module_spec.loader.exec_module(module)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise InputError(
             f"--reward {spec}: {path} fails on import: {type(e).__name__}: {first_line(e)}"
         ) from e
@@ -238,6 +238,7 @@ class RewardModel:
     def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
         ids = [self._tokens(p, c) for p, c in zip(prompts, completions, strict=True)]
         limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        limit = min(limit, self.tokenizer.model_max_length)  # RoBERTa reads 2 less than the first
         longest = max(map(len, ids))
         if longest > limit:
             raise InputError(f"the reward model reads {limit} tokens, and a text has {longest}")
@@ -250,7 +251,8 @@ class RewardModel:
             pad = next(i for i in range(self.model.config.vocab_size) if i not in used)
             self.model.config.pad_token_id = pad
             tokens, mask = _padded(rows, pad, "right", self.model.device)
-            scores += self.model(**model_inputs(self.model, tokens, mask)).logits[:, 0].tolist()
+            # No position ids: the padding is on the right, and RoBERTa counts from another number.
+            scores += self.model(input_ids=tokens, attention_mask=mask).logits[:, 0].tolist()
         return scores
 
     def _tokens(self, prompt: Prompt, completion: str | list[dict[str, str]]) -> list[int]:
@@ -261,6 +263,16 @@ class RewardModel:
             return self.tokenizer(text).input_ids
         text = self.tokenizer.apply_chat_template(prompt + completion, tokenize=False)
         return self.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def check_answers(path: str, rows: list[dict]) -> None:
+    """Check that each row has a whole number as its answer. Raises InputError."""
+    for row in rows:
+        if not re.fullmatch(r"-?\d{1,18}", str(row.get("answer"))):
+            raise InputError(
+                f'{path}: task add needs a key "answer" with a number in each line, and'
+                f" {str(row['prompt'])[:60]!r} has {row.get('answer')!r}; or give --reward"
+            )
 
 
 def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Task:
@@ -281,17 +293,15 @@ def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.dev
         # trained on.
         num_heldout = min(512, max(1, len(rows) // 10))
         task.train, task.heldout = rows[num_heldout:] or rows, rows[:num_heldout]
-        if not all("answer" in row for row in rows):
-            task.verifier = None
+        if config.task == "add" and not (config.reward or config.reward_model):
+            check_answers(config.prompts, rows)
     if config.reward or config.reward_model:
         task.rewards = [load_reward(spec) for spec in config.reward]
+        if config.prompts:
+            task.verifier = None  # the answers of these prompts, if any, need not be sums
     if config.reward_model:
         task.reward_model = RewardModel(config.reward_model, device)
         task.rewards.append(task.reward_model)
-    if add_reward in task.rewards and task.verifier is None:
-        raise InputError(
-            f'{config.prompts}: task add needs a key "answer" in each line; or give --reward'
-        )
     task.weights = config.reward_weights or [1.0] * len(task.rewards)
     if len(task.weights) != len(task.rewards):
         raise InputError(
@@ -309,14 +319,18 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     """The ids of one prompt. Messages go through the chat template, and are followed by the tokens
     that open the assistant's turn. Raises InputError where there is no template or no token.
     """
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt).input_ids
-    elif tokenizer.chat_template is None:
+    if isinstance(prompt, list) and tokenizer.chat_template is None:
         raise InputError("the prompts are chat messages, and the model has no chat template")
-    else:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        # The template writes BOS itself; add_special_tokens would put a second one in front.
-        ids = tokenizer(text, add_special_tokens=False).input_ids
+    try:
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt).input_ids
+        else:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            # The template writes BOS itself; add_special_tokens would put a second one in front.
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+    except Exception as e:  # half a surrogate pair, roles that the template does not know, ...
+        fault = f"{type(e).__name__}: {first_line(e)}"
+        raise InputError(f"the prompt {str(prompt)[:60]!a} can't be tokenised ({fault})") from e
     if not ids:
         raise InputError(f"the prompt {prompt!r} has no tokens")
     return ids
@@ -356,13 +370,23 @@ def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each completion, B strings, without EOS and padding."""
-    tokens = rollout.tokens[:, -rollout.completion_mask.shape[1] :].tolist()
-    lengths = (rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()
-    return [
-        tokenizer.decode(row[:n], skip_special_tokens=True)
-        for row, n in zip(tokens, lengths, strict=True)
-    ]
+    """The text of each completion, B strings, without EOS and padding.
+
+    Decoded after its prompt: on their own, SentencePiece tokenizers drop a leading space.
+    """
+    length = rollout.completion_mask.shape[1]
+    num_tokens = (rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()
+    texts = []
+    for row, real, n in zip(
+        rollout.tokens.cpu(), rollout.attention_mask.cpu(), num_tokens, strict=True
+    ):
+        prompt, completion = row[:-length][real[:-length]].tolist(), row[-length:][:n].tolist()
+        before = tokenizer.decode(prompt, skip_special_tokens=True)
+        text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
+        if not text.startswith(before):  # a character of several tokens spans the border
+            before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
+        texts.append(text[len(before) :])
+    return texts
 
 
 def score(
@@ -410,34 +434,31 @@ def _call_reward(
     ]
     columns = {
         key: [row.get(key) for row in rows]
-        for key in sorted({k for row in rows for k in row} - {"prompt"})
+        for key in sorted({key for row in rows for key in row} - {"prompt"})
     }
     arguments = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
-    parameters = inspect.signature(reward).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
     try:
+        parameters = inspect.signature(reward).parameters.values()
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
         values = reward(**arguments)
     except InputError:
         raise
-    except Exception as e:
-        raise InputError(
-            f"the reward function {name} raised {type(e).__name__}: {first_line(e)}"
-        ) from e
+    except (Exception, SystemExit) as e:
+        fault = f"{type(e).__name__}: {first_line(e)}"
+        raise InputError(f"the reward function {name} raised {fault}") from e
     try:
-        values = list(values)
+        known = [value is not None for value in values]
         scores = torch.tensor([math.nan if v is None else float(v) for v in values])
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise InputError(
             f"the reward function {name} must return a list of numbers or None ({first_line(e)})"
         ) from e
-    if len(values) != len(texts):
+    if len(known) != len(texts):
         raise InputError(
-            f"the reward function {name} returned {len(values)} values for {len(texts)} completions"
+            f"the reward function {name} returned {len(known)} values for {len(texts)} completions"
         )
-    for value, text in zip(values, texts, strict=True):
-        if value is not None and not math.isfinite(value):
-            raise InputError(
-                f"the reward function {name} returned {float(value)} for {text[:60]!r}"
-            )
+    for value, there, text in zip(scores.tolist(), known, texts, strict=True):
+        if there and not math.isfinite(value):
+            raise InputError(f"the reward function {name} returned {value} for {text[:60]!r}")
     return scores

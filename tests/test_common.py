@@ -5,13 +5,21 @@ import copy
 import pytest
 import torch
 from conftest import EOS, RAGGED, SMALL_MODELS, make_rollout, small_gpt2, small_llama
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from common import (
     InputError,
     ValueModel,
     completion_logprobs,
     completion_values,
+    context_length,
     disable_dropout,
     eos_token_ids,
     gae,
@@ -262,6 +270,16 @@ DROPOUT_MODELS = {
             layerdrop=0.5,
         )
     ),
+    "falcon (read from the config at every forward)": lambda: FalconForCausalLM(
+        FalconConfig(
+            vocab_size=40,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            hidden_dropout=0.5,
+            attention_dropout=0.5,
+        )
+    ),
 }
 
 
@@ -271,7 +289,9 @@ def test_after_disable_dropout_two_training_forwards_are_bit_identical(name):
     tokens = torch.arange(20).reshape(2, 10)
     before = [model(tokens).logits for _ in range(4)]
     assert not all(torch.equal(before[0], other) for other in before[1:])
+    settings = model.config.to_dict()
     assert disable_dropout(model) > 0
+    assert model.config.to_dict() == settings  # what is saved keeps its dropout
     assert torch.equal(model(tokens).logits, model(tokens).logits)
     assert disable_dropout(model) == 0
 
@@ -344,6 +364,14 @@ def test_a_causal_model_loads_and_gives_the_same_logits(name, tmp_path):
     model.save_pretrained(tmp_path)
     tokens = torch.arange(10).unsqueeze(0)
     assert torch.equal(load_policy(str(tmp_path)).eval()(tokens).logits, model(tokens).logits)
+
+
+def test_the_context_length_is_found_under_either_name():
+    assert context_length(small_gpt2()) == context_length(small_llama()) == 64
+    mpt = MptForCausalLM(
+        MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=40, max_seq_len=16)
+    )
+    assert context_length(mpt) == 16
 
 
 def test_a_device_that_is_not_there_is_refused():

@@ -8,10 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import byte_tokenizer, letter_tokenizer, save_model, small_gpt2
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2Model, T5Config, T5Model
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2Model,
+    MambaConfig,
+    RwkvConfig,
+    T5Config,
+    T5Model,
+)
 
+import common
 import ppo
-from common import Fault
+from common import Fault, load_tokenizer
 from runs import Meter, explained_variance, parse_flags, run_main
 
 REPOSITORY = Path(__file__).parent.parent
@@ -47,8 +58,18 @@ def fails(args: list[str], code: int, capsys) -> str:
         (["--task", "sing"], "--task: invalid choice: 'sing'"),
         (["--kl_estimator", "k4"], "invalid choice: 'k4'"),
         (["--temperature", "0"], "--temperature 0.0: must be greater than 0"),
-        (["--temperature", "nan"], "--temperature nan: must be greater than 0"),
+        (["--temperature", "nan"], "--temperature nan: must be a finite number"),
         (["--learning_rate", "-1"], "--learning_rate -1.0: must be greater than 0"),
+        (["--temperature", "1e-46"], "--temperature 1e-46: too close to 0"),
+        (["--missing_eos_penalty", "inf"], "--missing_eos_penalty inf: must be a finite number"),
+        (["--reward_weights", "nan"], "--reward_weights [nan]: must be a finite number"),
+        (["--seed", "-1"], "--seed -1: must be between 0 and"),
+        (["--seed", "99999999999999999999"], "--seed 99999999999999999999: must be between"),
+        (["--epsilon_high", "0.3"], "unknown flag --epsilon_high: did you mean --epsilon?"),
+        (
+            ["--num_generations", "4", "--rollout_batch_size", "2"],
+            "--rollout_batch_size 2: must hold the 4 completions of a prompt",
+        ),
         (["--kl_coef", "-0.1"], "--kl_coef -0.1: must be 0 or greater"),
         (["--lam", "1.5"], "--lam 1.5: must be between 0 and 1"),
         (["--num_steps", "0"], "--num_steps 0: must be greater than 0"),
@@ -143,6 +164,31 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(capsys, tm
     assert "they don't belong together" in fails(args, 2, capsys)
 
 
+@pytest.mark.parametrize("kind", ["rwkv", "mamba"])
+def test_a_model_without_a_key_value_cache_is_refused(kind, capsys, tmp_path):
+    if kind == "rwkv":
+        config = RwkvConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2)
+    else:
+        config = MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=1, state_size=4)
+    model = AutoModelForCausalLM.from_config(config)
+    folder = save_model(tmp_path / kind, model, byte_tokenizer())
+    args = ["--model", folder, "--output_dir", str(tmp_path / "run")]
+    assert "doesn't decode with a key-value cache" in fails(args, 2, capsys)
+
+
+def test_a_cached_model_without_its_tokenizer_gets_it_from_the_hub(monkeypatch):
+    """As on the very first run: the weights have just been cached, the tokenizer has not."""
+    asked = []
+
+    def from_pretrained(name, local_files_only):
+        asked.append(local_files_only)
+        return [] if local_files_only else ["a", "b"]
+
+    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(common, "_require_on_hub", lambda name, flag: None)
+    assert load_tokenizer("gpt2") == ["a", "b"] and asked == [True, False]
+
+
 def test_a_checkpoint_without_its_language_model_head_is_refused(capsys, tmp_path):
     config = GPT2Config(vocab_size=257, n_embd=32, n_layer=1, n_head=2, tie_word_embeddings=False)
     folder = save_model(tmp_path / "backbone", GPT2Model(config), byte_tokenizer())
@@ -190,6 +236,42 @@ def test_a_folder_that_holds_a_run_is_left_alone_without_overwrite(capsys, tmp_p
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
     ppo.main([*args, "--overwrite"])
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(capsys, tmp_path, small_folder):
+    flags = "--num_steps 1 --prompts_per_step 2 --max_new_tokens 2 --num_eval_prompts 1".split()
+    args = ["--model", small_folder, "--output_dir", str(tmp_path / "run"), *flags]
+    ppo.main(args)
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    (tmp_path / "bad.py").write_text("def bad(completions, **kw): return 1 / 0")
+    fails([*args, "--overwrite", "--reward", f"{tmp_path}/bad.py:bad"], 2, capsys)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "small"]
+    ppo.main([*args, "--overwrite", "--seed", "1"])
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() != before[tmp_path / "run/metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "small"]
+
+
+def test_a_run_that_failed_before_its_first_step_is_simply_done_again(
+    capsys, tmp_path, small_folder
+):
+    flags = "--num_steps 1 --prompts_per_step 2 --max_new_tokens 2 --num_eval_prompts 1".split()
+    args = ["--model", small_folder, "--output_dir", str(tmp_path / "run"), *flags]
+    (tmp_path / "bad.py").write_text("def bad(completions, **kw): return 1 / 0")
+    fails([*args, "--reward", f"{tmp_path}/bad.py:bad"], 2, capsys)
+    ppo.main(args)
+    steps = [
+        json.loads(x)["step"] for x in (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    ]
+    assert steps == [0, 1]
+
+
+def test_a_folder_that_holds_something_else_is_never_written_to(capsys, tmp_path, small_folder):
+    before = sorted((p.name, p.read_bytes()) for p in Path(small_folder).iterdir())
+    for extra in ([], ["--overwrite"]):
+        args = ["--model", small_folder, "--max_new_tokens", "2", "--output_dir", small_folder]
+        assert "holds something that is not a run" in fails([*args, *extra], 2, capsys)
+    assert sorted((p.name, p.read_bytes()) for p in Path(small_folder).iterdir()) == before
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path, small_folder):

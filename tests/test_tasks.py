@@ -1,13 +1,20 @@
 """Prompts, rewards and what becomes of text on its way to tokens and back."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import byte_tokenizer, make_rollout, save_model, small_gpt2
-from tokenizers import normalizers, processors
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from common import InputError, load_tokenizer
 from tasks import (
@@ -96,6 +103,8 @@ def test_prompts_are_read_with_all_their_columns(tmp_path):
         ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
         ('{"prompt": "a"}\n\n{"text": "b"}', 'line 3: no key "prompt"'),
         ('["prompt"]', 'line 1: no key "prompt"'),
+        ('{"prompt": ' + "9" * 5000 + "}", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
         ('{"prompt": 5}', "line 1"),
         ('{"prompt": ""}', "line 1"),
         ('{"prompt": [{"role": "user"}]}', "line 1"),
@@ -164,6 +173,25 @@ def test_messages_need_a_chat_template():
         encode_prompts(byte_tokenizer(), [{"prompt": [{"role": "user", "content": "a"}]}])
 
 
+def test_a_prompt_that_cannot_be_tokenised_is_named_in_one_line():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    for prompt in ("a\ud800", [{"role": "user", "content": "b"}]):
+        with pytest.raises(InputError, match="can't be tokenised") as error:
+            encode_prompts(tokenizer, [{"prompt": prompt}])
+        assert "\n" not in str(error.value)
+
+
+def test_a_completion_keeps_its_leading_space_where_words_carry_it():
+    """SentencePiece tokenizers drop the space of the first word of what they decode."""
+    vocabulary = {"<unk>": 0, "\u2581film": 1, "\u2581great": 2, "<eos>": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    assert tokenizer.decode([2]) == "great"
+    assert decode(tokenizer, make_rollout([[1]], [[2]])) == [" great"]
+
+
 def test_text_ends_before_eos_and_padding():
     tokenizer = byte_tokenizer()
     eos = tokenizer.eos_token_id
@@ -225,6 +253,10 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda completions, **kw: [1.0] * 3, "returned 3 values for 4 completions"),
         (lambda completions, **kw: [float("nan")] * 4, "returned nan for 'x'"),
         (lambda completions, **kw: [float("inf")] * 4, "returned inf"),
+        (lambda completions, **kw: [1e39] * 4, "returned inf"),
+        (lambda completions, **kw: [10**400] * 4, "must return a list of numbers"),
+        (lambda **kw: sys.exit(3), "raised SystemExit: 3"),
+        (dict.fromkeys, "dict|fromkeys"),
         (lambda completions, **kw: 1.0, "must return a list"),
         (lambda completions, **kw: ["a"] * 4, "must return a list"),
         (lambda completions, missing: [1.0] * 4, "missing"),
@@ -257,6 +289,18 @@ def test_a_reward_that_cannot_be_loaded_is_named(tmp_path, spec, message):
     bad.write_text("def f(:\n")
     with pytest.raises(InputError, match=message):
         load_reward(spec.format(file=file, bad=bad))
+
+
+def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
+    prompts, file = tmp_path / "p.jsonl", tmp_path / "mine.py"
+    prompts.write_text('{"prompt": "capital of France?", "answer": "Paris"}')
+    file.write_text("def one(completions, **kw):\n    return [1.0] * len(completions)\n")
+    config = task_config(prompts=str(prompts))
+    with pytest.raises(InputError, match="'Paris'; or give --reward"):
+        load_task(config, byte_tokenizer(), torch.device("cpu"))
+    config.reward = [f"{file}:one"]
+    task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+    assert verify(task, task.heldout, ["12"]) is None
 
 
 def test_verify_is_the_share_of_right_answers_and_none_without_a_verifier():
@@ -293,6 +337,23 @@ def test_a_batch_of_texts_scores_as_each_does_alone_at_its_last_token_even_if_th
         ids = torch.tensor([model.tokenizer(p + c).input_ids])
         hidden = model.model.transformer(ids).last_hidden_state[0, -1]
         assert value == pytest.approx((model.model.score.weight @ hidden).item(), abs=1e-5)
+
+
+def test_a_roberta_reward_model_scores_as_the_library_does_and_says_how_much_it_reads(tmp_path):
+    """Its positions start at pad + 1: position ids from 0 would change every score silently."""
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=26, num_labels=1, pad_token_id=1,
+        initializer_range=0.5,
+    )  # fmt: skip
+    model, tokenizer = RobertaForSequenceClassification(config).eval(), byte_tokenizer()
+    tokenizer.model_max_length = 24
+    reward = RewardModel(save_model(tmp_path / "r", model, tokenizer), torch.device("cpu"))
+    expected = [model(torch.tensor([tokenizer(t).input_ids])).logits.item() for t in ("abc", "de")]
+    assert reward(["a", "d"], ["bc", "e"]) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(InputError, match="reads 24 tokens"):
+        reward(["a" * 20], ["b" * 5])
 
 
 def test_the_reward_model_reads_prompt_and_completion(reward_model_folder):
