@@ -1,0 +1,287 @@
+"""Two steps of ppo.py against the same two steps written out naively from the equations.
+
+At the first step every log-ratio, KL and value is 0, so a wrong sign or a dropped coefficient
+cannot show. At the second one nothing is 0. Every number of the second step, down to the gradients
+and the weights at the end, is computed here a second time: row by row, in float64.
+"""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from conftest import letter_tokenizer, save_model, small_gpt2
+from transformers import AutoModelForCausalLM
+
+import ppo
+from sampling import Rollout
+from tasks import prompt_batch, read_prompts
+
+FLAGS = {
+    "num_steps": 2, "prompts_per_step": 6, "num_generations": 2, "rollout_batch_size": 4,
+    "max_new_tokens": 5, "temperature": 1.5, "kl_coef": 0.3, "kl_estimator": "k3",
+    "missing_eos_penalty": 0.7, "gamma": 0.9, "lam": 0.5, "learning_rate": 0.01, "num_epochs": 3,
+    "num_mini_batches": 2, "micro_batch_size": 4, "clip_range": 0.05, "clip_range_value": 0.03,
+    "vf_coef": 0.5, "max_grad_norm": 0.8, "eval_every": 9, "num_eval_prompts": 2, "device": "cpu",
+}  # fmt: skip
+REWARD = """
+def by_prompt(prompts, completions, **columns):
+    return [len(p) + 0.1 * len(c) + c.count("a") for p, c in zip(prompts, completions)]
+"""
+
+
+class Records:
+    """What went through the loop, step by step and update by update."""
+
+    def __init__(self) -> None:
+        self.policy, self.value_model, self.reference = None, None, None
+        self.rollouts, self.before, self.updates, self.rates, self.clears = [], [], [], [], 0
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Records, list[dict], AutoModelForCausalLM, list[dict]]:
+    folder = tmp_path_factory.mktemp("by-hand")
+    model = save_model(folder / "m", small_gpt2(vocab_size=20), letter_tokenizer())
+    prompts = ["x", "yy y", "zz", "w", "the", "a bc", "q", "rs", "to", "u", "p o", "n"] * 2
+    lines = [json.dumps({"prompt": prompt, "id": i}) for i, prompt in enumerate(prompts)]
+    (folder / "p.jsonl").write_text("\n".join(lines))
+    (folder / "r.py").write_text(REWARD)
+    records = Records()
+    tasks = []
+    with pytest.MonkeyPatch.context() as patch:
+        spy_on_the_loop(patch, records, tasks)
+        args = [f"--{name}={value}" for name, value in FLAGS.items()]
+        args += [f"--model={model}", f"--prompts={folder}/p.jsonl", f"--output_dir={folder}/run"]
+        ppo.main([*args, f"--reward={folder}/r.py:by_prompt"])
+    metrics = [json.loads(x) for x in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    final = AutoModelForCausalLM.from_pretrained(folder / "run/model")
+    assert len(read_prompts(folder / "p.jsonl")) == 24
+    return records, metrics, final, tasks[0].train
+
+
+def spy_on_the_loop(patch: pytest.MonkeyPatch, records: Records, tasks: list) -> None:
+    def wrap(name: str, after) -> None:
+        original = getattr(ppo, name)
+
+        def wrapped(*args, **kwargs):
+            result = original(*args, **kwargs)
+            after(result, *args, **kwargs)
+            return result
+
+        patch.setattr(ppo, name, wrapped)
+
+    def on_value_model(result, policy, *args):
+        records.policy, records.value_model = policy, result
+
+    def on_score(result, task, rows, rollout, tokenizer):
+        records.rollouts.append(rollout)
+        records.before.append(copy.deepcopy((records.policy, records.value_model)))
+
+    def on_generate(result, *args, **kwargs):
+        assert not {"top_k", "top_p"} & set(kwargs)
+
+    wrap("load_task", lambda task, *args: tasks.append(task))
+    wrap("initial_value_model", on_value_model)
+    wrap("reference", lambda ref, *args: setattr(records, "reference", ref))
+    wrap("score", on_score)
+    wrap("generate", on_generate)
+    wrap("clear_cache", lambda result: setattr(records, "clears", records.clears + 1))
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def on_clip(parameters, max_norm):
+        models = copy.deepcopy((records.policy, records.value_model))
+        gradients = [p.grad.clone() for p in parameters]
+        norm = clip(parameters, max_norm)
+        records.updates.append((models, gradients, [p.grad.clone() for p in parameters], norm))
+        return norm
+
+    patch.setattr(torch.nn.utils, "clip_grad_norm_", on_clip)
+
+
+def rows_of(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the completion of each row, as lists of ids without padding."""
+    length = rollout.completion_mask.shape[1]
+    return [
+        (tokens[:-length][real[:-length]].tolist(), tokens[-length:][real[-length:]].tolist())
+        for tokens, real in zip(rollout.tokens, rollout.attention_mask, strict=True)
+    ]
+
+
+def naive_forward(models, prompt: list[int], completion: list[int]) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropies and values of the tokens of one row, each (n,), in float64."""
+    policy, value_model = models
+    tokens = torch.tensor([prompt + completion])
+    logits = policy(tokens).logits[0, len(prompt) - 1 : -1].double() / FLAGS["temperature"]
+    log_p = logits.log_softmax(-1)
+    values = value_model(tokens, torch.ones_like(tokens))[0, len(prompt) - 1 : -1].double()
+    logprobs = log_p[torch.arange(len(completion)), completion]
+    return logprobs, -(log_p.exp() * log_p).sum(-1), values
+
+
+@pytest.fixture(scope="module")
+def by_hand(recorded) -> dict:
+    """Step 1 (the second) up to the advantages, written out from the equations, in Python."""
+    records, _, _, train = recorded
+    tokenizer = letter_tokenizer()
+    models = tuple(model.eval() for model in copy.deepcopy(records.before[1]))
+    with records.reference as reference:
+        pass
+    rollout = records.rollouts[1]
+    prompts = [row["prompt"] for row in prompt_batch(train, 1, 6, seed=0) for _ in range(2)]
+    step = {"rows": rows_of(rollout), "old": [], "old_values": [], "scores": [], "kl": []}
+    step |= {"advantages": [], "returns": []}
+    for prompt, (prompt_ids, ids) in zip(prompts, step["rows"], strict=True):
+        assert tokenizer(prompt).input_ids == prompt_ids, "a completion went to another prompt"
+        with torch.no_grad():
+            old, _, values = naive_forward(models, prompt_ids, ids)
+            ref, _, _ = naive_forward((reference, models[1]), prompt_ids, ids)
+        text = tokenizer.decode([i for i in ids if i != 19])
+        score = len(prompt) + 0.1 * len(text) + text.count("a") - 0.7 * (19 not in ids)
+        d = [(o - r).item() for o, r in zip(old, ref, strict=True)]
+        kl = [math.exp(-x) - 1 + x for x in d]
+        rewards = [-0.3 * x for x in kl]
+        rewards[-1] += score
+        v = [*values.tolist(), 0.0]
+        delta = [rewards[t] + 0.9 * v[t + 1] - v[t] for t in range(len(ids))]
+        advantages = [
+            sum((0.9 * 0.5) ** (k - t) * delta[k] for k in range(t, len(ids)))
+            for t in range(len(ids))
+        ]
+        step["old"].append(old)
+        step["old_values"].append(values)
+        step["scores"].append(score)
+        step["kl"].append(kl)
+        step["advantages"].append(advantages)
+        step["returns"].append([a + b for a, b in zip(advantages, v, strict=False)])
+    flat = torch.tensor([a for row in step["advantages"] for a in row], dtype=torch.float64)
+    mean, std = flat.mean(), flat.std()
+    step["advantages"] = [[((a - mean) / std).item() for a in row] for row in step["advantages"]]
+    return step
+
+
+def naive_loss(models, step: dict, chosen: list[int]) -> tuple[torch.Tensor, dict[str, list]]:
+    """The loss of a minibatch by its definition, and every per-token number that is logged."""
+    log = {name: [] for name in ("pg", "vf", "clipped", "value_clipped", "ratio", "kl", "entropy")}
+    for i in chosen:
+        logprobs, entropy, values = naive_forward(models, *step["rows"][i])
+        log["entropy"] += entropy.tolist()
+        for t in range(len(values)):
+            advantage, ret, old_v = step["advantages"][i][t], step["returns"][i][t], 0.0
+            old_v = step["old_values"][i][t].item()
+            ratio = torch.exp(logprobs[t] - step["old"][i][t])
+            plain = -advantage * ratio
+            bounded = -advantage * torch.clamp(ratio, 0.95, 1.05)
+            near = torch.clamp(values[t], old_v - 0.03, old_v + 0.03)
+            errors = 0.5 * (values[t] - ret) ** 2, 0.5 * (near - ret) ** 2
+            log["pg"].append(torch.maximum(plain, bounded))
+            log["vf"].append(torch.maximum(*errors))
+            log["clipped"].append(float(bounded > plain))
+            log["value_clipped"].append(float(errors[1] > errors[0]))
+            log["ratio"].append(ratio.item())
+            log["kl"].append(0.5 * (logprobs[t] - step["old"][i][t]).item() ** 2)
+    loss = sum(log["pg"]) / len(log["pg"]) + 0.5 * sum(log["vf"]) / len(log["vf"])
+    return loss, log
+
+
+@pytest.fixture(scope="module")
+def naive_updates(recorded, by_hand) -> list[tuple]:
+    """(gradients, logged numbers) of each of the 6 updates of the second step."""
+    shuffler = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(12, generator=shuffler) for _ in range(6)]  # 3 epochs of 2 steps
+    chosen = [half.tolist() for order in orders[3:] for half in order.split(6)]
+    results = []
+    for (models, *_), rows in zip(recorded[0].updates[6:], chosen, strict=True):
+        models = copy.deepcopy(models)
+        parameters = [p for model in models for p in model.eval().parameters()]
+        for p in parameters:
+            p.grad = None
+        loss, log = naive_loss(models, by_hand, rows)
+        results.append((torch.autograd.grad(loss, parameters), log))
+    return results
+
+
+def test_every_gradient_of_the_second_step_is_that_of_the_definition(recorded, naive_updates):
+    for (_, gradients, clipped, norm), (expected, _) in zip(
+        recorded[0].updates[6:], naive_updates, strict=True
+    ):
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=2e-5)
+        length = torch.cat([g.flatten() for g in expected]).norm().item()
+        assert norm.item() == pytest.approx(length, rel=1e-4)
+        scale = min(1.0, 0.8 / length)
+        for ours, theirs in zip(clipped, expected, strict=True):
+            assert torch.allclose(ours, theirs * scale, atol=2e-5)
+
+
+def test_the_clips_of_ratio_and_value_are_at_work_in_that_step(naive_updates):
+    """If not, the test above would not see them."""
+    for name in ("clipped", "value_clipped"):
+        values = [x for _, log in naive_updates for x in log[name]]
+        assert 0.05 < sum(values) / len(values) < 0.95, name
+
+
+def test_the_weights_at_the_end_are_those_of_adam_without_decay(recorded):
+    records, _, final, _ = recorded
+    first = copy.deepcopy(records.before[0])
+    parameters = [p for model in first for p in model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+    for index, (_, _, clipped, _) in enumerate(records.updates):
+        optimizer.param_groups[0]["lr"] = 0.01 if index < 6 else 0.005
+        for p, g in zip(parameters, clipped, strict=True):
+            p.grad = g
+        optimizer.step()
+    for ours, theirs in zip(final.parameters(), first[0].parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_every_metric_of_the_second_step_is_that_of_its_definition(
+    recorded, by_hand, naive_updates
+):
+    records, metrics, _, _ = recorded
+    step, logged = by_hand, metrics[1]
+    lengths = [len(ids) for _, ids in step["rows"]]
+    num_tokens, num_rows = sum(lengths), 12
+
+    def mean(name: str) -> float:
+        values = [float(x) for _, log in naive_updates for x in log[name]]
+        return sum(values) / len(values)
+
+    kl = sum(map(sum, step["kl"]))
+    returns = torch.tensor([x for row in step["returns"] for x in row], dtype=torch.float64)
+    errors = returns - torch.cat(step["old_values"])
+    scores = sum(step["scores"]) / num_rows
+    rollout = records.rollouts[1]
+    expected = {
+        "objective/scores": scores,
+        "objective/kl": kl / num_rows,
+        "objective/kl_token": kl / num_tokens,
+        "objective/entropy": -sum(x.sum().item() for x in step["old"]) / num_tokens,
+        "objective/non_score_reward": -0.3 * kl / num_rows,
+        "objective/rlhf_reward": scores - 0.3 * kl / num_rows,
+        "policy/approxkl_avg": mean("kl"),
+        "policy/clipfrac_avg": mean("clipped"),
+        "policy/entropy_avg": mean("entropy"),
+        "loss/policy_avg": mean("pg"),
+        "loss/value_avg": mean("vf"),
+        "val/clipfrac_avg": mean("value_clipped"),
+        "val/ratio": mean("ratio"),
+        "val/num_eos_tokens": sum(19 in ids for _, ids in step["rows"]),
+        "val/explained_variance": (1 - errors.var(correction=0) / returns.var(correction=0)).item(),
+        "length/mean": num_tokens / num_rows,
+        "length/max": max(lengths),
+        "length/truncated_frac": sum(19 not in ids for _, ids in step["rows"]) / num_rows,
+        "grad_norm": sum(norm.item() for *_, norm in records.updates[6:]) / 6,
+        "lr": 0.005,
+        "episode": 24,
+    }
+    for name, value in expected.items():
+        assert logged[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+    assert logged["val/ratio_max_dev_first"] < 1e-5
+    seconds = logged["time/rollout"] + logged["time/update"]
+    assert logged["tokens_per_second"] == pytest.approx(num_tokens / seconds)
+    assert abs(logged["objective/kl"]) > 1e-3 and len(rollout.tokens) == num_rows
+
+
+def test_the_cache_is_cleared_after_the_rollout_and_after_the_update(recorded):
+    assert recorded[0].clears == 4
