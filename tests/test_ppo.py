@@ -18,6 +18,7 @@ from conftest import (
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
 import ppo
+import runs
 from common import Fault, InputError, gae, masked_whiten
 from ppo import Config, policy_loss, shape_rewards, value_loss
 from runs import Meter
@@ -227,6 +228,20 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(job):
     assert numbers(seed=3) == first
     assert numbers(seed=3, eval_every=1)[-1] == first[-1]  # evaluating more changes nothing
     assert numbers(seed=4) != first
+
+
+def test_evaluations_repeat_their_random_numbers_and_share_none_with_training(job, monkeypatch):
+    seeds = {"evaluation": [], "training": []}
+    for module, name in ((runs, "evaluation"), (ppo, "training")):
+
+        def spy(*args, original=module.generate, seen=seeds[name], **kwargs):
+            seen.append(kwargs["generator"].initial_seed())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, "generate", spy)
+    job(num_steps=2, eval_every=1)
+    assert len(seeds["evaluation"]) == 3 and len(set(seeds["evaluation"])) == 1
+    assert not set(seeds["evaluation"]) & set(seeds["training"])
 
 
 def record_gradients(monkeypatch) -> list[list[torch.Tensor]]:

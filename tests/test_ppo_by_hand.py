@@ -244,7 +244,7 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(
     num_tokens, num_rows = sum(lengths), 12
 
     def mean(name: str) -> float:
-        values = [float(x) for _, log in naive_updates for x in log[name]]
+        values = [torch.as_tensor(x).item() for _, log in naive_updates for x in log[name]]
         return sum(values) / len(values)
 
     kl = sum(map(sum, step["kl"]))
