@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -344,32 +346,33 @@ def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
 def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, list[str]]:
     """`auto_class.from_pretrained(name)`: (model or tokenizer, names of missing weights).
 
-    Safetensors only, no remote code. Looks on this disk first, so that a cached model needs no
-    network. Raises InputError that names the ways out.
+    Safetensors only, no remote code. A folder, or a copy in the hub's cache, needs no network.
+    Raises InputError that names the ways out.
     """
     is_model = auto_class is not AutoTokenizer
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
 
-    def load(local_files_only: bool) -> tuple[Any, list[str]]:
+    def load(path: str) -> tuple[Any, list[str]]:
         if is_model:
-            model, info = auto_class.from_pretrained(
-                name, local_files_only=local_files_only, **options
-            )
+            model, info = auto_class.from_pretrained(path, **options)
             return model, sorted(info["missing_keys"])
-        tokenizer = auto_class.from_pretrained(name, local_files_only=local_files_only)
+        tokenizer = auto_class.from_pretrained(path)
         if len(tokenizer) < 2:  # transformers makes an empty one up where the files are missing
             raise OSError("its tokenizer files are missing")
         return tokenizer, []
 
     try:
+        folder = name if Path(name).exists() else _cached_folder(name)
         try:
-            return load(local_files_only=True)
+            if folder is not None:
+                return load(folder)
         except Exception as e:
-            # A model that is not here raises OSError, a tokenizer anything.
-            if Path(name).exists() or (is_model and not isinstance(e, OSError)):
+            # A cached copy may be partial, then the hub has the rest. A missing model file raises
+            # OSError, missing tokenizer files anything.
+            if folder == name or (is_model and not isinstance(e, OSError)):
                 raise
         _require_on_hub(name, flag)
-        return load(local_files_only=False)
+        return load(name)
     except InputError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError and others here
@@ -377,11 +380,17 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, lis
         raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {first_line(e)}") from e
 
 
+def _cached_folder(name: str) -> str | None:
+    """The folder of `name` in the hub's cache, or None."""
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return str(Path(config).parent) if isinstance(config, str) else None
+
+
 def _require_on_hub(name: str, flag: str) -> None:
     """Ask the model hub once for `name`: transformers would retry for a minute before giving up."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-
     try:
         HfApi().model_info(name, timeout=10)
         return

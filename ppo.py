@@ -14,7 +14,7 @@ The policy pi samples y_1 .. y_T after a prompt; a state is what has been writte
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
-  python ppo.py                  # sums: 35% -> 98% right, in a minute on two CPU cores
+  python ppo.py                  # sums: 39% -> 98% right, in a minute on two CPU cores
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
   python ppo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """

@@ -22,7 +22,7 @@ from transformers import (
 
 import common
 import ppo
-from common import Fault, load_tokenizer
+from common import Fault, InputError, load_policy, load_tokenizer
 from runs import Meter, explained_variance, parse_flags, run_main
 
 REPOSITORY = Path(__file__).parent.parent
@@ -128,16 +128,14 @@ def test_a_fault_ends_with_exit_code_1_and_an_interrupt_with_130(capsys):
 def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(capsys, monkeypatch, tmp_path):
     error = fails(["--model", "no-such-model", "--output_dir", str(tmp_path / "r")], 2, capsys)
     assert "no model hub within reach; give a local folder, or use --model tiny" in error
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     class Response:
         headers, status_code, request = {}, 404, None
 
     def not_found(self, *args, **kwargs):
-        raise RepositoryNotFoundError("404", response=Response())
+        raise common.RepositoryNotFoundError("404", response=Response())
 
-    monkeypatch.setattr(HfApi, "model_info", not_found)
+    monkeypatch.setattr(common.HfApi, "model_info", not_found)
     error = fails(["--model", "no-such-model"], 2, capsys)
     assert "no such model on the hub; give a local folder, or use --model tiny" in error
 
@@ -176,17 +174,31 @@ def test_a_model_without_a_key_value_cache_is_refused(kind, capsys, tmp_path):
     assert "doesn't decode with a key-value cache" in fails(args, 2, capsys)
 
 
-def test_a_cached_model_without_its_tokenizer_gets_it_from_the_hub(monkeypatch):
+def test_a_cached_model_without_its_tokenizer_gets_it_from_the_hub(monkeypatch, tmp_path):
     """As on the very first run: the weights have just been cached, the tokenizer has not."""
+    small_gpt2(vocab_size=20).save_pretrained(tmp_path)
     asked = []
 
-    def from_pretrained(name, local_files_only):
-        asked.append(local_files_only)
-        return [] if local_files_only else ["a", "b"]
+    def require_on_hub(name, flag):
+        letter_tokenizer().save_pretrained(tmp_path)
+        asked.append(name)
 
-    monkeypatch.setattr(common.AutoTokenizer, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(common, "_require_on_hub", lambda name, flag: None)
-    assert load_tokenizer("gpt2") == ["a", "b"] and asked == [True, False]
+    monkeypatch.chdir(tmp_path.parent)
+    name = f"./{tmp_path.name}"
+    monkeypatch.setattr(common, "_cached_folder", lambda name: str(tmp_path))
+    monkeypatch.setattr(common, "_require_on_hub", require_on_hub)
+    monkeypatch.setattr(common.Path, "exists", lambda self: False)
+    assert len(load_tokenizer(name)) == 20 and asked == [name]
+    assert len(load_tokenizer(name)) == 20 and len(asked) == 1
+
+
+def test_without_a_hub_nothing_is_retried_for_a_minute(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("transformers would retry here")
+
+    monkeypatch.setattr(common.AutoModelForCausalLM, "from_pretrained", never)
+    with pytest.raises(InputError, match="no model hub within reach"):
+        load_policy("no-such-model")
 
 
 def test_a_checkpoint_without_its_language_model_head_is_refused(capsys, tmp_path):
