@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file, has_file
 
 if TYPE_CHECKING:
     from sampling import Rollout
@@ -171,7 +170,7 @@ def completion_logprobs(
     """
     logprobs, entropies = [], []
     for rows in _micro_batches(rollout, micro_batch_size):
-        mask, width = rows.completion_mask, rows.completion_mask.shape[1]
+        mask, width = rows.completion_mask.bool(), rows.completion_mask.shape[1]
         # The logits at position i predict token i + 1. So the T completion tokens are predicted
         # from the last T + 1 positions less the very last; the prompt needs no logits at all.
         inputs = model_inputs(
@@ -191,7 +190,7 @@ def completion_values(
     """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with grad."""
     values = []
     for rows in _micro_batches(rollout, micro_batch_size):
-        mask, width = rows.completion_mask, rows.completion_mask.shape[1]
+        mask, width = rows.completion_mask.bool(), rows.completion_mask.shape[1]
         value = value_model(rows.tokens, rows.attention_mask)  # (rows, P+T)
         # Read where the logits of token t are: one to the right, V would know the action.
         values.append(value[:, -width - 1 : -1].masked_fill(~mask, 0))
@@ -383,23 +382,21 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, lis
 def _cached_folder(name: str) -> str | None:
     """The folder of `name` in the hub's cache, or None."""
     try:
-        config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
+        return str(Path(cached_file(name, "config.json", local_files_only=True)).parent)
+    except (OSError, ValueError):  # not there, or no possible name
         return None
-    return str(Path(config).parent) if isinstance(config, str) else None
 
 
 def _require_on_hub(name: str, flag: str) -> None:
-    """Ask the model hub once for `name`: transformers would retry for a minute before giving up."""
+    """Ask the model hub once for `name`: from_pretrained would retry for half a minute."""
     try:
-        HfApi().model_info(name, timeout=10)
-        return
-    except GatedRepoError:
-        fault = "gated on the model hub; accept its terms and log in, or"
-    except (RepositoryNotFoundError, HFValidationError):
-        fault = "no such folder, and no such model on the hub;"
-    except Exception:
+        if has_file(name, "config.json"):
+            return
         fault = "no such folder, and no model hub within reach;"
+    except (OSError, ValueError) as e:
+        gated = "gated repository" in str(e)
+        fault = "no such folder, and no such model on the hub;"
+        fault = "gated on the model hub; accept its terms and log in, or" if gated else fault
     ways_out = "a local folder" + (", or use --model tiny" if flag == "--model" else "")
     raise InputError(f"{flag} {name}: {fault} give {ways_out}")
 

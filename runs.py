@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
 import math
 import os
 import re
@@ -391,7 +392,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity(logging.CRITICAL)  # its errors reach us as exceptions
     transformers_logging.disable_progress_bar()
     try:
         main()

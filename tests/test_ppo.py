@@ -182,7 +182,8 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job, tmp_path, architecture
     """In float32, at temperature 0.7, with dropout in the config and padding on both sides."""
     make = {"gpt2": small_gpt2, "llama": small_llama}[architecture]
     folder = save_model(tmp_path / "m", make(dropout=0.1, vocab_size=20), letter_tokenizer())
-    first = job(model=folder, num_epochs=2, num_mini_batches=2)[0]
+    first = job(model=folder, num_epochs=2, num_mini_batches=2, prompts_per_step=64)[0]
+    assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
     assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
     assert first["val/ratio_max_dev_first"] < 1e-5
     assert first["val/explained_variance"] == 0

@@ -125,19 +125,31 @@ def test_a_fault_ends_with_exit_code_1_and_an_interrupt_with_130(capsys):
 # --- Models ---
 
 
-def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(capsys, monkeypatch, tmp_path):
-    error = fails(["--model", "no-such-model", "--output_dir", str(tmp_path / "r")], 2, capsys)
-    assert "no model hub within reach; give a local folder, or use --model tiny" in error
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (False, "no such folder, and no model hub within reach; give a local folder, or use"),
+        (OSError("no-such-model is not a valid repository"), "no such model on the hub; give a"),
+        (OSError("no-such-model is a gated repository"), "accept its terms and log in, or give a"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(
+    answer, message, capsys, monkeypatch, tmp_path
+):
+    def has_file(name, file):
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
-    class Response:
-        headers, status_code, request = {}, 404, None
+    monkeypatch.setattr(common, "has_file", has_file)
+    error = fails(["--model", "no-such-model", "--output_dir", str(tmp_path / "run")], 2, capsys)
+    assert message in error and error.endswith("or use --model tiny")
 
-    def not_found(self, *args, **kwargs):
-        raise common.RepositoryNotFoundError("404", response=Response())
 
-    monkeypatch.setattr(common.HfApi, "model_info", not_found)
-    error = fails(["--model", "no-such-model"], 2, capsys)
-    assert "no such model on the hub; give a local folder, or use --model tiny" in error
+def test_an_impossible_model_name_is_refused(capsys, tmp_path):
+    for name in ("a/b/c", "x" * 200):
+        args = [f"--model={name}", "--output_dir", str(tmp_path / "run")]
+        assert "no such model on the hub" in fails(args, 2, capsys)
 
 
 def test_what_is_not_a_causal_language_model_is_refused(capsys, tmp_path):
