@@ -217,7 +217,7 @@ def disable_dropout(*models: nn.Module) -> int:
     """
     sites = 0
     for model in models:
-        quiet_configs = {}
+        quiet_configs = {}  # id of a config -> (its quiet copy, itself: a freed id could come again)
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 module.p = 0.0
@@ -259,9 +259,8 @@ class ValueModel(nn.Module):
         """A value model on a copy of the backbone of `model`, the policy or a reward model."""
         backbone = copy.deepcopy(model.base_model).requires_grad_(True)
         config = model.config.get_text_config()
-        width = getattr(
-            config, "word_embed_proj_dim", config.hidden_size
-        )  # OPT projects its output
+        # OPT projects its output to another width.
+        width = getattr(config, "word_embed_proj_dim", config.hidden_size)
         return cls(backbone, width).to(model.device)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:

@@ -210,6 +210,7 @@ def main(args: list[str] | None = None) -> None:
     value_model.train()
 
     parameters = [*policy.parameters(), *value_model.parameters()]
+    # PyTorch's Adam takes larger first steps than the TensorFlow one of the early papers, see [3].
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
     sampling = {
         "max_new_tokens": config.max_new_tokens,
@@ -229,7 +230,7 @@ def main(args: list[str] | None = None) -> None:
             rollout_started = time.perf_counter()
             batch = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
             prompt_ids, prompt_mask = encode_prompts(tokenizer, batch, device)  # (N, P)
-            at_once = max(1, config.rollout_batch_size // G)  # prompts per sub-batch
+            at_once = config.rollout_batch_size // G  # prompts per sub-batch
             rollouts = []
             for ids, real in zip(prompt_ids.split(at_once), prompt_mask.split(at_once)):
                 rollouts += [generate(policy, ids, real, num_generations=G, **sampling)]
@@ -243,12 +244,12 @@ def main(args: list[str] | None = None) -> None:
             #    Log-probs and values by the forward that trains, not by the one that decoded: so
             #    the ratio is 1 before the first update. All are 0 off the mask.
             with torch.no_grad(), ref as ref_model:
-                rows = config.rollout_batch_size
-                old_logprobs = completion_logprobs(policy, rollout, config.temperature, rows)
+                size = config.rollout_batch_size
+                old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)
                 ref_logprobs = old_logprobs  # (B, T)
                 if ref_model is not None:
-                    ref_logprobs = completion_logprobs(ref_model, rollout, config.temperature, rows)
-                old_values = completion_values(value_model, rollout, rows)  # (B, T)
+                    ref_logprobs = completion_logprobs(ref_model, rollout, config.temperature, size)
+                old_values = completion_values(value_model, rollout, size)  # (B, T)
             clear_cache()
 
             # 2. Rewards: the KL penalty at every token, the score at the last one.

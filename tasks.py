@@ -403,9 +403,8 @@ def score(
     ]
     num_generations = len(texts) // len(rows)
     rows = [row for row in rows for _ in range(num_generations)]
-    scores = torch.stack(
-        [_call_reward(f, rows, texts, ids) for f in task.rewards], dim=1
-    )  # (N*G, functions)
+    # A column per reward function: (N*G, functions).
+    scores = torch.stack([_call_reward(f, rows, texts, ids) for f in task.rewards], dim=1)
     total = (scores * torch.tensor(task.weights)).nansum(dim=1)
     return total.masked_fill(scores.isnan().all(dim=1), math.nan), texts
 
