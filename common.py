@@ -217,7 +217,7 @@ def disable_dropout(*models: nn.Module) -> int:
     """
     sites = 0
     for model in models:
-        quiet_configs = {}  # id of a config -> (its quiet copy, itself: a freed id could come again)
+        quiet_configs = {}  # id -> (quiet copy, itself: kept, or its id could come again)
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 module.p = 0.0
