@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +29,8 @@ from transformers import (
 from transformers.utils.hub import cached_file, has_file
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from sampling import Rollout
 
 TINY = Path(__file__).parent / "tiny"
@@ -149,8 +154,7 @@ def model_inputs(
     Without position ids GPT-2 reads a left-padded row at shifted positions: 34 nats off in
     huggingface/trl#6800. Where mask is longer than tokens, they follow what a KV cache holds.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides it
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(base_model(model).forward).parameters
     position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     options = options | {"position_ids": position_ids, "attention_mask": attention_mask.long()}
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
@@ -206,6 +210,11 @@ def _micro_batches(rollout: Rollout, size: int | None) -> list[Rollout]:
 # --- Models ---
 
 
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, under the wrapper that peft puts around it for an adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def disable_dropout(*models: nn.Module) -> int:
     """Switch every kind of dropout off for good; returns the number of sites switched off.
 
@@ -217,6 +226,7 @@ def disable_dropout(*models: nn.Module) -> int:
     """
     sites = 0
     for model in models:
+        wholes = (model, base_model(model))
         quiet_configs = {}  # id -> (quiet copy, itself: kept, or its id could come again)
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -224,7 +234,7 @@ def disable_dropout(*models: nn.Module) -> int:
                 sites += 1
             sites += _zero_noise(module)
             config = vars(module).get("config")
-            if config is not None and module is not model:
+            if config is not None and not any(module is whole for whole in wholes):
                 if id(config) not in quiet_configs:
                     quiet_configs[id(config)] = copy.copy(config), config
                     sites += _zero_noise(quiet_configs[id(config)][0])
@@ -256,8 +266,15 @@ class ValueModel(nn.Module):
 
     @classmethod
     def on_backbone_of(cls, model: PreTrainedModel) -> ValueModel:
-        """A value model on a copy of the backbone of `model`, the policy or a reward model."""
-        backbone = copy.deepcopy(model.base_model).requires_grad_(True)
+        """A value model on a copy of the backbone of `model`, the policy or a reward model.
+
+        On a policy with an adapter it trains an adapter as well, over the same frozen weights.
+        """
+        backbone = base_model(model).base_model
+        if any(p.requires_grad for p in backbone.parameters()):
+            backbone = copy_of(backbone)
+        else:  # a reward model is frozen
+            backbone = copy.deepcopy(backbone).requires_grad_(True)
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)
@@ -270,15 +287,66 @@ class ValueModel(nn.Module):
 
 
 def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
-    """Decide which reference model the KL is measured against; use as `with ref as model:`.
+    """Decide which reference model the KL is measured against; use as `with ref as model:`, as
+    often as needed.
 
-    kl_coef 0: none (the model is None). Otherwise a frozen deep copy of the policy, taken here,
-    after dropout is off; a reload by name would miss any change made in memory, and the KL at
-    step 0 would not be 0.
+    - kl_coef 0: none, the model is None.
+    - A new LoRA adapter: the policy itself with the adapter off, which needs no memory.
+    - Otherwise a frozen copy of the policy, taken here, after dropout is off; a reload by name
+      would miss any change made in memory, and the KL at step 0 would not be 0. Weights that
+      don't train are shared with the policy, so of a trained adapter on its base this copies the
+      adapter alone.
     """
     if kl_coef == 0:
         return contextlib.nullcontext(None)
-    return contextlib.nullcontext(copy.deepcopy(policy).eval().requires_grad_(False))
+    if has_new_adapter(policy):
+        return AdapterOff(policy)
+    return contextlib.nullcontext(copy_of(policy).eval().requires_grad_(False))
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy that shares the weights that don't train: they stay the same in both."""
+    return copy.deepcopy(model, memo={id(p): p for p in model.parameters() if not p.requires_grad})
+
+
+def has_new_adapter(policy: nn.Module) -> bool:
+    """Whether a LoRA adapter is there that changes nothing yet: all that trains is 0, but A.
+
+    Judged by the weights, not by where the adapter came from: with B other than 0 the base model
+    is not the policy that the run starts from (huggingface/trl#1193).
+    """
+    trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+    matrices_a = [name for name, _ in trained if "lora_A" in name or "lora_embedding_A" in name]
+    return bool(matrices_a) and not any(p.any() for name, p in trained if name not in matrices_a)
+
+
+class AdapterOff:
+    """`with AdapterOff(policy) as base:` reads the base model, without adapter and dropout."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+
+    def __enter__(self) -> nn.Module:
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(self.policy.disable_adapter())
+        return self.stack.enter_context(evaluating(self.policy))
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Evaluation mode, and back, also after an error. Dropout must not touch a sample or the
+    reference; and gradient checkpointing, active in training mode, switches the KV cache off:
+    quadratic decoding.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train(was_training)
 
 
 def clear_cache() -> None:
@@ -307,9 +375,71 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def load_policy(name: str) -> PreTrainedModel:
-    """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub."""
+def load_policy(name: str, lora_r: int = 0) -> PreTrainedModel | PeftModel:
+    """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub.
+
+    With `lora_r` a new adapter of that rank is put on it, and trains alone (LoRA: Hu et al. 2021,
+    arXiv 2106.09685). A folder that holds an adapter is loaded on its base model, and the adapter
+    trains on. Raises InputError.
+    """
+    base = adapter_base(name)
+    if base is None:
+        model = _load_causal(name)
+        return add_adapter(model, lora_r) if lora_r > 0 else model
+    if lora_r > 0:
+        raise InputError(f"--lora_r {lora_r}: {name} holds an adapter already, leave the flag out")
+    model, peft = _load_causal(base), _import_peft(f"--model {name}")
+    try:
+        model = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
+    except Exception as e:  # peft raises whatever the files make it
+        raise InputError(f"--model {name}: its adapter can't be loaded: {first_line(e)}") from e
+    if model.active_peft_config.is_prompt_learning:  # its virtual tokens would be read as prompt
+        raise InputError(f"--model {name}: prompt tuning is not supported, only adapters are")
+    return model
+
+
+def adapter_base(name: str) -> str | None:
+    """The base model of the adapter in the folder `name`, or None if there is no adapter."""
+    file = Path(name) / "adapter_config.json"
+    if not file.exists():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError) as e:
+        raise InputError(f"--model {name}: {file.name} is damaged: {first_line(e)}") from e
+
+
+def add_adapter(model: PreTrainedModel, rank: int) -> PeftModel:
+    """Freeze the model and put a new LoRA adapter on each of its linear layers but the head.
+
+    Random A and B = 0: the policy starts as the base model. alpha 32 whatever the rank, as in
+    Schulman et al. 2025, "LoRA without regret".
+    """
+    peft = _import_peft("--lora_r")
+    # GPT-2's layers store their weights transposed.
+    transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=32,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        fan_in_fan_out=transposed,
+    )
+    return peft.get_peft_model(model, config)
+
+
+def _import_peft(flag: str) -> ModuleType:
+    try:
+        import peft
+    except ImportError as e:
+        raise InputError(f"{flag}: adapters need peft: pip install peft") from e
+    return peft
+
+
+def _load_causal(name: str) -> PreTrainedModel:
     path = str(TINY) if name == "tiny" else name
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     model, missing = from_hub_or_folder(AutoModelForCausalLM, path, "--model")
     fault = f"--model {name}: not a causal language model,"
     if missing:
@@ -337,7 +467,9 @@ def load_policy(name: str) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a model."""
+    """Load the tokenizer that belongs to a model. An adapter may leave it with its base model."""
+    if (Path(name) / "adapter_config.json").exists() and not any(Path(name).glob("tokenizer*")):
+        name = adapter_base(name)
     return from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)[0]
 
 

@@ -42,7 +42,6 @@ from common import (
     kl_estimate,
     load_policy,
     load_tokenizer,
-    masked_mean,
     masked_whiten,
     pick_device,
     reference,
@@ -56,6 +55,7 @@ from runs import (
     choose_folder,
     explained_variance,
     flag,
+    objective_metrics,
     parse_flags,
     progress,
     rollout_metrics,
@@ -91,7 +91,7 @@ class Config:
     gamma: float = flag(1.0, "discount")
     lam: float = flag(0.95, "lambda of GAE: 1 trusts the rewards, 0 the value model")
     # Update
-    learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0 over the run")
+    learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0; adapters: 10 times")
     num_epochs: int | None = flag(None, "passes over one rollout")
     num_mini_batches: int | None = flag(None, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "rows per forward and backward: memory and speed")
@@ -101,6 +101,8 @@ class Config:
     value_init: Literal["policy", "reward_model"] = flag("policy", "backbone of the value model")
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
+    lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
+    merge_adapter: bool = flag(False, "save the adapter merged into its base model, too")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
@@ -198,7 +200,7 @@ def main(args: list[str] | None = None) -> None:
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
-    policy = load_policy(config.model).to(device)
+    policy = load_policy(config.model, config.lora_r).to(device)
     tokenizer = load_tokenizer(config.model)
     task = load_task(config, tokenizer, device)
     check_prompts(config, policy, tokenizer, task)
@@ -210,6 +212,7 @@ def main(args: list[str] | None = None) -> None:
     value_model.train()
 
     parameters = [*policy.parameters(), *value_model.parameters()]
+    parameters = [p for p in parameters if p.requires_grad]  # of an adapter's base model none
     # PyTorch's Adam takes larger first steps than the TensorFlow one of the early papers, see [3].
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
     sampling = {
@@ -221,6 +224,10 @@ def main(args: list[str] | None = None) -> None:
     }
     G = config.num_generations
     batch_size = config.prompts_per_step * G  # B, completions per step
+    # With a single update per rollout the policy that sampled is the one that is updated, and the
+    # old log-probs are the new ones; unless the KL needs them earlier, or dropout is left on.
+    single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
+    old_is_new = single_update and config.kl_coef == 0
 
     with Run("ppo", folder, config, policy, tokenizer, task, sampling) as run:
         for step in (bar := trange(config.num_steps, desc="ppo", dynamic_ncols=True)):
@@ -243,13 +250,16 @@ def main(args: list[str] | None = None) -> None:
 
             #    Log-probs and values by the forward that trains, not by the one that decoded: so
             #    the ratio is 1 before the first update. All are 0 off the mask.
-            with torch.no_grad(), ref as ref_model:
-                size = config.rollout_batch_size
-                old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)
-                ref_logprobs = old_logprobs  # (B, T)
-                if ref_model is not None:
-                    ref_logprobs = completion_logprobs(ref_model, rollout, config.temperature, size)
+            size = config.rollout_batch_size
+            with torch.no_grad():
                 old_values = completion_values(value_model, rollout, size)  # (B, T)
+                old_logprobs = torch.zeros_like(old_values)  # (B, T)
+                if not old_is_new:
+                    old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)
+                ref_logprobs = old_logprobs  # (B, T)
+                with ref as model:  # not around the lines above: it may switch an adapter off
+                    if model is not None:
+                        ref_logprobs = completion_logprobs(model, rollout, config.temperature, size)
             clear_cache()
 
             # 2. Rewards: the KL penalty at every token, the score at the last one.
@@ -278,10 +288,12 @@ def main(args: list[str] | None = None) -> None:
                 # is the same whatever its size.
                 num_tokens = mask[mini_batch].sum()
                 for rows in mini_batch.split(config.micro_batch_size):
-                    m, old, adv = mask[rows], old_logprobs[rows], advantages[rows]  # (rows, T)
                     logprobs, entropy = completion_logprobs(
                         policy, rollout[rows], config.temperature, with_entropy=True
                     )
+                    if old_is_new:
+                        old_logprobs[rows] = logprobs.detach()
+                    m, old, adv = mask[rows], old_logprobs[rows], advantages[rows]  # (rows, T)
                     values = completion_values(value_model, rollout[rows])
                     pg = policy_loss(logprobs, old, adv, config.clip_range)
                     vf = value_loss(
@@ -310,21 +322,14 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()
 
             # 5. Log. The two numbers to watch are the score and the KL.
-            kl_per_row = kl.sum(1)  # (B,)
-            metrics |= meter.means() | {
-                "objective/kl": kl_per_row.mean().item(),
-                "objective/kl_token": masked_mean(kl, mask).item(),
-                "objective/entropy": masked_mean(-old_logprobs, mask).item(),  # of the sample
-                "objective/scores": scores.mean().item(),
-                "objective/non_score_reward": (-config.kl_coef * kl_per_row).mean().item(),
-                "objective/rlhf_reward": (scores - config.kl_coef * kl_per_row).mean().item(),
-                "val/num_eos_tokens": rollout.finished.sum().item(),
+            known_kl = None if model is None else kl
+            metrics |= meter.means()
+            metrics |= objective_metrics(scores, known_kl, old_logprobs, mask, config.kl_coef)
+            metrics |= {
                 "val/explained_variance": explained_variance(old_values, returns, mask),
                 "lr": learning_rate,
                 "episode": (step + 1) * batch_size,
             }
-            if ref_model is None:
-                metrics |= {"objective/kl": None, "objective/kl_token": None}  # unknown, not 0
             update_seconds = seconds_since(update_started, device)
             metrics |= rollout_metrics(rollout, rollout_seconds, update_seconds)
             run.log(step, metrics)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from common import Fault, InputError, context_length, first_line
+from common import Fault, InputError, adapter_base, context_length, first_line, masked_mean
 from sampling import Rollout, generate
 from tasks import Task, encode_prompts, prompt_tokens, score, verify
 
@@ -94,13 +94,20 @@ def parse_flags(config_class: type, doc: str, args: list[str] | None = None) -> 
 
 
 def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
-    """Fill the fields of `config` that the user left open (None)."""
+    """Fill the fields of `config` that the user left open (None).
+
+    Adapters take ten times the learning rate: Schulman et al. 2025, "LoRA without regret".
+    """
+    has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
     for name, value in defaults.items():
         if getattr(config, name) is None:
-            setattr(config, name, value)
+            times = 10 if has_adapter and name == "learning_rate" else 1
+            setattr(config, name, value * times)
+    if config.merge_adapter and not has_adapter:
+        raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
 
 
-def check_flags(config: Any) -> None:
+def check_flags(config: Any, smallest_group: int = 1) -> None:
     """Check what can be checked before anything is loaded. Raises InputError."""
     for name, value in vars(config).items():
         numbers = value if isinstance(value, list) else [value]
@@ -108,13 +115,14 @@ def check_flags(config: Any) -> None:
             raise InputError(f"--{name} {value}: must be a finite number")
     positive = (
         "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
-        " learning_rate num_epochs num_mini_batches micro_batch_size clip_range clip_range_value"
-        " max_grad_norm eval_every num_eval_prompts"
+        " learning_rate num_epochs num_mini_batches micro_batch_size clip_range clip_range_high"
+        " clip_range_value max_grad_norm eval_every num_eval_prompts"
     )
     for name in positive.split():
-        if getattr(config, name, 1) <= 0:
-            raise InputError(f"--{name} {getattr(config, name)}: must be greater than 0")
-    for name in ("kl_coef", "vf_coef"):
+        value = getattr(config, name, None)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name} {value}: must be greater than 0")
+    for name in ("kl_coef", "vf_coef", "lora_r"):
         if getattr(config, name, 0) < 0:
             raise InputError(f"--{name} {getattr(config, name)}: must be 0 or greater")
     for name in ("gamma", "lam"):
@@ -126,6 +134,14 @@ def check_flags(config: Any) -> None:
         )
     if not 0 <= config.seed < 2**63 - 1:
         raise InputError(f"--seed {config.seed}: must be between 0 and 2^63 - 2")
+    if config.num_generations < smallest_group:
+        raise InputError(
+            f"--num_generations {config.num_generations}: must be {smallest_group} or more, a"
+            " completion is compared with the others of its prompt"
+        )
+    clip_to = getattr(config, "reward_clip_range", [])
+    if clip_to and not (len(clip_to) == 2 and clip_to[0] < clip_to[1]):
+        raise InputError(f"--reward_clip_range {clip_to}: give the lowest and the highest reward")
     if config.rollout_batch_size < config.num_generations:
         raise InputError(
             f"--rollout_batch_size {config.rollout_batch_size}: must hold the"
@@ -186,9 +202,9 @@ class Meter:
         self.sums[name] = self.sums.get(name, 0) + x.masked_fill(~mask, 0).sum()
         self.counts[name] = self.counts.get(name, 0) + mask.sum()
 
-    def maximum(self, name: str, x: Tensor, mask: Tensor) -> None:
+    def maximum(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
         """Keep the largest element of x (not negative) where mask is True."""
-        largest = x.detach().masked_fill(~mask, 0).max()
+        largest = (x if mask is None else x.masked_fill(~mask, 0)).detach().max()
         self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
         self.counts[name] = 1
 
@@ -207,6 +223,39 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1 - errors.var(correction=0) / variance) if variance > 0 else 0.0
 
 
+def objective_metrics(
+    scores: Tensor, kl: Tensor | None, logprobs: Tensor, mask: Tensor, kl_coef: float
+) -> dict[str, float | None]:
+    """What is optimised, of the policy that sampled: scores (B,), NaN left out, KL estimates and
+    log-probs (B, T). The KL is a sum per completion; without a reference it is unknown, not 0.
+    """
+    kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
+    known = kl is not None
+    return {
+        "objective/kl": kl_per_row.mean().item() if known else None,
+        "objective/kl_token": masked_mean(kl, mask).item() if known else None,
+        "objective/entropy": masked_mean(-logprobs, mask).item(),  # per token, from the sample
+        "objective/scores": scores.nanmean().item(),
+        "objective/non_score_reward": (-kl_coef * kl_per_row).mean().item(),
+        "objective/rlhf_reward": (scores - kl_coef * kl_per_row).nanmean().item(),
+    }
+
+
+def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
+    """Of the scores (B,) as the reward gave them, NaN left out: their standard deviation within a
+    group, averaged over the groups, and the share of groups whose scores are all the same. Those
+    teach nothing.
+    """
+    groups = scores.view(-1, num_generations)
+    known = [group[~group.isnan()] for group in groups]
+    flat = [len(group) == 0 or bool(group.min() == group.max()) for group in known]
+    stds = [0.0 if is_flat else float(group.std()) for group, is_flat in zip(known, flat)]
+    return {
+        "reward/std_within_group": sum(stds) / len(stds),
+        "reward/frac_flat_groups": sum(flat) / len(flat),
+    }
+
+
 def rollout_metrics(
     rollout: Rollout, rollout_seconds: float, update_seconds: float
 ) -> dict[str, float]:
@@ -222,6 +271,7 @@ def rollout_metrics(
         "length/mean": lengths.float().mean().item(),
         "length/max": lengths.max().item(),
         "length/truncated_frac": 1 - rollout.finished.float().mean().item(),
+        "val/num_eos_tokens": rollout.finished.sum().item(),
         "tokens_per_second": lengths.sum().item() / (rollout_seconds + update_seconds),
         "time/rollout": rollout_seconds,
         "time/update": update_seconds,
@@ -307,22 +357,36 @@ class Run:
         self._metrics.close()
         self._samples.close()
         if self.steps_done > 0:
-            self.policy.save_pretrained(self.folder / "model")
-            self.tokenizer.save_pretrained(self.folder / "model")
+            self._save()
             print(f"{self.folder}/model holds the model after {self.steps_done} steps.")
         elif self.aside:
             shutil.rmtree(self.folder)
             (self.aside / self.folder.name).rename(self.folder)
             self.aside.rmdir()
 
+    def _save(self) -> None:
+        """The model; of a policy with an adapter the adapter, and the two merged if asked for."""
+        policy, folder = self.policy, self.folder / "model"
+        # peft would ask the hub whether the vocabulary has grown: it hasn't.
+        options = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
+        if self.config.merge_adapter:
+            policy.save_pretrained(self.folder / "adapter", **options)
+            policy, options = policy.merge_and_unload(), {}
+        policy.save_pretrained(folder, **options)
+        self.tokenizer.save_pretrained(folder)
+
     def _description(self) -> str:
         """What this run is, and every setting that has a value."""
-        size = sum(p.numel() for p in self.policy.parameters()) / 1e6
+        sizes = {p: p.numel() / 1e6 for p in self.policy.parameters()}
+        size = f"{sum(sizes.values()):.1f} M parameters"
+        trained = sum(size for p, size in sizes.items() if p.requires_grad)
+        if trained < sum(sizes.values()):
+            size = f"an adapter of {trained:.2f} M on {size}"
         num_heldout = min(len(self.task.heldout), self.config.num_eval_prompts)
         settings = dataclasses.asdict(self.config).items()
         shown = "  ".join(f"{name}={value}" for name, value in settings if value not in (None, []))
         return (
-            f"{self.script}: {size:.1f} M parameters on {self.policy.device}, "
+            f"{self.script}: {size} on {self.policy.device}, "
             f"{len(self.task.train)} prompts to train on, {num_heldout} held out, "
             f"writing to {self.folder}\n"
             + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")

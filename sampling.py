@@ -8,16 +8,14 @@ wrong.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from common import InputError, context_length, model_inputs
+from common import InputError, context_length, evaluating, model_inputs
 
 
 @dataclass
@@ -96,7 +94,7 @@ def generate(
     logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
     eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
 
-    with _evaluating(model):
+    with evaluating(model):
         # 1. Prefill: read each distinct prompt once, and repeat its cache for its completions.
         prompts, which = torch.cat([prompt_ids, prompt_mask], 1).unique(dim=0, return_inverse=True)
         cache = DynamicCache(config=model.config)
@@ -165,16 +163,3 @@ def _next_logits(model: nn.Module, tokens: Tensor, mask: Tensor, cache: DynamicC
     """Read tokens (B, L) after the C that the cache holds, mask (B, C+L): next logits (B, V)."""
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     return model(**model_inputs(model, tokens, mask, **options)).logits[:, -1]
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and back, also after an error. Dropout must not touch a sample; and gradient
-    checkpointing, active in training mode, switches the KV cache off: quadratic decoding.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
