@@ -150,7 +150,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
-    groups = rewards.view(-1, num_generations)  # (N, G)
+    groups = (rewards * 1.0).view(-1, num_generations)  # (N, G), also from integers
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
         centred = centred / (_nanstd(groups, dim=1) + 1e-4)

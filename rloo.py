@@ -136,7 +136,7 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
-    groups = rewards.view(-1, num_generations)  # (N, G)
+    groups = (rewards * 1.0).view(-1, num_generations)  # (N, G), also from integers
     known = ~groups.isnan()
     others = known.sum(dim=1, keepdim=True) - 1
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / others.clamp(min=1)

@@ -1,8 +1,11 @@
 """Small models and tokenizers, built from configs: nothing here needs a network or a GPU."""
 
+import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -113,3 +116,47 @@ RAGGED = make_rollout(
     prompts=[[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
     completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
 )
+
+
+PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4
+REWARD = """
+def share_of_a(completions, **columns):
+    return [(c.count("a") + 1) / (len(c) + 4) for c in completions]
+
+def spread(completions, completion_ids, **columns):
+    return [sum(ids) % 7 - 3.0 for ids in completion_ids]
+
+def huge(completions, completion_ids, **columns):
+    return [1e6 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]]]:
+    """make_job(script) -> job; job(flag=value, ...) runs script.main on a small saved model and
+    returns the metrics of each step. `completions` is their number per step, whatever the group.
+    """
+    folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, vocab_size=20), letter_tokenizer())
+    (tmp_path / "reward.py").write_text(REWARD)
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    flags = {
+        "model": folder, "prompts": tmp_path / "prompts.jsonl",
+        "reward": f"{tmp_path}/reward.py:spread", "num_steps": 1, "completions": 8,
+        "max_new_tokens": 6, "temperature": 0.7, "micro_batch_size": 4, "rollout_batch_size": 4,
+        "num_eval_prompts": 2, "device": "cpu", "output_dir": tmp_path / "run",
+    }  # fmt: skip
+
+    def make(script: ModuleType) -> Callable[..., list[dict]]:
+        def run(**changes) -> list[dict]:
+            ours = {"num_generations": 1 if script.__name__ == "ppo" else 4} | flags | changes
+            ours.setdefault("prompts_per_step", ours["completions"] // ours["num_generations"])
+            del ours["completions"]
+            script.main(["--overwrite", *(f"--{name}={value}" for name, value in ours.items())])
+            text = (Path(ours["output_dir"]) / "metrics.jsonl").read_text()
+            return [json.loads(line) for line in text.splitlines()]
+
+        run.script, run.folder, run.model = script, Path(flags["output_dir"]), folder
+        return run
+
+    return make

@@ -1,0 +1,420 @@
+"""What must hold for ppo.py, grpo.py and rloo.py alike: their loops, on small models."""
+
+import inspect
+import json
+import math
+
+import pytest
+import torch
+from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+import grpo
+import ppo
+import rloo
+import runs
+from common import Fault, InputError
+
+SCRIPTS = [ppo, grpo, rloo]
+ADVANTAGES = {ppo: "gae", grpo: "group_advantages", rloo: "rloo_advantages"}
+LOSS = {ppo: "policy_loss", grpo: "grpo_loss", rloo: "rloo_loss"}
+METRICS = """objective/kl objective/kl_token objective/entropy objective/scores
+objective/non_score_reward objective/rlhf_reward policy/approxkl_avg policy/clipfrac_avg
+policy/entropy_avg loss/policy_avg val/ratio val/ratio_max_dev_first val/num_eos_tokens length/mean
+length/max length/truncated_frac grad_norm lr episode tokens_per_second time/rollout time/update
+memory/peak_gb""".split()
+OWN_METRICS = {
+    ppo: ["loss/value_avg", "val/clipfrac_avg", "val/explained_variance"],
+    grpo: ["reward/std_within_group", "reward/frac_flat_groups"],
+    rloo: ["reward/std_within_group", "reward/frac_flat_groups"],
+}
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
+def job(request, make_job):
+    return make_job(request.param)
+
+
+# --- Log-probs, KL, reference ---
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job, tmp_path, architecture):
+    """In float32, at temperature 0.7, with dropout in the config and padding on both sides."""
+    make = {"gpt2": small_gpt2, "llama": small_llama}[architecture]
+    folder = save_model(tmp_path / "m", make(dropout=0.1, vocab_size=20), letter_tokenizer())
+    first = job(model=folder, num_epochs=2, num_mini_batches=2, completions=64)[0]
+    assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
+    assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
+    assert first["val/ratio_max_dev_first"] < 1e-5
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_dropout_left_on_moves_the_ratio_off_1(job, num_epochs):
+    """With a single update too, where old log-probs are not computed if dropout is off."""
+    line = job(disable_dropout="false", num_epochs=num_epochs, num_mini_batches=1)[0]
+    assert line["val/ratio_max_dev_first"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("flags", "forwards"),
+    [
+        ({"kl_coef": 0}, {"ppo": 0, "grpo": 0, "rloo": 0}),
+        # The KL inside the reward needs the old log-probs; in the loss it doesn't.
+        ({"kl_coef": 0.1}, {"ppo": 4, "grpo": 2, "rloo": 4}),
+        ({"kl_coef": 0, "num_mini_batches": 2}, {"ppo": 2, "grpo": 2, "rloo": 2}),
+        ({"kl_coef": 0, "num_epochs": 2}, {"ppo": 2, "grpo": 2, "rloo": 2}),
+        ({"kl_coef": 0.1, "num_epochs": 2}, {"ppo": 4, "grpo": 4, "rloo": 4}),
+    ],
+)
+def test_old_logprobs_are_computed_only_where_they_can_differ(job, monkeypatch, flags, forwards):
+    """Forwards of 8 rows, 4 at a time: beside sampling, those without gradient are counted."""
+    counts = {"with gradient": 0, "without": 0}
+    forward = GPT2LMHeadModel.forward
+
+    def spy(self, *args, **kwargs):
+        if torch.is_grad_enabled():
+            counts["with gradient"] += 1
+        elif not kwargs["use_cache"]:
+            counts["without"] += 1
+        return forward(self, *args, **kwargs)
+
+    spy.__signature__ = inspect.signature(forward)  # model_inputs asks what it accepts
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", spy)
+    flags = {"num_epochs": 1, "num_mini_batches": 1} | flags
+    job(**flags)
+    assert counts["without"] == forwards[job.script.__name__]
+    assert counts["with gradient"] == 2 * flags["num_epochs"]
+
+
+def test_without_kl_no_reference_is_built_and_the_kl_is_unknown_not_0(job, monkeypatch):
+    models = set()
+    original = job.script.completion_logprobs
+
+    def spy(model, *args, **kwargs):
+        models.add(id(model))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(job.script, "completion_logprobs", spy)
+    line = job(kl_coef=0)[0]
+    assert len(models) == 1
+    assert line["objective/kl"] is None and line["objective/non_score_reward"] == 0
+    assert line["objective/rlhf_reward"] == line["objective/scores"]
+
+
+# --- Records ---
+
+
+def test_a_run_writes_every_metric_finite_and_an_evaluation_before_and_after(job):
+    lines = job(num_steps=2, eval_every=1)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    expected = [*METRICS, *OWN_METRICS[job.script]]
+    for line in lines[:2]:
+        missing = [name for name in expected if not math.isfinite(line.get(name, math.nan))]
+        assert not missing
+    assert all("eval/reward" in line for line in lines)
+    assert [line["episode"] for line in lines[:2]] == [8, 16]
+    assert lines[0]["objective/rlhf_reward"] == pytest.approx(
+        lines[0]["objective/scores"] + lines[0]["objective/non_score_reward"], abs=1e-5
+    )
+    samples = [json.loads(x) for x in (job.folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 6 and {"step", "prompt", "completion", "score"} == set(samples[0])
+
+
+def test_the_saved_model_is_the_trained_one_and_the_configuration_is_resolved(job):
+    before = AutoModelForCausalLM.from_pretrained(job.model)
+    job(learning_rate=0.01)
+    after = AutoModelForCausalLM.from_pretrained(job.folder / "model")
+    moved = [(a != b).any() for a, b in zip(after.parameters(), before.parameters(), strict=True)]
+    assert all(moved)
+    assert after.config.resid_pdrop == 0.1  # dropout is off in the run, not in what it leaves
+    config = json.loads((job.folder / "config.json").read_text())
+    assert config["eval_every"] == job.script.PRETRAINED["eval_every"]
+    assert config["task"] == "sentiment"
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(job):
+    def numbers(**flags) -> list[tuple]:
+        lines = job(num_steps=2, **flags)
+        timed = ("time/", "memory/", "tokens_per_second")
+        return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+
+    first = numbers(seed=3)
+    assert numbers(seed=3) == first
+    assert numbers(seed=3, eval_every=1)[-1] == first[-1]  # evaluating more changes nothing
+    assert numbers(seed=4) != first
+
+
+def test_evaluations_repeat_their_random_numbers_and_share_none_with_training(job, monkeypatch):
+    seeds = {"evaluation": [], "training": []}
+    for module, name in ((runs, "evaluation"), (job.script, "training")):
+
+        def spy(*args, original=module.generate, seen=seeds[name], **kwargs):
+            seen.append(kwargs["generator"].initial_seed())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, "generate", spy)
+    job(num_steps=2, eval_every=1)
+    assert len(seeds["evaluation"]) == 3 and len(set(seeds["evaluation"])) == 1
+    assert not set(seeds["evaluation"]) & set(seeds["training"])
+
+
+# --- The update ---
+
+
+def record_gradients(monkeypatch) -> list[list[torch.Tensor]]:
+    """The gradients of every update as they come to clip_grad_norm_, and as they leave it."""
+    recorded = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def spy(parameters, max_norm):
+        before = [p.grad.clone() for p in parameters]
+        norm = clip(parameters, max_norm)
+        recorded.append((before, [p.grad.clone() for p in parameters]))
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (ppo, {}),
+        (grpo, {}),
+        (grpo, {"loss_type": "dapo", "mask_truncated_completions": "true"}),
+        (grpo, {"loss_type": "dr_grpo"}),
+        (grpo, {"loss_type": "cispo", "clip_range_high": "1.01"}),
+        (grpo, {"importance_sampling_level": "sequence"}),
+        (grpo, {"importance_sampling_level": "sequence", "loss_type": "dapo"}),
+        (rloo, {}),
+        (rloo, {"normalize_advantages": "true"}),
+    ],
+    ids=lambda x: x.__name__ if x in SCRIPTS else " ".join(x.values()) or "default",
+)
+def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(
+    script, flags, make_job, monkeypatch
+):
+    """Ragged rows, so a mean of micro-batch means would differ (huggingface/trl#2617). Of the
+    second minibatch, where the ratio is not 1.
+    """
+    recorded, job = record_gradients(monkeypatch), make_job(script)
+    flags = flags | {"num_epochs": 1, "num_mini_batches": 2, "temperature": 3.0, "completions": 48}
+    flags |= {"learning_rate": 1e-3, "kl_coef": 0.3, "clip_range": 0.01}
+    # The first size is that of the minibatch, the others cut it.
+    metrics = [job(micro_batch_size=n, **flags)[0] for n in (24, 8, 4, 2, 1)]
+    assert 1 < metrics[0]["length/mean"] < 6 and metrics[0]["policy/clipfrac_avg"] > 0
+    for update in (0, 1):
+        whole = recorded[update][0]
+        assert max(g.abs().max() for g in whole) > 1e-2
+        for (gradients, _), other in zip(recorded[update + 2 :: 2], metrics[1:], strict=True):
+            for g, expected in zip(gradients, whole, strict=True):
+                # The second follows a step of Adam, which blows up rounding errors of the first.
+                assert torch.allclose(g, expected, atol=[1e-6, 1e-4][update])
+            for name in ("loss/policy_avg", "policy/entropy_avg", "grad_norm", "val/ratio"):
+                assert other[name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-5), name
+
+
+def test_there_are_as_many_optimiser_steps_as_epochs_times_minibatches_and_lr_falls_to_0(
+    job, monkeypatch
+):
+    """In TRL's PPO num_mini_batches added no steps (huggingface/trl#5645)."""
+    rates = []
+    step = torch.optim.AdamW.step
+
+    def spy(self, *args, **kwargs):
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    job(num_steps=3, num_epochs=2, num_mini_batches=4, learning_rate=0.3)
+    assert rates == pytest.approx([0.3] * 8 + [0.2] * 8 + [0.1] * 8)
+
+
+def test_every_row_is_in_one_minibatch_per_epoch_and_the_order_changes(job, monkeypatch):
+    seen = []
+    original = job.script.completion_logprobs
+
+    def spy(model, rollout, *args, **kwargs):
+        if torch.is_grad_enabled():
+            seen.append(rollout.tokens)
+        return original(model, rollout, *args, **kwargs)
+
+    monkeypatch.setattr(job.script, "completion_logprobs", spy)
+    job(num_epochs=2, num_mini_batches=2, micro_batch_size=4)
+    epochs = [torch.cat(seen[:2]), torch.cat(seen[2:])]
+    rows = [sorted(map(tuple, epoch.tolist())) for epoch in epochs]
+    assert len(epochs[0]) == 8 and rows[0] == rows[1]
+    assert not torch.equal(*epochs)
+
+
+def test_a_huge_reward_moves_the_weights_no_further_than_max_grad_norm(job, monkeypatch):
+    recorded = record_gradients(monkeypatch)
+    flags = {"scale_rewards": "none"} if job.script is grpo else {}
+    job(reward=f"{job.folder.parent}/reward.py:huge", max_grad_norm=0.5, num_epochs=1, **flags)
+    norms = [torch.cat([g.flatten() for g in grads]).norm().item() for grads in recorded[0]]
+    assert norms[0] > 100 and norms[1] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_completion_that_is_eos_alone_trains_without_nan(job):
+    """An empty completion has length 1: its only token is EOS."""
+    line = job(max_new_tokens=1)[0]
+    assert line["length/max"] == 1 and math.isfinite(line["grad_norm"])
+
+
+def test_a_nan_gradient_stops_the_run_before_it_reaches_the_weights(job, monkeypatch):
+    name = LOSS[job.script]
+    original = getattr(job.script, name)
+    calls = []
+
+    def broken(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs) * (math.nan if len(calls) > 4 else 1.0)
+
+    monkeypatch.setattr(job.script, name, broken)
+    with pytest.raises(Fault, match=r"step 1: the gradient is nan; lower --learning_rate"):
+        job(num_steps=3, num_epochs=1, num_mini_batches=2, micro_batch_size=2)
+    model = AutoModelForCausalLM.from_pretrained(job.folder / "model")
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_reward_that_fails_late_leaves_the_model_and_the_metrics_so_far(job):
+    file = job.folder.parent / "late.py"
+    file.write_text(
+        "calls = []\n"
+        "def late(completions, **kw):\n"
+        "    calls.append(1)\n"
+        "    # One call for the evaluation, then one per step.\n"
+        "    return [1.0] * len(completions) if len(calls) < 5 else 1 / 0\n"
+    )
+    with pytest.raises(InputError, match="late raised ZeroDivisionError"):
+        job(num_steps=9, reward=f"{file}:late", eval_every=100)
+    assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 3
+    AutoModelForCausalLM.from_pretrained(job.folder / "model")
+
+
+# --- Groups ---
+
+
+@pytest.mark.parametrize("script", [grpo, rloo], ids=lambda script: script.__name__)
+def test_a_reward_that_the_prompt_alone_decides_gives_every_completion_advantage_0(
+    script, make_job, monkeypatch
+):
+    """Catches every mix-up of groups: shuffled, sharded or interleaved (huggingface/trl#2961)."""
+    job, seen = make_job(script), []
+    original = getattr(script, ADVANTAGES[script])
+
+    def spy(*args):
+        seen.append(original(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(script, ADVANTAGES[script], spy)
+    file = job.folder.parent / "by_prompt.py"
+    file.write_text(
+        "def by_prompt(prompts, **kw): return [hash(str(p)) % 1000 / 7 for p in prompts]\n"
+    )
+    line = job(reward=f"{file}:by_prompt", prompts_per_step=6, rollout_batch_size=8, kl_coef=0)[0]
+    assert len(seen[0]) == 24 and (seen[0] == 0).all()
+    assert line["reward/std_within_group"] == 0 and line["reward/frac_flat_groups"] == 1
+    assert line["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("script", [grpo, rloo], ids=lambda script: script.__name__)
+def test_a_reward_of_none_leaves_its_row_out_of_the_gradient_and_of_the_baseline(
+    script, make_job, monkeypatch
+):
+    job, seen = make_job(script), []
+    original = getattr(script, ADVANTAGES[script])
+
+    def spy(rewards, *args):
+        seen.append((rewards, original(rewards, *args)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(script, ADVANTAGES[script], spy)
+    file = job.folder.parent / "some.py"
+    file.write_text(
+        "def some(completions, **kw):\n"
+        "    return [None if i % 4 == 1 else float(i % 4) for i in range(len(completions))]\n"
+    )
+    flags = {"scale_rewards": "none"} if script is grpo else {"normalize_advantages": "true"}
+    line = job(reward=f"{file}:some", kl_coef=0.1, **flags)[0]
+    rewards, advantages = seen[0]
+    known = rewards.isnan().logical_not()
+    assert known.tolist() == [True, False, True, True] * 2
+    assert (advantages[~known] == 0).all() and (advantages[known] != 0).all()
+    assert line["objective/scores"] == pytest.approx(5 / 3)
+    assert line["reward/std_within_group"] == pytest.approx(torch.tensor([0.0, 2, 3]).std().item())
+    assert math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("script", [grpo, rloo], ids=lambda script: script.__name__)
+def test_several_rewards_are_summed_with_their_weights(script, make_job):
+    job = make_job(script)
+    file = job.folder.parent / "two.py"
+    file.write_text(
+        "def one(completions, **kw): return [1.0] * len(completions)\n"
+        "def ten(completions, **kw): return [10.0] * len(completions)\n"
+    )
+    args = ["--overwrite", f"--model={job.model}", f"--output_dir={job.folder}", "--num_steps=1"]
+    args += ["--max_new_tokens=4", "--prompts_per_step=2", "--num_eval_prompts=2"]
+    args += ["--reward", f"{file}:one", f"{file}:ten", "--reward_weights", "2", "0.5"]
+    script.main(args)
+    line = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["objective/scores"] == pytest.approx(7)
+
+
+@pytest.mark.parametrize("script", [grpo, rloo], ids=lambda script: script.__name__)
+def test_a_group_of_one_is_refused(script, make_job):
+    with pytest.raises(InputError, match="--num_generations 1: must be 2 or more"):
+        make_job(script)(num_generations=1)
+
+
+# --- Learning ---
+
+
+def learn(job, **flags) -> tuple[float, float]:
+    reward = f"{job.folder.parent}/reward.py:share_of_a"
+    lines = job(
+        reward=reward, num_steps=25, completions=64, micro_batch_size=64, num_epochs=2,
+        rollout_batch_size=64, learning_rate=1e-3, temperature=1.0, max_new_tokens=8,
+        eval_every=100, kl_coef=0.01, **flags,
+    )[:-1]  # fmt: skip
+    scores = [line["objective/scores"] for line in lines]
+    return sum(scores[:5]) / 5, sum(scores[-5:]) / 5
+
+
+def test_training_raises_the_reward(job):
+    before, after = learn(job)
+    assert after > before + 0.3
+
+
+def test_with_shuffled_advantages_the_reward_does_not_rise(job, monkeypatch):
+    """The twin of the test above: what it measured is credit assignment, not drift."""
+    generator = torch.Generator().manual_seed(0)
+    name = ADVANTAGES[job.script]
+    original = getattr(job.script, name)
+
+    def shuffled(*args):
+        result = original(*args)
+        advantages = result[0] if job.script is ppo else result
+        chosen = args[2] if job.script is ppo else torch.ones_like(advantages).bool()
+        flat = advantages[chosen]
+        advantages[chosen] = flat[torch.randperm(len(flat), generator=generator)]
+        return result
+
+    monkeypatch.setattr(job.script, name, shuffled)
+    before, after = learn(job)
+    assert after < before + 0.05
+
+
+def test_every_flag_has_a_help_text_and_the_common_ones_the_same_in_all_scripts():
+    texts = [
+        {name: field.metadata.get("help") for name, field in s.Config.__dataclass_fields__.items()}
+        for s in SCRIPTS
+    ]
+    assert all(all(fields.values()) for fields in texts)
+    common = set.intersection(*map(set, texts))
+    differ = {name for name in common if len({fields[name] for fields in texts}) > 1}
+    assert differ <= {"num_generations", "kl_coef", "clip_range", "output_dir"}
+    assert len(common) > 25
