@@ -390,12 +390,9 @@ def load_policy(name: str, lora_r: int = 0) -> PreTrainedModel | PeftModel:
         raise InputError(f"--lora_r {lora_r}: {name} holds an adapter already, leave the flag out")
     model, peft = _load_causal(base), _import_peft(f"--model {name}")
     try:
-        model = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
-    except Exception as e:  # peft raises whatever the files make it
-        raise InputError(f"--model {name}: its adapter can't be loaded: {first_line(e)}") from e
-    if model.active_peft_config.is_prompt_learning:  # its virtual tokens would be read as prompt
-        raise InputError(f"--model {name}: prompt tuning is not supported, only adapters are")
-    return model
+        return peft.PeftModel.from_pretrained(model, name, is_trainable=True)
+    except Exception as e:  # whatever the files make peft raise
+        raise InputError(f"--model {name}: its adapter can't be trained: {first_line(e)}") from e
 
 
 def adapter_base(name: str) -> str | None:

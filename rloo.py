@@ -119,7 +119,7 @@ PRETRAINED = {
     "prompts_per_step": 8,
     "max_new_tokens": 24,
     "rollout_batch_size": 32,
-    "learning_rate": 5e-5,
+    "learning_rate": 2e-5,
     "micro_batch_size": 8,
     "eval_every": 20,
     "num_eval_prompts": 24,

@@ -1,0 +1,275 @@
+"""Two steps of grpo.py and rloo.py against the same steps written out naively from the equations.
+
+At the first step every log-ratio and KL is 0, so a wrong sign or a dropped coefficient cannot show.
+Of the second one, rewards, advantages, gradients, metrics and the weights at the end are computed
+here a second time: row by row, in float64.
+"""
+
+import copy
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from conftest import letter_tokenizer, save_model, small_gpt2
+from transformers import AutoModelForCausalLM
+
+import grpo
+import rloo
+from tasks import prompt_batch
+
+EOS, ROWS, UPDATES = 19, 12, 4  # 4 prompts x 3 completions; 2 epochs x 2 minibatches
+FLAGS = {
+    "num_steps": 2, "prompts_per_step": 4, "num_generations": 3, "rollout_batch_size": 6,
+    "max_new_tokens": 5, "temperature": 1.5, "kl_coef": 0.3, "learning_rate": 0.01, "num_epochs": 2,
+    "num_mini_batches": 2, "micro_batch_size": 4, "clip_range": 0.05, "max_grad_norm": 0.8,
+    "eval_every": 9, "num_eval_prompts": 2, "device": "cpu",
+}  # fmt: skip
+REWARD = """
+def by_prompt(prompts, completions, **columns):
+    return [len(p) + 0.1 * len(c) + c.count("a") for p, c in zip(prompts, completions)]
+"""
+RUNS = {
+    "grpo": (grpo, {}),
+    "dr_grpo": (grpo, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": (
+        grpo,
+        {"loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch"}
+        | {"mask_truncated_completions": True, "seed": 6},
+    ),
+    "cispo": (grpo, {"loss_type": "cispo", "clip_range_high": 1.02}),
+    "gspo": (grpo, {"importance_sampling_level": "sequence", "clip_range": 0.01}),
+    "rloo": (rloo, {}),
+    "rloo, normalised and clipped": (
+        rloo,
+        {"normalize_advantages": True, "reward_clip_range": [1.5, 2.5]},
+    ),
+}
+
+
+class Job:
+    """A run, what went through its loop, and its flags."""
+
+    def __init__(self, name: str, folder) -> None:
+        self.script, changes = RUNS[name]
+        self.flags = FLAGS | changes
+        self.is_grpo = self.script is grpo
+        self.rollouts, self.before, self.updates = [], [], []
+        model = save_model(folder / "m", small_gpt2(vocab_size=20), letter_tokenizer())
+        prompts = ["x", "yy y", "zz", "w", "the", "a bc", "q", "rs", "to", "u", "p o", "n"] * 2
+        (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in prompts))
+        (folder / "r.py").write_text(REWARD)
+        args = [f"--model={model}", f"--prompts={folder}/p.jsonl", f"--output_dir={folder}/run"]
+        args += [f"--reward={folder}/r.py:by_prompt"]
+        for name, value in self.flags.items():
+            values = value if isinstance(value, list) else [value]
+            args += [f"--{name}", *map(str, values)]
+        with pytest.MonkeyPatch.context() as patch:
+            self.spy(patch)
+            self.script.main(args)
+        lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+        self.metrics = json.loads(lines[1])
+        self.final = AutoModelForCausalLM.from_pretrained(folder / "run/model")
+        self.by_hand()
+
+    def spy(self, patch: pytest.MonkeyPatch) -> None:
+        def wrap(name: str, after) -> None:
+            original = getattr(self.script, name)
+
+            def wrapped(*args, **kwargs):
+                result = original(*args, **kwargs)
+                after(result, *args)
+                return result
+
+            patch.setattr(self.script, name, wrapped)
+
+        def on_score(result, task, rows, rollout, tokenizer):
+            self.rollouts.append(rollout)
+            self.before.append(copy.deepcopy(self.policy))
+
+        wrap("load_task", lambda task, *args: setattr(self, "train", task.train))
+        wrap("load_policy", lambda policy, *args: setattr(self, "policy", policy))
+        wrap("reference", lambda ref, *args: setattr(self, "reference", ref))
+        wrap("score", on_score)
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def on_clip(parameters, max_norm):
+            model = copy.deepcopy(self.policy)
+            gradients = [p.grad.clone() for p in parameters]
+            norm = clip(parameters, max_norm)
+            self.updates.append((model, gradients, [p.grad.clone() for p in parameters], norm))
+            return norm
+
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", on_clip)
+
+    def forward(self, model, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the tokens of one row, in float64, without padding."""
+        prompt, completion = self.ids[row]
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        log_p = (logits.double() / 1.5).log_softmax(-1)
+        return log_p[torch.arange(len(completion)), completion], -(log_p.exp() * log_p).sum(-1)
+
+    def by_hand(self) -> None:
+        """The second step up to the advantages."""
+        rollout, tokenizer = self.rollouts[1], letter_tokenizer()
+        rows = zip(rollout.tokens, rollout.attention_mask, strict=True)
+        self.ids = [(x[:-5][m[:-5]].tolist(), x[-5:][m[-5:]].tolist()) for x, m in rows]
+        seed = self.flags.get("seed", 0)
+        prompts = [row["prompt"] for row in prompt_batch(self.train, 1, 4, seed)]
+        prompts = [prompt for prompt in prompts for _ in range(3)]
+        self.old, self.ref, self.scores, self.kl, rewards = [], [], [], [], []
+        policy = self.before[1].eval()
+        with self.reference as reference, torch.no_grad():
+            for i, prompt in enumerate(prompts):
+                assert tokenizer(prompt).input_ids == self.ids[i][0]
+                self.old.append(self.forward(policy, i)[0])
+                self.ref.append(self.forward(reference, i)[0])
+                text = tokenizer.decode([t for t in self.ids[i][1] if t != EOS])
+                self.scores.append(len(prompt) + 0.1 * len(text) + text.count("a"))
+                d = (self.old[i] - self.ref[i]).tolist()
+                self.kl.append([math.exp(-x) - 1 + x if self.is_grpo else x for x in d])
+        for score, kl in zip(self.scores, self.kl, strict=True):
+            low, high = self.flags.get("reward_clip_range", [-99, 99])
+            rewards.append(score if self.is_grpo else min(max(score, low), high) - 0.3 * sum(kl))
+        self.advantages = []
+        for i, reward in enumerate(rewards):
+            group = rewards[i // 3 * 3 : i // 3 * 3 + 3]
+            if not self.is_grpo:
+                self.advantages.append(reward - (sum(group) - reward) / 2)
+                continue
+            scale = self.flags.get("scale_rewards", "group")
+            std = statistics.stdev(rewards if scale == "batch" else group) + 1e-4
+            advantage = reward - statistics.mean(group)
+            self.advantages.append(advantage / (1 if scale == "none" else std))
+        if self.flags.get("normalize_advantages"):
+            mean, std = statistics.mean(self.advantages), statistics.stdev(self.advantages)
+            self.advantages = [(a - mean) / (std + 1e-4) for a in self.advantages]
+
+    def loss(self, model, rows: list[int]) -> tuple[torch.Tensor, dict[str, list[float]]]:
+        """The loss of a minibatch by its definition, and the numbers that are logged."""
+        log = {name: [] for name in ("clipped", "ratio", "kl", "entropy")}
+        low, high = 1 - self.flags["clip_range"], 1 + self.flags["clip_range"]
+        high = 1 + self.flags.get("clip_range_high", self.flags["clip_range"])
+        kind = self.flags.get("loss_type", "grpo")
+        if kind == "cispo":
+            low, high = 0.0, 1.02
+        losses = []  # a list of the losses of its tokens for each row, or of the row in RLOO
+        for i in rows:
+            logprobs, entropy = self.forward(model, i)
+            if self.flags.get("mask_truncated_completions") and EOS not in self.ids[i][1]:
+                losses.append([])
+                continue
+            log["entropy"] += entropy.tolist()
+            d, a = logprobs - self.old[i], self.advantages[i]
+            log["kl"] += (0.5 * d**2).tolist()
+            if not self.is_grpo:
+                ratios = [d.sum().exp()]
+            elif self.flags.get("importance_sampling_level") == "sequence":
+                ratios = [d.mean().exp()] * len(d)
+            else:
+                ratios = list(d.exp())
+            row = []
+            for t, ratio in enumerate(ratios):
+                if kind == "cispo":
+                    value = -min(ratio.item(), high) * a * logprobs[t]
+                else:
+                    value = -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+                if self.is_grpo:
+                    x = self.ref[i][t] - logprobs[t]
+                    value = value + 0.3 * (x.exp() - 1 - x)
+                row.append(value)
+                log["ratio"].append(ratio.item())
+                outside = (a > 0 and ratio > high) or (a < 0 and ratio < low)
+                log["clipped"].append(float(outside))
+            losses.append(row)
+        total = sum(map(sum, losses))
+        if kind == "grpo":  # and RLOO, whose rows are one action
+            return sum(sum(row) / len(row) for row in losses) / len(rows), log
+        return total / (len(rows) * 5 if kind == "dr_grpo" else max(1, sum(map(len, losses)))), log
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def job(request, tmp_path_factory) -> Job:
+    return Job(request.param, tmp_path_factory.mktemp("by-hand"))
+
+
+@pytest.fixture(scope="module")
+def naive(job) -> list[tuple]:
+    """(loss, gradients, logged numbers) of each update of the second step."""
+    shuffler = torch.Generator().manual_seed(job.flags.get("seed", 0))
+    orders = [torch.randperm(ROWS, generator=shuffler) for _ in range(4)]  # 2 steps x 2 epochs
+    chosen = [half.tolist() for order in orders[2:] for half in order.split(ROWS // 2)]
+    results = []
+    for (model, *_), rows in zip(job.updates[UPDATES:], chosen, strict=True):
+        parameters = list(model.eval().parameters())
+        loss, log = job.loss(model, rows)
+        results.append((loss.item(), torch.autograd.grad(loss, parameters), log))
+    return results
+
+
+def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive):
+    for (_, gradients, clipped, norm), (_, expected, _) in zip(
+        job.updates[UPDATES:], naive, strict=True
+    ):
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=2e-5)
+        length = torch.cat([g.flatten() for g in expected]).norm().item()
+        assert norm.item() == pytest.approx(length, rel=1e-4)
+        scale = min(1.0, 0.8 / max(length, 1e-9))
+        for ours, theirs in zip(clipped, expected, strict=True):
+            assert torch.allclose(ours, theirs * scale, atol=2e-5)
+
+
+def test_the_clip_is_at_work_in_that_step(naive):
+    """If not, the test above would not see it."""
+    clipped = [x for _, _, log in naive for x in log["clipped"]]
+    assert 0.02 < sum(clipped) / len(clipped) < 0.98
+
+
+def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
+    model = copy.deepcopy(job.before[0])
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+    for index, (_, _, clipped, _) in enumerate(job.updates):
+        optimizer.param_groups[0]["lr"] = 0.01 if index < UPDATES else 0.005
+        for p, g in zip(parameters, clipped, strict=True):
+            p.grad = g
+        optimizer.step()
+    for ours, theirs in zip(job.final.parameters(), parameters, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
+    def mean(name: str) -> float:
+        values = [x for _, _, log in naive for x in log[name]]
+        return sum(values) / len(values)
+
+    num_tokens = sum(len(ids) for _, ids in job.ids)
+    kl, scores = sum(map(sum, job.kl)), sum(job.scores) / ROWS
+    groups = [job.scores[i : i + 3] for i in range(0, ROWS, 3)]
+    flat = [max(group) - min(group) < 1e-9 for group in groups]
+    expected = {
+        "objective/scores": scores,
+        "objective/kl": kl / ROWS,
+        "objective/kl_token": kl / num_tokens,
+        "objective/entropy": -sum(x.sum().item() for x in job.old) / num_tokens,
+        "objective/non_score_reward": -0.3 * kl / ROWS,
+        "objective/rlhf_reward": scores - 0.3 * kl / ROWS,
+        "policy/approxkl_avg": mean("kl"),
+        "policy/clipfrac_avg": mean("clipped"),
+        "policy/entropy_avg": mean("entropy"),
+        "val/ratio": mean("ratio"),
+        "loss/policy_avg": sum(loss for loss, _, _ in naive) / UPDATES,
+        "reward/std_within_group": sum(map(statistics.stdev, groups)) / len(groups),
+        "reward/frac_flat_groups": sum(flat) / len(flat),
+        "val/num_eos_tokens": sum(EOS in ids for _, ids in job.ids),
+        "length/mean": num_tokens / ROWS,
+        "grad_norm": sum(norm.item() for *_, norm in job.updates[UPDATES:]) / UPDATES,
+        "lr": 0.005,
+        "episode": 2 * ROWS,
+    }
+    for name, value in expected.items():
+        assert job.metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+    assert job.metrics["val/ratio_max_dev_first"] < 1e-5
+    assert abs(job.metrics["objective/kl"]) > 1e-3
