@@ -43,7 +43,7 @@ RUNS = {
     "rloo": (rloo, {}),
     "rloo, normalised and clipped": (
         rloo,
-        {"normalize_advantages": True, "reward_clip_range": [1.5, 2.5]},
+        {"normalize_advantages": True, "reward_clip_range": [2.0, 4.0]},
     ),
 }
 
@@ -183,7 +183,7 @@ class Job:
                 outside = (a > 0 and ratio > high) or (a < 0 and ratio < low)
                 log["clipped"].append(float(outside))
             losses.append(row)
-        total = sum(map(sum, losses))
+        total = sum(map(sum, losses)) + 0 * entropy.sum()  # a tensor also if all rows are masked
         if kind == "grpo":  # and RLOO, whose rows are one action
             return sum(sum(row) / len(row) for row in losses) / len(rows), log
         return total / (len(rows) * 5 if kind == "dr_grpo" else max(1, sum(map(len, losses)))), log
