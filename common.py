@@ -316,7 +316,7 @@ def has_new_adapter(policy: nn.Module) -> bool:
     is not the policy that the run starts from (huggingface/trl#1193).
     """
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    matrices_a = [name for name, _ in trained if "lora_A" in name or "lora_embedding_A" in name]
+    matrices_a = [name for name, _ in trained if "lora_A" in name]
     return bool(matrices_a) and not any(p.any() for name, p in trained if name not in matrices_a)
 
 
@@ -401,9 +401,12 @@ def adapter_base(name: str) -> str | None:
     if not file.exists():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError) as e:
-        raise InputError(f"--model {name}: {file.name} is damaged: {first_line(e)}") from e
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise InputError(f"--model {name}: {file.name} is damaged ({first_line(e)})") from e
+    if not isinstance(base, str):
+        raise InputError(f"--model {name}: {file.name} names no base_model_name_or_path, add it")
+    return base
 
 
 def add_adapter(model: PreTrainedModel, rank: int) -> PeftModel:
@@ -441,6 +444,8 @@ def _load_causal(name: str) -> PreTrainedModel:
     fault = f"--model {name}: not a causal language model,"
     if missing:
         raise InputError(f"{fault} its checkpoint has no {missing[0]}")
+    if not any(p.requires_grad for p in model.parameters()):  # transformers put one on its base
+        raise InputError(f"--model {name}: is an adapter, download it and give its folder")
     # Reading two rows that differ in their last token only shows what we need of the model.
     vocab_size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(8).remainder(vocab_size).repeat(2, 1)

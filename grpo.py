@@ -9,8 +9,9 @@ For a prompt the policy pi samples a group of G completions y_1 .. y_G; R_i is t
   loss       mean over the completions of (mean over their tokens of L_t + kl_coef k3_t)
 
 No value model: the group is the baseline. What later papers change, a flag each:
-Dr. GRPO [2] divides by max_new_tokens and not by std and length, which favour easy prompts and long
-failures; DAPO [3] counts each token the same and clips later upwards; GSPO [4] clips the ratio of
+Dr. GRPO [2] drops the std, which favours prompts that are too easy or too hard, and divides by
+max_new_tokens, not by length, which favours long failures; DAPO [3] counts each token of the
+minibatch the same, and lets good tokens rise further before it clips; GSPO [4] clips the ratio of
 the completion, exp(mean over its tokens of log rho_t); CISPO [5] bounds the weight of a token
 instead of dropping its gradient.
 
@@ -36,6 +37,7 @@ from tqdm import trange
 
 from common import (
     Fault,
+    InputError,
     clear_cache,
     completion_logprobs,
     disable_dropout,
@@ -99,12 +101,12 @@ class Config:
     )
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "sequence: GSPO")
     clip_range: float = flag(0.2, "epsilon of the ratio clip, downwards")
-    clip_range_high: float | None = flag(None, "upwards; default clip_range; cispo: bound, 5")
+    clip_range_high: float | None = flag(None, "upwards; default: clip_range; cispo: bound, 5")
     mask_truncated_completions: bool = flag(False, "no gradient from completions without EOS")
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
-    merge_adapter: bool = flag(False, "save the adapter merged into its base model, too")
+    merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
@@ -145,8 +147,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
     [1] 4.1.2 divides by the standard deviation of the group ("group"), [2] by nothing ("none"),
     "batch" by that of all rewards. It has Bessel's correction, and 1e-4 is added. A reward of NaN
-    (the function returned None) gets 0 and stays out of the statistics. Raises ValueError for
-    groups of one: they have nothing to be compared with.
+    (the function returned None) gets 0 and stays out of the statistics; the KL still holds its row.
+    Raises ValueError for groups of one: they have nothing to be compared with.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
@@ -207,7 +209,8 @@ def grpo_loss(
     logprobs, old_logprobs, ref_logprobs and mask (B, T), advantages (B,). num_rows and num_tokens
     count the whole minibatch (default: these rows): with them the shares of micro-batches of any
     size add up to the exact gradient. clip_range_high is the clip's upper side, clip_range if None;
-    for loss_type cispo it bounds the ratio itself. dr_grpo needs max_new_tokens.
+    for loss_type cispo it bounds the ratio itself, 1 + eps_high of [5]: give it, 5 say. dr_grpo
+    needs max_new_tokens.
     """
     mask = mask.bool()
     logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)
@@ -226,7 +229,7 @@ def grpo_loss(
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
     if loss_type == "grpo":  # each completion counts the same: [1] eq. 3
         return masked_mean(loss, mask, dim=1).sum() / num_rows
-    if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 8
+    if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12
         return loss.sum() / num_tokens.clamp(min=1)
     if loss_type == "dr_grpo":  # and is divided by a constant: [2] section 3.2
         if max_new_tokens is None:
@@ -241,6 +244,11 @@ def main(args: list[str] | None = None) -> None:
     if config.clip_range_high is None:
         config.clip_range_high = 5.0 if config.loss_type == "cispo" else config.clip_range
     check_flags(config, smallest_group=2)
+    if config.loss_type == "cispo" and config.clip_range_high < 1:
+        raise InputError(
+            f"--clip_range_high {config.clip_range_high}: for loss_type cispo it bounds the ratio"
+            " itself, choose 1 or more (5 is the default)"
+        )
     device = pick_device(config.device)
     folder = choose_folder("grpo", config)
     torch.manual_seed(config.seed)
@@ -318,11 +326,9 @@ def main(args: list[str] | None = None) -> None:
             ]
             mini_batches = torch.cat(orders).to(device).split(batch_size // config.num_mini_batches)
             loss_mask = mask  # (B, T)
-            if config.mask_truncated_completions:  # in the loss; in the baseline they still count
+            if config.mask_truncated_completions:
+                # From the loss alone: in the baseline they count, and so they do in num_rows.
                 loss_mask = mask & rollout.finished.unsqueeze(1)
-            low, high = 1 - config.clip_range, 1 + config.clip_range_high
-            if config.loss_type == "cispo":
-                low, high = 0.0, config.clip_range_high
             meter = Meter()
             for index, mini_batch in enumerate(mini_batches):
                 # A micro-batch adds its share of the minibatch's loss: the gradient is the same
@@ -356,8 +362,10 @@ def main(args: list[str] | None = None) -> None:
                     with torch.no_grad():
                         mini_batch_loss += loss
                         ratio = importance_ratio(logprobs, old, m, config.importance_sampling_level)
-                        A = adv.unsqueeze(1)
-                        clipped = ((ratio > high) & (A > 0)) | ((ratio < low) & (A < 0))
+                        A, low, high = adv.unsqueeze(1), config.clip_range, config.clip_range_high
+                        clipped = ((ratio > 1 + high) & (A > 0)) | ((ratio < 1 - low) & (A < 0))
+                        if config.loss_type == "cispo":
+                            clipped = (ratio > high) & (A != 0)
                         meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2, m)
                         meter.add("policy/clipfrac_avg", clipped, m)
                         meter.add("policy/entropy_avg", entropy, m)

@@ -33,6 +33,7 @@ from common import (
     Fault,
     InputError,
     ValueModel,
+    base_model,
     clear_cache,
     completion_logprobs,
     completion_values,
@@ -102,7 +103,7 @@ class Config:
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
-    merge_adapter: bool = flag(False, "save the adapter merged into its base model, too")
+    merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
@@ -188,6 +189,8 @@ def initial_value_model(
         raise InputError("--value_init reward_model: needs --reward_model")
     if task.reward_model.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("--value_init reward_model: its vocabulary is not the policy's")
+    if base_model(policy) is not policy:  # all its weights would train, at an adapter's rate
+        raise InputError("--value_init reward_model: not with an adapter, use --value_init policy")
     return ValueModel.on_backbone_of(task.reward_model.model)
 
 
@@ -256,14 +259,16 @@ def main(args: list[str] | None = None) -> None:
                 old_logprobs = torch.zeros_like(old_values)  # (B, T)
                 if not old_is_new:
                     old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)
-                ref_logprobs = old_logprobs  # (B, T)
+                ref_logprobs = None
                 with ref as model:  # not around the lines above: it may switch an adapter off
                     if model is not None:
                         ref_logprobs = completion_logprobs(model, rollout, config.temperature, size)
             clear_cache()
 
             # 2. Rewards: the KL penalty at every token, the score at the last one.
-            kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)  # (B, T)
+            kl = torch.zeros_like(old_logprobs)  # (B, T)
+            if ref_logprobs is not None:
+                kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
             rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
             if config.whiten_rewards:
                 rewards = masked_whiten(rewards, mask, shift_mean=False)
@@ -322,9 +327,9 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()
 
             # 5. Log. The two numbers to watch are the score and the KL.
-            known_kl = None if model is None else kl
             metrics |= meter.means()
-            metrics |= objective_metrics(scores, known_kl, old_logprobs, mask, config.kl_coef)
+            kl = None if ref_logprobs is None else kl
+            metrics |= objective_metrics(scores, kl, old_logprobs, mask, config.kl_coef)
             metrics |= {
                 "val/explained_variance": explained_variance(old_values, returns, mask),
                 "lr": learning_rate,

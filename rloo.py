@@ -3,17 +3,17 @@
 For a prompt the policy pi samples G completions y_1 .. y_G; a completion is a single action.
 
   KL         KL_i = sum over the tokens of y_i of log pi(y_t) - log pi_ref(y_t)        k1 in [2]
-  reward     R_i = score of y_i - kl_coef * KL_i                                       [1] eq. 1
-  advantage  A_i = R_i - mean of the R_j of the other G - 1 completions                [1] eq. 6
+  reward     R_i = score of y_i - kl_coef * KL_i
+  advantage  A_i = R_i - mean of the R_j of the other G - 1 completions                [1] eq. 8
   ratio      rho_i = pi(y_i) / pi_old(y_i), of the whole completion
   loss       mean over the completions of max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps))
 
 With one update per rollout, the default, pi is pi_old: rho_i is 1, the clip never acts, and since
 the gradient of rho is rho times that of log pi, the line of the loss is plain REINFORCE,
 
-  loss       mean over the completions of -A_i log pi(y_i)                             [1] eq. 2
+  loss       mean over the completions of -A_i log pi(y_i)                             [1]
 
-[1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, joschu.net/blog/kl-approx.html, 2020.
+[1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 
   python rloo.py                 # sums: 39% -> 98% right, in a minute on two CPU cores
   python rloo.py --num_mini_batches 4                 # four updates per rollout: the clip acts
@@ -80,7 +80,7 @@ class Config:
     # Reward and advantage
     kl_coef: float = flag(0.05, "weight of the KL penalty; 0 builds no reference model")
     reward_clip_range: list[float] = flag([], "LOW HIGH: bounds of the score, before the KL")
-    normalize_advantages: bool = flag(False, "to mean 0 and variance 1 over the batch")
+    normalize_advantages: bool = flag(False, "scale advantages to variance 1 over the batch")
     # Update
     learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0; adapters: 10 times")
     num_epochs: int = flag(1, "passes over one rollout")
@@ -90,7 +90,7 @@ class Config:
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
-    merge_adapter: bool = flag(False, "save the adapter merged into its base model, too")
+    merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
@@ -128,7 +128,7 @@ PRETRAINED = {
 
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """Each reward minus the mean of the others of its group: rewards (B,), groups in consecutive
-    rows -> (B,). [1] eq. 6.
+    rows -> (B,). [1] eq. 8.
 
     The baseline doesn't depend on the completion that it judges, so the gradient is unbiased;
     equal to G / (G - 1) times the distance from the group's mean. A reward of NaN (the function
@@ -147,17 +147,21 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def normalize(advantages: Tensor, known: Tensor) -> Tensor:
-    """Scale advantages (B,) to mean 0 and variance 1 over those that are known (B,) bool; 0 for the
-    others. Bessel's correction, and 1e-4 added to the standard deviation, as in TRL.
+    """Scale leave-one-out advantages (B,) to variance 1 over those that are known (B,) bool.
+
+    Their mean is 0 already, that of each group is. The standard deviation has Bessel's correction,
+    and 1e-4 is added, as in TRL.
     """
-    chosen = advantages[known]
-    std = chosen.std() if len(chosen) > 1 else 0.0
-    return ((advantages - chosen.mean()) / (std + 1e-4)).masked_fill(~known, 0)
+    std = advantages[known].std() if known.sum() > 1 else 0.0
+    return advantages / (std + 1e-4)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """pi / pi_old of each completion, the product over its tokens: each (B, T) -> (B,)."""
-    return (logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1).exp()
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)
+    # Summed over a long completion it can overflow exp, and where the clip asks for no gradient the
+    # backward pass would make NaN of 0 * inf. No clip range comes near exp(20).
+    return log_ratio.clamp(max=20).exp()
 
 
 def rloo_loss(

@@ -226,8 +226,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def objective_metrics(
     scores: Tensor, kl: Tensor | None, logprobs: Tensor, mask: Tensor, kl_coef: float
 ) -> dict[str, float | None]:
-    """What is optimised, of the policy that sampled: scores (B,), NaN left out, KL estimates and
-    log-probs (B, T). The KL is a sum per completion; without a reference it is unknown, not 0.
+    """The two sides of the bargain, of the policy that sampled, the same in all scripts whatever
+    they do with them: scores (B,) as the reward gave them, NaN left out, and KL estimates (B, T)
+    summed per completion. Without a reference the KL is unknown, not 0.
     """
     kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
     known = kl is not None
@@ -244,9 +245,9 @@ def objective_metrics(
 def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
     """Of the scores (B,) as the reward gave them, NaN left out: their standard deviation within a
     group, averaged over the groups, and the share of groups whose scores are all the same. Those
-    teach nothing.
+    teach nothing but the KL.
     """
-    groups = scores.view(-1, num_generations)
+    groups = scores.cpu().view(-1, num_generations)
     known = [group[~group.isnan()] for group in groups]
     flat = [len(group) == 0 or bool(group.min() == group.max()) for group in known]
     stds = [0.0 if is_flat else float(group.std()) for group, is_flat in zip(known, flat)]
@@ -371,6 +372,7 @@ class Run:
         options = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
         if self.config.merge_adapter:
             policy.save_pretrained(self.folder / "adapter", **options)
+            self.tokenizer.save_pretrained(self.folder / "adapter")
             policy, options = policy.merge_and_unload(), {}
         policy.save_pretrained(folder, **options)
         self.tokenizer.save_pretrained(folder)

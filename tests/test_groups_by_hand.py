@@ -180,7 +180,10 @@ class Job:
                     value = value + 0.3 * (x.exp() - 1 - x)
                 row.append(value)
                 log["ratio"].append(ratio.item())
-                outside = (a > 0 and ratio > high) or (a < 0 and ratio < low)
+                if kind == "cispo":  # the weight was bounded, for either sign
+                    outside = ratio > high and a != 0
+                else:  # the clipped term was the smaller one
+                    outside = ratio.clamp(low, high) * a < ratio * a
                 log["clipped"].append(float(outside))
             losses.append(row)
         total = sum(map(sum, losses)) + 0 * entropy.sum()  # a tensor also if all rows are masked

@@ -328,5 +328,7 @@ def test_clip_range_high_is_clip_range_unless_given_and_5_for_cispo(make_job):
         assert json.loads((job.folder / "config.json").read_text())["clip_range_high"] == high
     job(clip_range_high=0.28, loss_type="dapo")
     assert json.loads((job.folder / "config.json").read_text())["clip_range_high"] == 0.28
+    with pytest.raises(InputError, match=r"--clip_range_high 0\.28: for loss_type cispo"):
+        job(clip_range_high=0.28, loss_type="cispo")
     with pytest.raises(InputError, match=r"--clip_range_high 0\.0: must be greater than 0"):
         job(clip_range_high=0)

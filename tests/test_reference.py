@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
+import common
 import grpo
 import ppo
 import rloo
@@ -146,14 +147,15 @@ def test_an_adapter_that_trains_more_than_lora_matrices_has_a_copy_as_its_refere
     """modules_to_save are not switched off with the adapter: the base would not be the base."""
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     policy = get_peft_model(small_llama(), config)
-    with reference(policy, kl_coef=0.1) as model:
+    ref = reference(policy, kl_coef=0.1)
+    with ref as model:
         assert model is not policy
         before = logprobs(model)
     with torch.no_grad():
         for p in policy.parameters():
             if p.requires_grad:
                 p.add_(0.1)
-    with reference(policy, kl_coef=0.1), torch.no_grad():
+    with ref as model:
         assert torch.equal(logprobs(model), before)
 
 
@@ -230,6 +232,7 @@ def test_a_merged_model_is_a_plain_one_that_says_the_same_as_base_and_adapter(jo
     merged = load_policy(str(job.folder / "model"))
     assert not isinstance(merged, PeftModel) and merged.config.resid_pdrop == 0.1
     assert sorted(p.name for p in job.folder.iterdir() if p.is_dir()) == ["adapter", "model"]
+    assert len(load_tokenizer(str(job.folder / "adapter"))) == 20
     adapted = load_policy(str(job.folder / "adapter"))
     assert torch.allclose(logits(merged), logits(adapted), atol=1e-5)
     assert not torch.allclose(logits(merged), logits(load_policy(job.model)), atol=1e-2)
@@ -281,6 +284,8 @@ def test_an_adapter_finds_its_base_from_any_folder(tmp_path, monkeypatch):
         ("config", "adapter_config.json is damaged"),
         ("weights", "its adapter can't be trained"),
         ("base", "no such folder"),
+        ("no base", "names no base_model_name_or_path, add it"),
+        ("list", "adapter_config.json is damaged"),
         ("prompt tuning", "its adapter can't be trained: .*prompt learning"),
         ("no peft", "adapters need peft: pip install peft"),
     ],
@@ -297,6 +302,11 @@ def test_an_adapter_at_fault_is_refused_in_one_line(damage, message, tmp_path, m
     elif damage == "base":
         config["base_model_name_or_path"] = "nowhere-at-all"
         (folder / "adapter_config.json").write_text(json.dumps(config))
+    elif damage == "no base":
+        config["base_model_name_or_path"] = None
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    elif damage == "list":
+        (folder / "adapter_config.json").write_text("[]")
     elif damage == "prompt tuning":
         from peft import PromptTuningConfig
 
@@ -308,6 +318,24 @@ def test_an_adapter_at_fault_is_refused_in_one_line(damage, message, tmp_path, m
     with pytest.raises(InputError, match=message) as error:
         load_policy(str(folder), lora_r=4 if damage == "lora_r" else 0)
     assert "\n" not in str(error.value)
+
+
+def test_an_adapter_that_transformers_put_on_its_base_by_itself_is_refused(tmp_path, monkeypatch):
+    """As with the name of an adapter on the hub: nothing of what it loads would train."""
+    base = save_model(tmp_path / "base", small_llama(), letter_tokenizer())
+    load_policy(base, lora_r=2).save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(common, "adapter_base", lambda name: None)
+    with pytest.raises(InputError, match="is an adapter, download it and give its folder"):
+        load_policy(str(tmp_path / "adapter"))
+
+
+def test_a_value_model_from_a_reward_model_is_refused_with_an_adapter(make_job, tmp_path):
+    """All its weights would train, at the learning rate of an adapter."""
+    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, num_labels=1)
+    config.bos_token_id = config.eos_token_id = 19
+    folder = save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), letter_tokenizer())
+    with pytest.raises(InputError, match="not with an adapter"):
+        make_job(ppo)(reward_model=folder, value_init="reward_model", lora_r=2)
 
 
 def test_merging_without_an_adapter_and_a_negative_rank_are_refused(make_job):

@@ -61,12 +61,12 @@ def test_a_group_of_one_is_refused():
 
 
 def test_normalised_advantages_have_mean_0_and_std_1_over_those_that_are_known():
-    advantages = torch.tensor([1.0, 2.0, 0.0, 5.0, -3.0, 0.0])
-    known = torch.tensor([1, 1, 0, 1, 1, 1]).bool()
-    result = normalize(advantages, known)
-    assert result[~known].tolist() == [0]
-    expected = (advantages[known] - 1) / (advantages[known].std() + 1e-4)
-    assert torch.allclose(result[known], expected)
+    rewards = torch.tensor([1.0, 2, nan, 5, -3, 4, 7, 7, 7])
+    known = ~rewards.isnan()
+    result = normalize(rloo_advantages(rewards, 3), known)
+    assert result[~known].tolist() == [0] and result[6:].tolist() == [0, 0, 0]
+    assert result[known].mean().item() == pytest.approx(0, abs=1e-6)
+    assert result[known].std().item() == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 4])
@@ -159,6 +159,20 @@ def test_padding_changes_neither_loss_nor_gradient_even_where_it_holds_nan():
         loss = rloo_loss(logprobs, old, numbers(3)[0], MASK, clip_range=0.2)
         loss.backward()
         assert loss.item() == expected.item() and torch.equal(logprobs.grad, plain.grad)
+
+
+@pytest.mark.parametrize(("advantage", "loss", "slope"), [(1.0, -1.2, 0.0), (0.0, 0.0, 0.0)])
+def test_a_ratio_that_overflows_exp_gives_no_nan_where_the_clip_stops_the_gradient(
+    advantage, loss, slope
+):
+    logprobs = torch.zeros(1, 512, requires_grad=True)
+    old = torch.full((1, 512), -0.2)  # log-ratio 102.4
+    args = torch.tensor([advantage]), torch.ones(1, 512)
+    value = rloo_loss(logprobs, old, *args, clip_range=0.2)
+    value.backward()
+    assert value.item() == pytest.approx(loss) and (logprobs.grad == slope).all()
+    worst = rloo_loss(logprobs, old, -torch.ones(1), torch.ones(1, 512), clip_range=0.2)
+    assert math.exp(19) < worst.item() < math.inf
 
 
 def test_no_function_changes_its_inputs():

@@ -321,7 +321,7 @@ def test_a_reward_that_the_prompt_alone_decides_gives_every_completion_advantage
 
 
 @pytest.mark.parametrize("script", [grpo, rloo], ids=lambda script: script.__name__)
-def test_a_reward_of_none_leaves_its_row_out_of_the_gradient_and_of_the_baseline(
+def test_a_reward_of_none_gets_advantage_0_and_stays_out_of_the_baseline(
     script, make_job, monkeypatch
 ):
     job, seen = make_job(script), []
