@@ -20,6 +20,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -460,6 +461,7 @@ def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
     transformers_logging.set_verbosity(logging.CRITICAL)  # its errors reach us as exceptions
     transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
     try:
         main()
     except InputError as e:
