@@ -142,6 +142,19 @@ def gae(
     return advantages, advantages + values
 
 
+def is_flat(groups: Tensor) -> Tensor:
+    """Which groups of rewards (N, G) are all the same, NaN left out: (N, 1) bool.
+
+    Such a group teaches nothing, and its advantages must be exactly 0. In float32 the mean of equal
+    rewards is off by a rounding error, which a division by their standard deviation of about 0
+    blows up: huggingface/trl#4158 saw an advantage of 7428.
+    """
+    unknown = groups.isnan()
+    lowest = groups.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
+    highest = groups.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
+    return lowest >= highest
+
+
 # --- Forward passes over completions ---
 
 

@@ -42,6 +42,7 @@ from common import (
     completion_logprobs,
     disable_dropout,
     eos_token_ids,
+    is_flat,
     kl_estimate,
     load_policy,
     load_tokenizer,
@@ -120,13 +121,13 @@ class Config:
 # of PRETRAINED suits models of about 0.1 B parameters, larger ones want 1e-6 to 1e-5.
 TINY = {
     "task": "add",
-    "num_steps": 100,
-    "prompts_per_step": 64,
+    "num_steps": 150,
+    "prompts_per_step": 32,
     "max_new_tokens": 5,
-    "rollout_batch_size": 512,
+    "rollout_batch_size": 256,
     "learning_rate": 1e-3,
-    "micro_batch_size": 512,
-    "eval_every": 25,
+    "micro_batch_size": 256,
+    "eval_every": 30,
     "num_eval_prompts": 512,
 }
 PRETRAINED = {
@@ -160,12 +161,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
         centred = centred / (_nanstd(groups, dim=(0, 1)) + 1e-4)
     elif scale_rewards != "none":
         raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose group, batch or none")
-    # In float32 the mean of equal rewards is off by a rounding error, which a std of about 0 would
-    # blow up: huggingface/trl#4158 saw an advantage of 7428. A group of equals is exactly 0.
-    known = ~groups.isnan()
-    lowest = groups.masked_fill(~known, torch.inf).amin(dim=1, keepdim=True)
-    highest = groups.masked_fill(~known, -torch.inf).amax(dim=1, keepdim=True)
-    return centred.masked_fill(~known | (lowest >= highest), 0).flatten()
+    return centred.masked_fill(groups.isnan() | is_flat(groups), 0).flatten()
 
 
 def _nanstd(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -213,7 +209,7 @@ def grpo_loss(
     needs max_new_tokens.
     """
     mask = mask.bool()
-    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)
+    logprobs = logprobs.masked_fill(~mask, 0)
     ratio = importance_ratio(logprobs, old_logprobs, mask, importance_sampling_level)  # (B, T)
     high = clip_range if clip_range_high is None else clip_range_high
     A = advantages.unsqueeze(1)  # (B, 1): every token of a completion has the same advantage

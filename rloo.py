@@ -34,6 +34,7 @@ from common import (
     completion_logprobs,
     disable_dropout,
     eos_token_ids,
+    is_flat,
     kl_estimate,
     load_policy,
     load_tokenizer,
@@ -104,13 +105,13 @@ class Config:
 # of PRETRAINED suits models of about 0.1 B parameters, larger ones want 1e-6 to 1e-5.
 TINY = {
     "task": "add",
-    "num_steps": 100,
-    "prompts_per_step": 128,
+    "num_steps": 150,
+    "prompts_per_step": 64,
     "max_new_tokens": 5,
-    "rollout_batch_size": 512,
+    "rollout_batch_size": 256,
     "learning_rate": 1e-3,
-    "micro_batch_size": 512,
-    "eval_every": 25,
+    "micro_batch_size": 256,
+    "eval_every": 30,
     "num_eval_prompts": 512,
 }
 PRETRAINED = {
@@ -140,10 +141,7 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     known = ~groups.isnan()
     others = known.sum(dim=1, keepdim=True) - 1
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
-    # Rounding in the sum would leave a group of equals with advantages that only look like 0.
-    lowest = groups.masked_fill(~known, torch.inf).amin(dim=1, keepdim=True)
-    highest = groups.masked_fill(~known, -torch.inf).amax(dim=1, keepdim=True)
-    return (groups - baseline).masked_fill(~known | (lowest >= highest), 0).flatten()
+    return (groups - baseline).masked_fill(~known | is_flat(groups), 0).flatten()
 
 
 def normalize(advantages: Tensor, known: Tensor) -> Tensor:

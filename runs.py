@@ -31,7 +31,15 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from common import Fault, InputError, adapter_base, context_length, first_line, masked_mean
+from common import (
+    Fault,
+    InputError,
+    adapter_base,
+    context_length,
+    first_line,
+    is_flat,
+    masked_mean,
+)
 from sampling import Rollout, generate
 from tasks import Task, encode_prompts, prompt_tokens, score, verify
 
@@ -249,12 +257,11 @@ def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
     teach nothing but the KL.
     """
     groups = scores.cpu().view(-1, num_generations)
-    known = [group[~group.isnan()] for group in groups]
-    flat = [len(group) == 0 or bool(group.min() == group.max()) for group in known]
-    stds = [0.0 if is_flat else float(group.std()) for group, is_flat in zip(known, flat)]
+    flat = is_flat(groups).squeeze(1)
+    stds = [group[~group.isnan()].std().item() for group in groups[~flat]]
     return {
-        "reward/std_within_group": sum(stds) / len(stds),
-        "reward/frac_flat_groups": sum(flat) / len(flat),
+        "reward/std_within_group": sum(stds) / len(groups),
+        "reward/frac_flat_groups": flat.float().mean().item(),
     }
 
 
