@@ -121,11 +121,11 @@ class Config:
 # of PRETRAINED suits models of about 0.1 B parameters, larger ones want 1e-6 to 1e-5.
 TINY = {
     "task": "add",
-    "num_steps": 150,
+    "num_steps": 180,
     "prompts_per_step": 32,
     "max_new_tokens": 5,
     "rollout_batch_size": 256,
-    "learning_rate": 1e-3,
+    "learning_rate": 7e-4,
     "micro_batch_size": 256,
     "eval_every": 30,
     "num_eval_prompts": 512,
