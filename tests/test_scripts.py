@@ -418,3 +418,15 @@ def test_every_flag_has_a_help_text_and_the_common_ones_the_same_in_all_scripts(
     differ = {name for name in common if len({fields[name] for fields in texts}) > 1}
     assert differ <= {"num_generations", "kl_coef", "clip_range", "output_dir"}
     assert len(common) > 25
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_every_command_in_the_header_is_understood(script):
+    text = script.__doc__.replace("\\\n", " ")
+    commands = [line.split("#")[0].split() for line in text.split("\n") if "  python " in line]
+    assert len(commands) >= 3
+    for _, name, *flags in commands:
+        assert name == f"{script.__name__}.py"
+        config = runs.parse_flags(script.Config, "", flags)
+        runs.apply_defaults(config, script.TINY)
+        runs.check_flags(config)
