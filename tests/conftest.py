@@ -91,6 +91,7 @@ def make_rollout(
     completions: list[list[int]],
     extra_left: int = 0,
     extra_right: int = 0,
+    eos: int = EOS,
 ) -> Rollout:
     """A rollout of ragged prompts and completions, EOS included, with more padding at will."""
     width = max(map(len, prompts)) + extra_left
@@ -108,7 +109,7 @@ def make_rollout(
         attention_mask=torch.cat([prompt_mask, mask], dim=1),
         completion_mask=mask,
         logprobs=torch.zeros(mask.shape),
-        finished=torch.tensor([c[-1] == EOS for c in completions]),
+        finished=torch.tensor([c[-1] == eos for c in completions]),
     )
 
 
