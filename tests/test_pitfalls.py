@@ -1,0 +1,644 @@
+"""One test per known mistake in systems like this one, named after it; where it was seen, and how.
+
+Threads are huggingface/trl unless another repository is named.
+"""
+
+import copy
+import inspect
+import json
+import math
+import random
+
+import pytest
+import torch
+from conftest import (
+    EOS,
+    RAGGED,
+    byte_tokenizer,
+    letter_tokenizer,
+    make_rollout,
+    save_model,
+    small_gpt2,
+    small_llama,
+)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
+
+import grpo
+import ppo
+import rloo
+from common import (
+    InputError,
+    ValueModel,
+    add_adapter,
+    completion_logprobs,
+    completion_values,
+    disable_dropout,
+    gae,
+    kl_estimate,
+    load_policy,
+    masked_mean,
+    masked_whiten,
+    reference,
+    token_entropy,
+    token_logprobs,
+)
+from grpo import group_advantages, grpo_loss
+from ppo import policy_loss, shape_rewards
+from rloo import rloo_advantages, rloo_loss
+from runs import Meter, parse_flags
+from sampling import completion_mask, draw, generate
+from tasks import RewardModel, Task, prompt_tokens, score
+
+SCRIPTS = [ppo, grpo, rloo]
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "cispo"]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def losses(logprobs, old, advantages, mask) -> dict[str, torch.Tensor]:
+    """The scalar loss of each script and loss type on the same rows."""
+    per_token = policy_loss(logprobs, old, advantages[:, None].expand_as(old), 0.2) * mask
+    options = {"clip_range": 0.2, "clip_range_high": 1.5, "max_new_tokens": mask.shape[1]}
+    return {
+        "ppo": per_token.sum() / mask.sum().clamp(min=1),
+        "rloo": rloo_loss(logprobs, old, advantages, mask, clip_range=0.2),
+    } | {
+        loss_type: grpo_loss(logprobs, old, advantages, mask, loss_type=loss_type, **options)
+        for loss_type in LOSS_TYPES
+    }
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
+def job(request, make_job):
+    return make_job(request.param)
+
+
+# --- Masks, padding, EOS ---
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", *LOSS_TYPES])
+def test_01_masks_inferred_from_ids_drop_eos_where_pad_equals_eos(name):
+    """#4970, #3091: `ids != pad` takes EOS out of the loss. Also tiny-grpo, nanochat."""
+    plain = make_rollout([[1, EOS, 2], [3]], [[5, EOS], [6, 7, EOS]], extra_right=2)
+    pad_is_eos = copy.deepcopy(plain)
+    pad_is_eos.tokens = plain.tokens.masked_fill(~plain.attention_mask, EOS)
+    values = []
+    for rollout in (plain, pad_is_eos):
+        logprobs = completion_logprobs(small_gpt2(), rollout, 0.7)
+        logprobs.retain_grad()
+        loss = losses(logprobs, logprobs.detach(), torch.ones(2), rollout.completion_mask)[name]
+        loss.backward()
+        assert logprobs.grad[0, 1] != 0 and logprobs.grad[1, 2] != 0  # the two EOS
+        assert (logprobs.grad[~rollout.completion_mask] == 0).all()
+        values.append((logprobs.detach(), loss.item()))
+    assert torch.allclose(values[0][0], values[1][0], atol=1e-6)
+    assert values[0][1] == pytest.approx(values[1][1])
+
+
+def test_02_left_padding_without_position_ids_shifts_learned_positions():
+    """#6800: 34 nats on GPT-2, whose positions are learned. Also minRLHF, rlhf-book."""
+    short = make_rollout([[1, 2, 3]], [[5, 6, EOS]])
+    padded = make_rollout([[1, 2, 3]], [[5, 6, EOS]], extra_left=5)
+    model = small_gpt2()
+    a, b = (completion_logprobs(model, rollout, 1.0) for rollout in (short, padded))
+    assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_03_one_of_several_eos_ids_is_missed():
+    """#7039: with Phi 3.5 and Llama 3 nearly every row counted as truncated."""
+    completions = torch.tensor([[5, 38, 7], [5, 39, 7], [5, 6, 7]])
+    mask = completion_mask(completions, [38, 39])
+    assert mask.tolist() == [[True, True, False], [True, True, False], [True, True, True]]
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", *LOSS_TYPES])
+def test_04_an_empty_completion_divides_by_zero(name):
+    """grpo_trainer.py:3225 divides by a mask that may be empty: EOS alone, or a masked row."""
+    mask = torch.tensor([[1, 0, 0], [0, 0, 0]]).bool()
+    logprobs = randn(2, 3).requires_grad_()
+    loss = losses(logprobs, logprobs.detach(), torch.ones(2).double(), mask)[name]
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad[0, 0] != 0 and (logprobs.grad[1] == 0).all()
+
+
+def test_05_the_score_is_read_at_the_wrong_token(tmp_path):
+    """#5813, #6805: a classifier's head read before EOS, or at a pad, where pad equals EOS."""
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, num_labels=1)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = 256
+    folder = save_model(tmp_path, GPT2ForSequenceClassification(config), byte_tokenizer())
+    model = RewardModel(folder, torch.device("cpu"))
+    texts = ["a", "a longer text", "<|endoftext|>", "ends<|endoftext|>", "no"]
+    together = model([""] * 5, texts)
+    for text, value in zip(texts, together, strict=True):
+        ids = byte_tokenizer()(text).input_ids
+        with torch.no_grad():
+            hidden = model.model.transformer(torch.tensor([ids])).last_hidden_state
+            expected = model.model.score(hidden)[0, -1, 0].item()
+        assert value == pytest.approx(expected, abs=1e-5)
+
+
+def test_06_the_score_sits_in_the_slot_after_eos():
+    """#3750, #5338: with lambda below 1 only a part of it reaches EOS."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    scores = torch.tensor([2.0, 3.0])
+    rewards = shape_rewards(scores, torch.zeros(2, 3), mask, 0.0)
+    every, _ = gae(rewards, torch.zeros(2, 3), mask, 1.0, 1.0)
+    last, _ = gae(rewards, torch.zeros(2, 3), mask, 1.0, 0.0)
+    assert every.tolist() == [[2, 2, 0], [3, 3, 3]]
+    assert last.tolist() == [[0, 2, 0], [0, 0, 3]]
+
+
+@pytest.mark.parametrize("extra", [1, 7])
+def test_07_advantages_and_losses_feel_the_padding(extra):
+    """SkyRL #1305, miles #1827, minRLHF: means and GAE over pads."""
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    logprobs, old, ref, values = (randn(3, 4, seed=s) for s in range(4))
+
+    def numbers(extra: int) -> list[float]:
+        def pad(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, torch.full((3, extra), 9.0, dtype=torch.float64)], dim=1)
+
+        m = torch.cat([mask, torch.zeros(3, extra).bool()], dim=1)
+        rewards = shape_rewards(torch.ones(3), pad(old - ref), m, 0.1)
+        advantages, returns = gae(rewards, pad(values), m, 1.0, 0.95)
+        white = masked_whiten(advantages, m)
+        results = losses(pad(logprobs), pad(old), torch.tensor([1.0, -1, 2]).double(), m)
+        del results["dr_grpo"]  # its constant is max_new_tokens, here the width
+        sums = [advantages.sum(), returns.sum(), (white**3).sum(), masked_mean(pad(old), m)]
+        return [x.item() for x in [*sums, *results.values()]]
+
+    assert numbers(0) == pytest.approx(numbers(extra))
+
+
+# --- Log-probs and sampling ---
+
+
+def test_08_the_temperature_is_missing_from_the_log_probs():
+    """#3029, #4159, open-instruct #1678: the ratio is about 2 before the first update."""
+    model = small_gpt2().eval()
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    rollout = generate(
+        model, prompts, torch.ones_like(prompts), num_generations=8, max_new_tokens=6,
+        temperature=0.7, eos_token_ids=[EOS], pad_token_id=0,
+    )  # fmt: skip
+    logprobs = completion_logprobs(model, rollout, 0.7)
+    assert torch.allclose(logprobs, rollout.logprobs, atol=1e-5)
+    assert not torch.allclose(completion_logprobs(model, rollout, 1.0), rollout.logprobs, atol=0.1)
+
+
+def test_09_the_checkpoints_generation_config_leaks_into_sampling():
+    """#5783: temperature 1 counted as unset, and Qwen sampled nearly greedily."""
+    model = small_gpt2().eval()
+    poison = {"temperature": 1e-6, "top_k": 1, "repetition_penalty": 1.3, "do_sample": True}
+    model.generation_config.update(**poison, suppress_tokens=[1, 2, 3])
+    prompt = torch.tensor([[1, 2]])
+    rollout = generate(
+        model, prompt, torch.ones_like(prompt), num_generations=4000, max_new_tokens=1,
+        temperature=2.0, eos_token_ids=[EOS], pad_token_id=0,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    with torch.no_grad():
+        expected = (model(prompt).logits[0, -1] / 2.0).softmax(-1)
+    shares = torch.bincount(rollout.tokens[:, -1], minlength=40) / 4000
+    assert (shares - expected).abs().max() < 0.03
+
+
+def test_10_dropout_that_is_no_module_stays_on():
+    """#2042, LlamaFactory #10779: Llama's attention_dropout is a float, not an nn.Dropout."""
+    model = small_llama(dropout=0.5).train()
+    tokens = torch.arange(12).view(2, 6)
+    assert not torch.equal(model(tokens).logits, model(tokens).logits)
+    disable_dropout(model)
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def test_11_top_k_and_top_p_make_the_kl_negative(job, monkeypatch):
+    """#351, #1161: the sampler is not the policy. The scripts never ask for either."""
+    seen = []
+    original = job.script.generate
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(job.script, "generate", spy)
+    assert job()[0]["objective/kl"] == 0
+    assert seen and not any({"top_k", "top_p"} & set(kwargs) for kwargs in seen)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"top_p": 0.5}])
+def test_11_what_top_k_and_top_p_do_to_the_estimate(options):
+    """The KL to a sharper reference is positive; from the likely tokens alone it looks negative."""
+    model = small_gpt2().eval()
+    prompt = torch.tensor([[1, 2, 3]])
+    rollout = generate(
+        model, prompt, torch.ones_like(prompt), num_generations=200, max_new_tokens=4,
+        eos_token_ids=[EOS], pad_token_id=0, generator=torch.Generator().manual_seed(0), **options,
+    )  # fmt: skip
+    policy = completion_logprobs(model, rollout, 1.0)
+    sharper = completion_logprobs(model, rollout, 0.7)
+    kl = kl_estimate(policy, sharper, "k1").sum(1).mean()
+    assert kl < 0 if options else kl > 0
+
+
+def test_12_old_log_probs_of_the_decode_loop_differ_from_those_of_the_training_forward(job):
+    """#2906, arXiv 2510.26788: in bfloat16 the clip then voids tokens before any update."""
+    assert job(num_epochs=2)[0]["val/ratio_max_dev_first"] < 1e-6
+
+
+def test_13_small_steps_are_lost_in_bfloat16_weights(tmp_path):
+    """#7268: a learning rate of 1e-6 is below the resolution of 8 bits of mantissa."""
+    small_gpt2().bfloat16().save_pretrained(tmp_path)
+    model = load_policy(str(tmp_path))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    completion_logprobs(model, RAGGED, 1.0).sum().backward()
+    optimizer.step()
+    moved = [(p != b)[p.grad != 0] for p, b in zip(model.parameters(), before, strict=True)]
+    assert torch.cat(moved).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_14_log_probs_drift_with_the_batch_shape(make):
+    """transformers #25420: with other padding, other kernels."""
+    model = make().eval()
+    whole = completion_logprobs(model, RAGGED, 1.0)
+    for i in range(len(RAGGED.tokens)):
+        alone = completion_logprobs(model, RAGGED[i : i + 1], 1.0)
+        assert torch.allclose(alone, whole[i : i + 1], atol=1e-5)
+
+
+def test_15_the_fast_log_softmax_of_half_precision_is_not_that_of_float32():
+    """#7125, #2773: a softmax over a large vocabulary in bfloat16 is off by percents."""
+    logits = 5 * randn(2, 3, 1000).bfloat16()
+    tokens = torch.randint(1000, (2, 3), generator=torch.Generator().manual_seed(0))
+    expected = logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    assert torch.equal(token_logprobs(logits, tokens), expected)
+
+
+# --- Losses and gradients ---
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch(loss_type):
+    """#2617, #5619, #6369: each micro-batch normalised by itself."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]] * 4).bool()
+    old, advantages = randn(8, 4, seed=1), torch.linspace(-1, 2, 8).double()
+    options = {"clip_range": 0.2, "clip_range_high": 1.5, "loss_type": loss_type}
+    options |= {"max_new_tokens": 4, "num_rows": 8, "num_tokens": mask.sum()}
+    gradients = []
+    for size in (8, 4, 2, 1):
+        logprobs = randn(8, 4).requires_grad_()
+        for start in range(0, 8, size):
+            rows = slice(start, start + size)
+            grpo_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], **options).backward()
+        gradients.append(logprobs.grad)
+    assert all(torch.allclose(g, gradients[0], atol=1e-12) for g in gradients)
+
+
+def test_17_num_mini_batches_adds_no_optimiser_steps(job, monkeypatch):
+    """#5645, #321."""
+    steps = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *args: steps.append(1) or step(self, *args)
+    )
+    job(num_steps=2, num_epochs=3, num_mini_batches=4)
+    assert len(steps) == 2 * 3 * 4
+
+
+def test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0():
+    """open-instruct #530, #534: descending k3, and nothing else, must lower the exact KL."""
+    ref = torch.tensor([0.7, 0.2, 0.08, 0.02]).log()
+    logits = torch.zeros(4, requires_grad=True)
+    optimizer = torch.optim.SGD([logits], lr=0.2)
+    generator = torch.Generator().manual_seed(0)
+
+    def exact() -> float:
+        logp = logits.log_softmax(-1)
+        return (logp.exp() * (logp - ref)).sum().item()
+
+    before = exact()
+    for _ in range(150):
+        probs = logits.detach().softmax(-1)
+        drawn = torch.multinomial(probs, 64, replacement=True, generator=generator)[:, None]
+        logprobs = logits.log_softmax(-1)[drawn]
+        options = {"ref_logprobs": ref[drawn], "kl_coef": 1.0, "clip_range": 0.2}
+        loss = grpo_loss(
+            logprobs, logprobs.detach(), torch.zeros(64), torch.ones_like(drawn), **options
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert before > 0.6 and exact() < 0.1
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, rloo_advantages])
+@pytest.mark.parametrize("group_size", [2, 8, 12, 16])
+def test_19_a_group_of_equal_rewards_gets_an_advantage_of_rounding_errors(advantages, group_size):
+    """#4158: 7428. rlhf-book, policy-gradients, tiny-grpo: .4 to .9. NeMo-RL #1518: a million."""
+    for reward in (0.0, 0.1, 0.3, 0.7, 1.1):
+        assert (advantages(torch.full((group_size,), reward), group_size) == 0).all()
+    with pytest.raises(ValueError, match="a group needs 2 or more"):
+        advantages(torch.ones(4), 1)
+
+
+def test_20_a_missing_reward_counts_as_0_and_a_short_list_goes_unnoticed():
+    """#5902, #5775."""
+    rewards = torch.tensor([1.0, math.nan, 3.0])
+    assert group_advantages(rewards, 3, "none").tolist() == [-1, 0, 1]
+    assert rloo_advantages(rewards, 3).tolist() == [-2, 0, 2]
+    rollout = make_rollout([[1], [2]], [[3, EOS], [4, EOS]])
+    task = Task([], [], [lambda completions: [1.0]], [1.0])
+    with pytest.raises(InputError, match="returned 1 values for 2 completions"):
+        score(task, [{"prompt": "a"}, {"prompt": "b"}], rollout, letter_tokenizer())
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, rloo_advantages])
+def test_21_groups_are_mixed_up(advantages):
+    """#2961, #3725: a reward that the prompt alone decides must give advantage 0 everywhere."""
+    assert (advantages(torch.arange(5.0).repeat_interleave(4), 4) == 0).all()
+
+
+def test_22_max_grad_norm_is_ignored(job, monkeypatch):
+    """#3961: TRL's PPO had the flag and never clipped."""
+    steps = []
+    step = torch.optim.AdamW.step
+
+    def spy(self, *args):
+        grads = [p.grad.flatten() for group in self.param_groups for p in group["params"]]
+        steps.append(torch.cat(grads).norm().item())
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    flags = {"scale_rewards": "none"} if job.script is grpo else {}
+    job(reward=f"{job.folder.parent}/reward.py:huge", max_grad_norm=0.25, **flags)
+    assert max(steps) <= 0.25 * (1 + 1e-4)
+
+
+def test_23_the_learning_rate_counts_another_unit_than_the_loop(job):
+    """SkyRL #872, open-instruct #537: it reached 0 early, or never."""
+    rates = [line["lr"] for line in job(num_steps=4, learning_rate=0.4, num_epochs=2)[:-1]]
+    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+def test_24_the_ratio_is_not_1_before_the_first_update(job):
+    """#454, trlx #107; with dropout 0.1 in the checkpoint, as gpt2 has (CS285, minChatGPT)."""
+    assert job(num_epochs=2, num_mini_batches=2)[0]["val/ratio_max_dev_first"] < 1e-6
+
+
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_25_logits_or_values_are_read_one_token_off(make):
+    """Against a loop that reads one more token at a time."""
+    model = make().eval()
+    value_model = ValueModel.on_backbone_of(model).eval()
+    torch.nn.init.normal_(value_model.head.weight)
+    prompt, completion = [1, 2, 3], [5, 6, EOS]
+    rollout = make_rollout([prompt], [completion])
+    logprobs = completion_logprobs(model, rollout, 1.0)[0]
+    values = completion_values(value_model, rollout)[0]
+    for t, token in enumerate(completion):
+        seen = torch.tensor([prompt + completion[:t]])
+        logits = model(seen).logits[0, -1]
+        assert logprobs[t].item() == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-5)
+        value = value_model(seen, torch.ones_like(seen))[0, -1]
+        assert values[t].item() == pytest.approx(value.item(), abs=1e-5)
+
+
+# --- Models ---
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_26_the_reference_is_not_the_policy_that_the_run_starts_from(kind):
+    """#1193, #3194: read again by name, or the base model under an adapter that was trained."""
+    policy = small_llama()
+    policy = add_adapter(policy, 4) if kind == "adapter" else policy
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.05)
+    with reference(policy, 0.1) as model:
+        assert not model.training and not any(p.requires_grad for p in model.parameters())
+        kl = completion_logprobs(policy.eval(), RAGGED, 1.0) - completion_logprobs(
+            model, RAGGED, 1.0
+        )
+    assert (kl == 0).all()
+
+
+def test_27_gradient_checkpointing_switches_the_cache_off_while_sampling(monkeypatch):
+    """#2653, #3683: generation became quadratic, and the state was not restored on errors."""
+    model = small_gpt2().train()
+    model.gradient_checkpointing_enable()
+    lengths, forward = [], type(model).forward
+
+    def spy(self, *args, **kwargs):
+        lengths.append(kwargs["input_ids"].shape[1])
+        if len(lengths) == 4:
+            raise RuntimeError("out of something")
+        return forward(self, *args, **kwargs)
+
+    spy.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(type(model), "forward", spy)
+    prompt = torch.tensor([[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="out of something"):
+        generate(
+            model, prompt, torch.ones_like(prompt), max_new_tokens=9, eos_token_ids=[],
+            pad_token_id=0,
+        )  # fmt: skip
+    assert lengths == [3, 1, 1, 1]
+    assert model.training and model.is_gradient_checkpointing
+
+
+def test_28_the_value_head_starts_at_random():
+    """#1063, trlx #203: the first advantages are noise. And it is not the policy's backbone."""
+    policy = small_gpt2()
+    value_model = ValueModel.on_backbone_of(policy)
+    assert (completion_values(value_model, RAGGED) == 0).all()
+    assert not {p.data_ptr() for p in policy.parameters()} & {
+        p.data_ptr() for p in value_model.parameters()
+    }
+
+
+def test_29_what_is_saved_is_not_what_was_trained(job, monkeypatch):
+    """#3293: saved and loaded again, the model gives the same logits."""
+    kept = []
+    original = job.script.load_policy
+    monkeypatch.setattr(job.script, "load_policy", lambda *a: kept.append(original(*a)) or kept[0])
+    job(num_steps=2, learning_rate=0.01)
+    tokens = torch.arange(12).view(2, 6)
+    again = AutoModelForCausalLM.from_pretrained(job.folder / "model").eval()
+    assert torch.equal(again(tokens).logits, kept[0].eval()(tokens).logits)
+
+
+# --- Metrics ---
+
+
+def test_31_metrics_average_over_padding():
+    """#2022, #6121: entropies below 0, ratios pulled to 1."""
+    model = small_gpt2().eval()
+    means = []
+    for extra in (0, 6):
+        rollout = make_rollout([[1, 2], [3]], [[5, EOS], [6, 7, 8, EOS]], extra, extra)
+        logprobs, entropy = completion_logprobs(model, rollout, 1.0, with_entropy=True)
+        meter = Meter()
+        meter.add("entropy", entropy, rollout.completion_mask)
+        meter.add("logprob", logprobs, rollout.completion_mask)
+        means.append(meter.means())
+        assert 0 < means[-1]["entropy"] < math.log(40)
+    assert means[0] == pytest.approx(means[1], rel=1e-4)
+
+
+def test_32_means_of_means_and_the_last_micro_batch_alone_are_logged(job):
+    """#6380, #7012; GRPO-Zero and CleanRL log the last micro-batch."""
+    flags = {"temperature": 3.0, "completions": 16, "num_epochs": 1, "num_mini_batches": 1}
+    lines = [job(micro_batch_size=size, **flags)[0] for size in (16, 5)]
+    for name in ("policy/entropy_avg", "loss/policy_avg", "val/ratio"):
+        assert lines[0][name] == pytest.approx(lines[1][name], abs=1e-5), name
+
+
+def test_33_decoded_text_is_encoded_again():
+    """#5242: other ids than those that were sampled. The reward gets the sampled ones."""
+    seen = {}
+
+    def reward(completions, completion_ids, **columns):
+        seen["ids"], seen["texts"] = completion_ids, completions
+        return [0.0] * len(completions)
+
+    rollout = make_rollout([[1], [2]], [[0, 0, 19], [3, 19]])
+    score(Task([], [], [reward], [1.0]), [{"prompt": "a"}] * 2, rollout, letter_tokenizer())
+    assert seen["ids"] == [[0, 0, 19], [3, 19]] and seen["texts"] == ["  ", "c"]
+
+
+# --- Seen in other educational code ---
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_negated_and_k3_with_the_ratio_upside_down(estimator):
+    """rlhf-book: tests of non-negativity pass either way, an exact expectation does not."""
+    policy, ref = torch.tensor([0.7, 0.2, 0.08, 0.02]).double(), torch.full((4,), 0.25).double()
+    expected = (policy * kl_estimate(policy.log(), ref.log(), estimator)).sum().item()
+    assert expected == pytest.approx(0.5344, abs=1e-4)
+
+
+def test_dr_grpo_still_divides_by_each_length():
+    """rlhf-book utils.py:140, policy-gradients train.py:73."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    logprobs = torch.zeros(2, 4, requires_grad=True)
+    args = torch.zeros(2, 4), torch.ones(2), mask
+    grpo_loss(logprobs, *args, clip_range=0.2, loss_type="dr_grpo", max_new_tokens=4).backward()
+    assert logprobs.grad[0].sum() == 2 * logprobs.grad[1].sum()
+
+
+def test_inputs_are_changed_in_place():
+    """nano-aha-moment utils.py:190: labels overwritten through a view."""
+    tensors = [randn(2, 4, seed=s) for s in range(4)]
+    mask, rewards = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]), torch.tensor([1.0, 2.0])
+    before = copy.deepcopy([*tensors, mask, rewards])
+    a, b, c, d = tensors
+    masked_whiten(a, mask), masked_mean(a, mask), kl_estimate(a, b, "k3")
+    gae(a, b, mask, 0.9, 0.9), shape_rewards(rewards, a, mask, 0.1)
+    losses(a, b, rewards.double(), mask.bool()), policy_loss(a, b, c, 0.2)
+    ppo.value_loss(a, b, d, 0.2)
+    group_advantages(rewards, 2), rloo_advantages(rewards, 2)
+    for x, y in zip([*tensors, mask, rewards], before, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_few_likely_tokens_are_all_that_is_ever_drawn():
+    """top_k 50 by default in nanochat and rlhf-book, and in a generation_config left alone."""
+    uniform = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+    drawn, logprobs = draw(torch.zeros(2000, 1000), uniform)
+    assert len(drawn.unique()) > 500
+    assert torch.allclose(logprobs, torch.tensor(1 / 1000).log())
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.5])
+def test_minimum_for_maximum_where_the_advantage_is_negative(ratio, advantage):
+    """rasbt 7_5_plus_kl.py:220: the gradient was stopped where it was needed."""
+    stopped = (ratio > 1) == (advantage > 0)
+    for script in ("ppo", "grpo", "rloo"):
+        logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+        value = losses(
+            logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1).bool()
+        )[script]
+        if script == "grpo":  # the one above has another upper side
+            args = torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1)
+            value = grpo_loss(logprobs, *args, clip_range=0.2)
+        value.backward()
+        expected = 0.0 if stopped else -advantage * ratio
+        assert logprobs.grad.item() == pytest.approx(expected)
+
+
+def test_whitening_adds_the_mean_back_or_goes_row_by_row():
+    """torchtune, minRLHF: two one-token rows with rewards 0 and 1 must get opposite advantages."""
+    x, mask = torch.tensor([[0.0, 9.0], [1.0, 9.0]]), torch.tensor([[1, 0], [1, 0]])
+    white = masked_whiten(x, mask)
+    assert white[0, 0] == -white[1, 0] and white[1, 0] > 0
+    assert masked_mean(white, mask) == 0 and (white[:, 1] == 0).all()
+
+
+def test_returns_depend_on_the_whitening(job, monkeypatch):
+    """RLHF_in_notebooks: computed after it, the value model learns whitened rewards."""
+    if job.script is not ppo:
+        return
+    seen = []
+    original = ppo.value_loss
+    monkeypatch.setattr(
+        ppo, "value_loss", lambda v, o, r, c: seen.append((v, r)) or original(v, o, r, c)
+    )
+    job(kl_coef=0, lam=1.0, num_epochs=1)
+    returns = torch.cat([r for _, r in seen])
+    # With lambda 1 and no KL the return of every token is the score, a whole number.
+    assert torch.allclose(returns, returns.round(), atol=1e-5) and returns.abs().max() >= 1
+
+
+def test_a_chat_template_and_the_tokenizer_both_write_bos():
+    """tiny-grpo, rlhf-book, nanoGRPO."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ids = prompt_tokens(tokenizer, [{"role": "user", "content": "hello"}])
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_misspelt_flag_is_silently_ignored(script):
+    """rlhf-book: pydantic dropped it."""
+    with pytest.raises(InputError, match="did you mean --num_generations"):
+        parse_flags(script.Config, "", ["--num_generation", "4"])
+
+
+def test_gae_runs_over_padding_to_the_end_of_the_row():
+    """minRLHF buffer.py:174: the terminal state was the last pad. Against the double sum."""
+    rng = random.Random(0)
+    for _ in range(20):
+        length, width = rng.randint(1, 6), 6
+        rewards, values = randn(1, width, seed=length), randn(1, width, seed=length + 9)
+        mask = (torch.arange(width) < length)[None]
+        advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
+        v = [*values[0, :length].tolist(), 0.0]
+        delta = [rewards[0, t].item() + 0.9 * v[t + 1] - v[t] for t in range(length)]
+        expected = [
+            sum((0.9 * 0.8) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)
+        ]
+        assert advantages[0].tolist() == pytest.approx([*expected, *[0.0] * (width - length)])
+        assert returns[0, :length].tolist() == pytest.approx(
+            [a + b for a, b in zip(expected, v, strict=False)]
+        )
+
+
+def test_a_nan_loss_is_skipped_without_a_word(job, monkeypatch):
+    """rlhf-book, tiny-grpo: it must stop the run, and name the step."""
+    names = {ppo: "policy_loss", grpo: "grpo_loss", rloo: "rloo_loss"}
+    original = getattr(job.script, names[job.script])
+    monkeypatch.setattr(job.script, names[job.script], lambda *a, **k: original(*a, **k) * math.nan)
+    with pytest.raises(Exception, match="step 0: the gradient is nan"):
+        job()
+    assert json.loads((job.folder / "config.json").read_text())
+
+
+def test_an_entropy_of_a_token_of_probability_0_is_nan():
+    logits = torch.tensor([[[0.0, -torch.inf, 0.0]]])
+    assert token_entropy(logits).item() == pytest.approx(math.log(2))
