@@ -31,6 +31,13 @@ VOCAB = 40
 EOS = 39
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`pytest -m fast` runs all that is not marked slow."""
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            item.add_marker("fast")
+
+
 def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(

@@ -19,6 +19,7 @@ from common import (
     gae,
     kl_estimate,
     load_policy,
+    load_tokenizer,
     masked_mean,
     masked_whiten,
     pick_device,
@@ -114,6 +115,55 @@ def test_k1_and_k3_are_unbiased_for_the_kl_of_policy_to_reference(estimator):
     assert expectation == pytest.approx(KL, abs=1e-9)
 
 
+@pytest.mark.slow
+def test_the_estimators_are_right_on_every_answer_that_the_tiny_model_can_give():
+    """By enumeration, no sampling: E[k1] = E[k3] = the exact KL of the answers, E[k2] is not."""
+    policy = load_policy("tiny").double()
+    ref = copy.deepcopy(policy)
+    with torch.no_grad():
+        for p in ref.parameters():
+            p.mul_(0.97)
+    tokenizer = load_tokenizer("tiny")
+    prompt, eos = tokenizer("12+34=").input_ids, tokenizer.eos_token_id
+    others = [token for token in range(len(tokenizer)) if token != eos]
+    answers = [[eos]] + [[a, b] for a in others for b in range(len(tokenizer))]
+    rollout = make_rollout([prompt] * len(answers), answers)
+
+    def logprobs(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return completion_logprobs(model, rollout, 1.0, 1000)
+
+    def next_log_p(model: torch.nn.Module, written: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([prompt + written])).logits[0, -1].log_softmax(-1)
+
+    def exact(written: list[int], depth: int) -> float:
+        """The KL of what follows, by the chain rule."""
+        log_p, log_q = next_log_p(policy, written), next_log_p(ref, written)
+        total = (log_p.exp() * (log_p - log_q)).sum().item()
+        if depth > 1:
+            total += sum(log_p[t].exp().item() * exact([*written, t], depth - 1) for t in others)
+        return total
+
+    log_p, log_q = logprobs(policy), logprobs(ref)
+    weights = log_p.sum(1).exp()
+    assert weights.sum().item() == pytest.approx(1, abs=1e-9)
+    truth = exact([], 2)
+    means = {
+        k: (weights * kl_estimate(log_p, log_q, k).sum(1)).sum().item() for k in ("k1", "k2", "k3")
+    }
+    assert truth > 1e-3
+    assert means["k1"] == pytest.approx(truth, rel=1e-6)
+    assert means["k3"] == pytest.approx(truth, rel=1e-6)
+    assert abs(means["k2"] / truth - 1) > 1e-3
+
+
+def test_the_gradient_of_log_probs_and_entropy_equals_finite_differences():
+    logits, tokens = random(2, 3, 5).requires_grad_(), torch.tensor([[0, 1, 2], [4, 3, 0]])
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, tokens), (logits,))
+    assert torch.autograd.gradcheck(token_entropy, (logits,))
+
+
 def test_k2_is_half_the_squared_log_ratio_and_second_order_right():
     d = torch.tensor([0.3, -0.2])
     assert torch.allclose(kl_estimate(d, torch.zeros(2), "k2"), d**2 / 2)
@@ -159,6 +209,12 @@ def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
     expected = brute_force_gae(rewards, values, MASK, gamma, lam)
     assert torch.allclose(advantages, expected)
     assert torch.allclose(returns, (expected + values) * MASK)
+
+
+def test_advantages_and_returns_are_0_wherever_the_mask_is_also_in_the_middle_of_a_row():
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
+    advantages, returns = gae(torch.ones(2, 3), torch.ones(2, 3), mask, 0.9, 0.9)
+    assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
 
 
 def test_garbage_at_padding_never_reaches_advantages_or_returns():
@@ -305,6 +361,14 @@ def test_after_disable_dropout_two_training_forwards_are_bit_identical(name, att
 def test_a_fresh_value_model_predicts_exactly_0(small_model):
     values = completion_values(ValueModel.on_backbone_of(small_model), RAGGED)
     assert (values == 0).all()
+
+
+def test_a_value_model_on_a_frozen_reward_model_trains_all_its_weights_and_copies_them():
+    reward_model = small_gpt2().requires_grad_(False)
+    value_model = ValueModel.on_backbone_of(reward_model)
+    assert all(p.requires_grad for p in value_model.parameters())
+    memory = {p.data_ptr() for p in reward_model.parameters()}
+    assert not memory & {p.data_ptr() for p in value_model.parameters()}
 
 
 def test_the_value_model_shares_no_weight_with_the_policy(small_model):

@@ -115,6 +115,26 @@ def test_top_k_makes_the_estimate_of_a_positive_kl_negative(small_model):
         assert low < kl < high, top_k
 
 
+def test_top_k_keeps_the_k_likeliest_tokens_and_no_other():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(500, 4)
+    uniform = torch.rand(500, generator=torch.Generator().manual_seed(0))
+    drawn, logprobs = draw(logits, uniform, top_k=3)
+    assert sorted(drawn.unique().tolist()) == [1, 2, 3]
+    kept = torch.tensor([-torch.inf, 3.0, 1.0, 2.0]).log_softmax(-1)
+    assert torch.allclose(logprobs, kept[drawn])
+
+
+def test_a_model_in_evaluation_mode_stays_in_it_and_one_in_training_mode_too(small_model):
+    prompt = torch.tensor([[1, 2]])
+    for mode in (True, False):
+        small_model.train(mode)
+        generate(
+            small_model, prompt, torch.ones_like(prompt), max_new_tokens=2, eos_token_ids=[],
+            pad_token_id=0,
+        )  # fmt: skip
+        assert small_model.training is mode
+
+
 def test_top_k_1_is_greedy_and_equals_the_library(small_model):
     small_model.generation_config.pad_token_id = 0
     ours = sample(small_model, top_k=1)

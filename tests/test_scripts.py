@@ -384,11 +384,13 @@ def learn(job, **flags) -> tuple[float, float]:
     return sum(scores[:5]) / 5, sum(scores[-5:]) / 5
 
 
+@pytest.mark.slow
 def test_training_raises_the_reward(job):
     before, after = learn(job)
     assert after > before + 0.3
 
 
+@pytest.mark.slow
 def test_with_shuffled_advantages_the_reward_does_not_rise(job, monkeypatch):
     """The twin of the test above: what it measured is credit assignment, not drift."""
     generator = torch.Generator().manual_seed(0)

@@ -31,6 +31,7 @@ from sampling import Rollout
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
 datasets = pytest.importorskip("datasets")
 
+pytestmark = pytest.mark.slow
 EOS, T, TEMPERATURE = 19, 5, 0.7
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 COMPLETIONS = [
