@@ -457,7 +457,7 @@ def _load_causal(name: str) -> PreTrainedModel:
     fault = f"--model {name}: not a causal language model,"
     if missing:
         raise InputError(f"{fault} its checkpoint has no {missing[0]}")
-    if not any(p.requires_grad for p in model.parameters()):  # transformers put one on its base
+    if hasattr(model, "peft_config"):  # transformers put it on its base, to be read only
         raise InputError(f"--model {name}: is an adapter, download it and give its folder")
     # Reading two rows that differ in their last token only shows what we need of the model.
     vocab_size = model.get_input_embeddings().weight.shape[0]

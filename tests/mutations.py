@@ -21,7 +21,8 @@ REPOSITORY = Path(__file__).parent.parent
 TABLE = REPOSITORY / "docs" / "mutations.md"
 # The quick ones first: most bugs are caught within a second of the tests' start.
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
-test_reference test_scripts test_pitfalls test_runs test_tasks""".split()
+test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
+test_tasks""".split()
 EQUIVALENT: dict[str, str] = {}
 
 # file, text (once in the file), what it becomes, the bug in words

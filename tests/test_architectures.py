@@ -162,6 +162,8 @@ def test_the_value_model_reads_every_architecture(model):
 
 
 def test_it_loads_as_a_policy(model, tmp_path):
+    if transformers.__version__ == "5.0.0" and type(model).__name__.startswith("Apertus"):
+        pytest.skip("transformers 5.0.0 can't load its own Apertus")
     folder = save_model(tmp_path, model, letter_tokenizer())
     tokens = torch.arange(10).view(2, 5)
     with torch.no_grad():
