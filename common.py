@@ -291,7 +291,7 @@ class ValueModel(nn.Module):
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)
-        return cls(backbone, width).to(model.device)
+        return cls(backbone, width).to(model.device, model.dtype)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """tokens (B, L), attention_mask (B, L) -> values (B, L)."""

@@ -90,8 +90,9 @@ def test_01_masks_inferred_from_ids_drop_eos_where_pad_equals_eos(name):
         logprobs.retain_grad()
         loss = losses(logprobs, logprobs.detach(), torch.ones(2), rollout.completion_mask)[name]
         loss.backward()
-        assert logprobs.grad[0, 1] != 0 and logprobs.grad[1, 2] != 0  # the two EOS
-        assert (logprobs.grad[~rollout.completion_mask] == 0).all()
+        eos_gradients = logprobs.grad[0, 1], logprobs.grad[1, 2]
+        assert all(eos_gradients), "the EOS token is not in the mask?"
+        assert (logprobs.grad[~rollout.completion_mask] == 0).all(), "padding is in the loss?"
         values.append((logprobs.detach(), loss.item()))
     assert torch.allclose(values[0][0], values[1][0], atol=1e-6)
     assert values[0][1] == pytest.approx(values[1][1])
@@ -103,14 +104,15 @@ def test_02_left_padding_without_position_ids_shifts_learned_positions():
     padded = make_rollout([[1, 2, 3]], [[5, 6, EOS]], extra_left=5)
     model = small_gpt2()
     a, b = (completion_logprobs(model, rollout, 1.0) for rollout in (short, padded))
-    assert torch.allclose(a, b, atol=1e-5)
+    assert torch.allclose(a, b, atol=1e-5), "position ids not counted from the attention mask?"
 
 
 def test_03_one_of_several_eos_ids_is_missed():
     """#7039: with Phi 3.5 and Llama 3 nearly every row counted as truncated."""
     completions = torch.tensor([[5, 38, 7], [5, 39, 7], [5, 6, 7]])
-    mask = completion_mask(completions, [38, 39])
-    assert mask.tolist() == [[True, True, False], [True, True, False], [True, True, True]]
+    mask = completion_mask(completions, [38, 39]).long().tolist()
+    expected = [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask == expected, "the EOS token is not in the mask, or only one EOS id counts?"
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", *LOSS_TYPES])
@@ -146,8 +148,8 @@ def test_06_the_score_sits_in_the_slot_after_eos():
     rewards = shape_rewards(scores, torch.zeros(2, 3), mask, 0.0)
     every, _ = gae(rewards, torch.zeros(2, 3), mask, 1.0, 1.0)
     last, _ = gae(rewards, torch.zeros(2, 3), mask, 1.0, 0.0)
-    assert every.tolist() == [[2, 2, 0], [3, 3, 3]]
-    assert last.tolist() == [[0, 2, 0], [0, 0, 3]]
+    assert every.tolist() == [[2, 2, 0], [3, 3, 3]], "the score is not on the last real token?"
+    assert last.tolist() == [[0, 2, 0], [0, 0, 3]], "the score is not on the last real token?"
 
 
 @pytest.mark.parametrize("extra", [1, 7])
@@ -169,7 +171,7 @@ def test_07_advantages_and_losses_feel_the_padding(extra):
         sums = [advantages.sum(), returns.sum(), (white**3).sum(), masked_mean(pad(old), m)]
         return [x.item() for x in [*sums, *results.values()]]
 
-    assert numbers(0) == pytest.approx(numbers(extra))
+    assert numbers(0) == pytest.approx(numbers(extra)), "a sum or a mean over padding?"
 
 
 # --- Log-probs and sampling ---
@@ -184,7 +186,8 @@ def test_08_the_temperature_is_missing_from_the_log_probs():
         temperature=0.7, eos_token_ids=[EOS], pad_token_id=0,
     )  # fmt: skip
     logprobs = completion_logprobs(model, rollout, 0.7)
-    assert torch.allclose(logprobs, rollout.logprobs, atol=1e-5)
+    hint = "logits not divided by the temperature, or read one position off?"
+    assert torch.allclose(logprobs, rollout.logprobs, atol=1e-5), hint
     assert not torch.allclose(completion_logprobs(model, rollout, 1.0), rollout.logprobs, atol=0.1)
 
 
@@ -211,7 +214,8 @@ def test_10_dropout_that_is_no_module_stays_on():
     tokens = torch.arange(12).view(2, 6)
     assert not torch.equal(model(tokens).logits, model(tokens).logits)
     disable_dropout(model)
-    assert torch.equal(model(tokens).logits, model(tokens).logits)
+    hint = "dropout that is a float attribute, not a module, is still on?"
+    assert torch.equal(model(tokens).logits, model(tokens).logits), hint
 
 
 def test_11_top_k_and_top_p_make_the_kl_negative(job, monkeypatch):
@@ -295,7 +299,8 @@ def test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch(loss_type
             rows = slice(start, start + size)
             grpo_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], **options).backward()
         gradients.append(logprobs.grad)
-    assert all(torch.allclose(g, gradients[0], atol=1e-12) for g in gradients)
+    same = all(torch.allclose(g, gradients[0], atol=1e-12) for g in gradients)
+    assert same, "normalised by the rows or tokens of the micro-batch, not of the minibatch?"
 
 
 def test_17_num_mini_batches_adds_no_optimiser_steps(job, monkeypatch):
@@ -332,7 +337,7 @@ def test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert before > 0.6 and exact() < 0.1
+    assert before > 0.6 and exact() < 0.1, "a KL without gradient, or k1 in the loss?"
 
 
 @pytest.mark.parametrize("advantages", [group_advantages, rloo_advantages])
@@ -340,7 +345,8 @@ def test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0():
 def test_19_a_group_of_equal_rewards_gets_an_advantage_of_rounding_errors(advantages, group_size):
     """#4158: 7428. rlhf-book, policy-gradients, tiny-grpo: .4 to .9. NeMo-RL #1518: a million."""
     for reward in (0.0, 0.1, 0.3, 0.7, 1.1):
-        assert (advantages(torch.full((group_size,), reward), group_size) == 0).all()
+        result = advantages(torch.full((group_size,), reward), group_size)
+        assert (result == 0).all(), "a rounding error divided by a std of about 0?"
     with pytest.raises(ValueError, match="a group needs 2 or more"):
         advantages(torch.ones(4), 1)
 
@@ -359,7 +365,8 @@ def test_20_a_missing_reward_counts_as_0_and_a_short_list_goes_unnoticed():
 @pytest.mark.parametrize("advantages", [group_advantages, rloo_advantages])
 def test_21_groups_are_mixed_up(advantages):
     """#2961, #3725: a reward that the prompt alone decides must give advantage 0 everywhere."""
-    assert (advantages(torch.arange(5.0).repeat_interleave(4), 4) == 0).all()
+    result = advantages(torch.arange(5.0).repeat_interleave(4), 4)
+    assert (result == 0).all(), "a group is not the consecutive rows of one prompt?"
 
 
 def test_22_max_grad_norm_is_ignored(job, monkeypatch):
@@ -402,9 +409,10 @@ def test_25_logits_or_values_are_read_one_token_off(make):
     for t, token in enumerate(completion):
         seen = torch.tensor([prompt + completion[:t]])
         logits = model(seen).logits[0, -1]
-        assert logprobs[t].item() == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-5)
-        value = value_model(seen, torch.ones_like(seen))[0, -1]
-        assert values[t].item() == pytest.approx(value.item(), abs=1e-5)
+        expected = logits.log_softmax(-1)[token].item()
+        assert logprobs[t].item() == pytest.approx(expected, abs=1e-5), "one position off?"
+        value = value_model(seen, torch.ones_like(seen))[0, -1].item()
+        assert values[t].item() == pytest.approx(value, abs=1e-5), "the value knows the action?"
 
 
 # --- Models ---
@@ -423,7 +431,7 @@ def test_26_the_reference_is_not_the_policy_that_the_run_starts_from(kind):
         kl = completion_logprobs(policy.eval(), RAGGED, 1.0) - completion_logprobs(
             model, RAGGED, 1.0
         )
-    assert (kl == 0).all()
+    assert (kl == 0).all(), "the reference was read again, or is the base under the adapter?"
 
 
 def test_27_gradient_checkpointing_switches_the_cache_off_while_sampling(monkeypatch):
@@ -518,7 +526,7 @@ def test_k1_negated_and_k3_with_the_ratio_upside_down(estimator):
     """rlhf-book: tests of non-negativity pass either way, an exact expectation does not."""
     policy, ref = torch.tensor([0.7, 0.2, 0.08, 0.02]).double(), torch.full((4,), 0.25).double()
     expected = (policy * kl_estimate(policy.log(), ref.log(), estimator)).sum().item()
-    assert expected == pytest.approx(0.5344, abs=1e-4)
+    assert expected == pytest.approx(0.5344, abs=1e-4), "policy and reference exchanged?"
 
 
 def test_dr_grpo_still_divides_by_each_length():
@@ -568,7 +576,7 @@ def test_minimum_for_maximum_where_the_advantage_is_negative(ratio, advantage):
             value = grpo_loss(logprobs, *args, clip_range=0.2)
         value.backward()
         expected = 0.0 if stopped else -advantage * ratio
-        assert logprobs.grad.item() == pytest.approx(expected)
+        assert logprobs.grad.item() == pytest.approx(expected), "minimum for maximum?"
 
 
 def test_whitening_adds_the_mean_back_or_goes_row_by_row():
