@@ -177,6 +177,7 @@ def record_gradients(monkeypatch) -> list[list[torch.Tensor]]:
     return recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
