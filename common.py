@@ -459,26 +459,37 @@ def _load_causal(name: str) -> PreTrainedModel:
         raise InputError(f"{fault} its checkpoint has no {missing[0]}")
     if hasattr(model, "peft_config"):  # transformers put it on its base, to be read only
         raise InputError(f"--model {name}: is an adapter, download it and give its folder")
-    # Reading two rows that differ in their last token only shows what we need of the model.
+    # Reading two rows that differ in their last token only shows whether it is causal.
     vocab_size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(8).remainder(vocab_size).repeat(2, 1)
     tokens[1, -1] = (tokens[1, -1] + 1) % vocab_size
-    try:
-        cache = DynamicCache(config=model.config)
-        inputs = model_inputs(
-            model, tokens, torch.ones_like(tokens), past_key_values=cache, use_cache=True
-        )
-        with torch.no_grad():
-            logits = model.eval()(**inputs).logits[:, :-1]
-        cache.batch_select_indices(torch.tensor([0, 1]))
-        cached = cache.get_seq_length()
-    except Exception:  # whatever a model of another kind raises
-        cached = 0
-    if cached != tokens.shape[1]:
+    with torch.no_grad():
+        try:
+            logits = model.eval()(**model_inputs(model, tokens, torch.ones_like(tokens))).logits
+            decodes = _decodes_from_its_cache(model, torch.stack([tokens[0], tokens[0].flip(0)]))
+        except Exception:  # whatever a model of another kind raises
+            decodes = False
+    if not decodes:
         raise InputError(f"--model {name}: can't be used, it doesn't decode with a key-value cache")
+    logits = logits[:, :-1]
     if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():  # BERT, say
         raise InputError(f"{fault} its logits depend on later tokens")
     return model
+
+
+def _decodes_from_its_cache(model: PreTrainedModel, tokens: Tensor) -> bool:
+    """Whether the last of tokens (2, L) gets its logits from the cache alone, which is there row by
+    row: exchanging the rows of the cache must exchange the logits. A state kept elsewhere (Mamba,
+    RWKV) doesn't follow when finished rows are dropped.
+    """
+    mask = torch.ones_like(tokens)
+    cache = DynamicCache(config=model.config)
+    options = {"past_key_values": cache, "use_cache": True}
+    model(**model_inputs(model, tokens[:, :-1], mask[:, :-1], **options))
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    last = model(**model_inputs(model, tokens.flip(0)[:, -1:], mask, **options)).logits[:, -1]
+    expected = model(**model_inputs(model, tokens, mask)).logits[:, -1].flip(0)
+    return bool((last - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
 def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
