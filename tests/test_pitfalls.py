@@ -587,11 +587,9 @@ def test_whitening_adds_the_mean_back_or_goes_row_by_row():
     assert masked_mean(white, mask) == 0 and (white[:, 1] == 0).all()
 
 
-def test_returns_depend_on_the_whitening(job, monkeypatch):
+def test_returns_depend_on_the_whitening(make_job, monkeypatch):
     """RLHF_in_notebooks: computed after it, the value model learns whitened rewards."""
-    if job.script is not ppo:
-        return
-    seen = []
+    job, seen = make_job(ppo), []
     original = ppo.value_loss
     monkeypatch.setattr(
         ppo, "value_loss", lambda v, o, r, c: seen.append((v, r)) or original(v, o, r, c)
