@@ -120,6 +120,26 @@ def make_rollout(
     )
 
 
+def more_padding(rollout: Rollout, extra: int) -> Rollout:
+    """The rollout with masked columns on the right that hold garbage: nothing may depend on it."""
+    num_rows = len(rollout.tokens)
+    ids = 1 + torch.arange(num_rows * extra).view(num_rows, extra) % 7
+    off = torch.zeros(num_rows, extra, dtype=torch.bool)
+    return Rollout(
+        tokens=torch.cat([rollout.tokens, ids.to(rollout.tokens)], dim=1),
+        attention_mask=torch.cat([rollout.attention_mask, off], dim=1),
+        completion_mask=torch.cat([rollout.completion_mask, off], dim=1),
+        logprobs=torch.cat([rollout.logprobs, torch.full(off.shape, -7.0)], dim=1),
+        finished=rollout.finished,
+    )
+
+
+def in_float64(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    """The script's policy, and with it its value model and reference, in float64."""
+    load_policy = script.load_policy
+    monkeypatch.setattr(script, "load_policy", lambda *args: load_policy(*args).double())
+
+
 RAGGED = make_rollout(
     prompts=[[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
     completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],

@@ -15,8 +15,10 @@ from conftest import (
     EOS,
     RAGGED,
     byte_tokenizer,
+    in_float64,
     letter_tokenizer,
     make_rollout,
+    more_padding,
     save_model,
     small_gpt2,
     small_llama,
@@ -45,8 +47,8 @@ from common import (
 from grpo import group_advantages, grpo_loss
 from ppo import policy_loss, shape_rewards
 from rloo import rloo_advantages, rloo_loss
-from runs import Meter, parse_flags
-from sampling import completion_mask, draw, generate
+from runs import parse_flags
+from sampling import Rollout, completion_mask, draw, generate
 from tasks import RewardModel, Task, prompt_tokens, score
 
 SCRIPTS = [ppo, grpo, rloo]
@@ -58,13 +60,11 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def losses(logprobs, old, advantages, mask) -> dict[str, torch.Tensor]:
-    """The scalar loss of each script and loss type on the same rows."""
-    per_token = policy_loss(logprobs, old, advantages[:, None].expand_as(old), 0.2) * mask
+    """The scalar loss of RLOO and of each loss type of GRPO on the same rows. That of PPO is made
+    in its loop: see the tests that run it.
+    """
     options = {"clip_range": 0.2, "clip_range_high": 1.5, "max_new_tokens": mask.shape[1]}
-    return {
-        "ppo": per_token.sum() / mask.sum().clamp(min=1),
-        "rloo": rloo_loss(logprobs, old, advantages, mask, clip_range=0.2),
-    } | {
+    return {"rloo": rloo_loss(logprobs, old, advantages, mask, clip_range=0.2)} | {
         loss_type: grpo_loss(logprobs, old, advantages, mask, loss_type=loss_type, **options)
         for loss_type in LOSS_TYPES
     }
@@ -75,27 +75,95 @@ def job(request, make_job):
     return make_job(request.param)
 
 
+@pytest.fixture(params=[grpo, rloo], ids=lambda script: script.__name__)
+def group_job(request, make_job):
+    return make_job(request.param)
+
+
+def spy_on(monkeypatch, module, name: str, after) -> None:
+    """Call after(result, *args) at every call of module.name; what it returns, if anything, takes
+    the place of the result.
+    """
+    original = getattr(module, name)
+
+    def spied(*args, **kwargs):
+        result = original(*args, **kwargs)
+        other = after(result, *args)
+        return result if other is None else other
+
+    monkeypatch.setattr(module, name, spied)
+
+
+def early_stopper(folder, pad_is_eos: bool = False) -> str:
+    """A small model that ends its completions at any of three tokens, so that rows are ragged."""
+    model, tokenizer = small_gpt2(0.1, vocab_size=20), letter_tokenizer()
+    model.generation_config.eos_token_id = [3, 5, 19]
+    tokenizer.pad_token = tokenizer.eos_token if pad_is_eos else None
+    return save_model(folder / "early-stopper", model, tokenizer)
+
+
+def logprobs_of_the_update(monkeypatch, script) -> list[tuple[Rollout, torch.Tensor]]:
+    """(rows, log-probs) of every micro-batch; after the run the log-probs hold their gradient."""
+    seen = []
+
+    def after(result, model, rows, *args):
+        logprobs = result[0] if isinstance(result, tuple) else result
+        if logprobs.requires_grad:
+            logprobs.retain_grad()
+            seen.append((rows, logprobs))
+
+    spy_on(monkeypatch, script, "completion_logprobs", after)
+    return seen
+
+
 # --- Masks, padding, EOS ---
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo", *LOSS_TYPES])
+@pytest.mark.parametrize("name", ["rloo", *LOSS_TYPES])
 def test_01_masks_inferred_from_ids_drop_eos_where_pad_equals_eos(name):
     """#4970, #3091: `ids != pad` takes EOS out of the loss. Also tiny-grpo, nanochat."""
-    plain = make_rollout([[1, EOS, 2], [3]], [[5, EOS], [6, 7, EOS]], extra_right=2)
-    pad_is_eos = copy.deepcopy(plain)
-    pad_is_eos.tokens = plain.tokens.masked_fill(~plain.attention_mask, EOS)
+    prompts, prompt_mask = (
+        torch.tensor([[1, EOS, 2], [0, 0, 3]]),
+        torch.tensor([[1] * 3, [0, 0, 1]]),
+    )
     values = []
-    for rollout in (plain, pad_is_eos):
-        logprobs = completion_logprobs(small_gpt2(), rollout, 0.7)
+    for pad in (0, EOS):
+        model = small_gpt2().eval()
+        rollout = generate(
+            model, prompts, prompt_mask, num_generations=12, max_new_tokens=6, temperature=2.0,
+            eos_token_ids=[EOS], pad_token_id=pad, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        ends = (rollout.tokens[:, 3:] == EOS) & (rollout.tokens[:, 3:] == EOS).cumsum(1).eq(1)
+        assert 3 < ends.any(1).sum() < 24, "no row ended with EOS, or all did"
+        assert rollout.completion_mask[ends].all(), "the EOS token is not in the mask?"
+        logprobs = completion_logprobs(model, rollout, 0.7)
         logprobs.retain_grad()
-        loss = losses(logprobs, logprobs.detach(), torch.ones(2), rollout.completion_mask)[name]
+        loss = losses(logprobs, logprobs.detach(), torch.ones(24), rollout.completion_mask)[name]
         loss.backward()
-        eos_gradients = logprobs.grad[0, 1], logprobs.grad[1, 2]
-        assert all(eos_gradients), "the EOS token is not in the mask?"
+        assert (logprobs.grad[ends] != 0).all(), "the EOS token is not in the loss?"
         assert (logprobs.grad[~rollout.completion_mask] == 0).all(), "padding is in the loss?"
-        values.append((logprobs.detach(), loss.item()))
-    assert torch.allclose(values[0][0], values[1][0], atol=1e-6)
-    assert values[0][1] == pytest.approx(values[1][1])
+        values.append((rollout.completion_mask, logprobs.detach(), loss.item()))
+    assert torch.equal(values[0][0], values[1][0]), "the mask depends on the id of the padding?"
+    assert torch.allclose(values[0][1], values[1][1], atol=1e-6)
+    assert values[0][2] == pytest.approx(values[1][2])
+
+
+def test_01_in_a_run_where_pad_equals_eos_every_eos_token_gets_a_gradient(
+    job, tmp_path, monkeypatch
+):
+    folder = early_stopper(tmp_path, pad_is_eos=True)
+    seen = logprobs_of_the_update(monkeypatch, job.script)
+    job(model=folder, completions=32, temperature=3.0, num_epochs=1, num_mini_batches=1)
+    num_eos = 0
+    for rows, logprobs in seen:
+        width = rows.completion_mask.shape[1]
+        for ids, gradient in zip(rows.tokens[:, -width:].tolist(), logprobs.grad, strict=True):
+            n = next((i + 1 for i, token in enumerate(ids) if token in (3, 5, 19)), width)
+            assert (gradient[n:] == 0).all(), "what follows EOS is in the loss?"
+            if gradient.any():  # the advantage is not 0
+                num_eos += n < width
+                assert (gradient[:n] != 0).all(), "the EOS token is not in the mask of the loss?"
+    assert num_eos > 5, "no row ended with EOS"
 
 
 def test_02_left_padding_without_position_ids_shifts_learned_positions():
@@ -115,14 +183,18 @@ def test_03_one_of_several_eos_ids_is_missed():
     assert mask == expected, "the EOS token is not in the mask, or only one EOS id counts?"
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo", *LOSS_TYPES])
+@pytest.mark.parametrize("name", ["rloo", *LOSS_TYPES])
 def test_04_an_empty_completion_divides_by_zero(name):
-    """grpo_trainer.py:3225 divides by a mask that may be empty: EOS alone, or a masked row."""
-    mask = torch.tensor([[1, 0, 0], [0, 0, 0]]).bool()
-    logprobs = randn(2, 3).requires_grad_()
-    loss = losses(logprobs, logprobs.detach(), torch.ones(2).double(), mask)[name]
-    loss.backward()
-    assert loss.isfinite() and logprobs.grad[0, 0] != 0 and (logprobs.grad[1] == 0).all()
+    """grpo_trainer.py:3225 divides by a mask that may be empty: EOS alone, or a masked row; where
+    truncated completions are masked, a whole minibatch.
+    """
+    for lengths in ([1, 0], [0, 0]):
+        mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+        logprobs = randn(2, 3).requires_grad_()
+        loss = losses(logprobs, logprobs.detach(), torch.ones(2).double(), mask)[name]
+        loss.backward()
+        assert loss.isfinite() and logprobs.grad.isfinite().all(), "divided by a count of 0?"
+        assert (logprobs.grad[~mask] == 0).all() and (logprobs.grad[mask] != 0).all()
 
 
 def test_05_the_score_is_read_at_the_wrong_token(tmp_path):
@@ -172,6 +244,33 @@ def test_07_advantages_and_losses_feel_the_padding(extra):
         return [x.item() for x in [*sums, *results.values()]]
 
     assert numbers(0) == pytest.approx(numbers(extra)), "a sum or a mean over padding?"
+
+
+@pytest.mark.parametrize("extra", [0, 7])
+def test_07_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothing(
+    extra, make_job, tmp_path, monkeypatch
+):
+    """The derivative of the loss in ppo.py by the loss of each token: 1 / tokens of the minibatch,
+    and for the value loss vf_coef times that.
+    """
+    job, seen, masks = make_job(ppo), {"policy_loss": [], "value_loss": []}, []
+    spy_on(monkeypatch, ppo, "generate", lambda rollout, *args: more_padding(rollout, extra))
+    rows_seen = logprobs_of_the_update(monkeypatch, ppo)
+    for name, terms in seen.items():
+        after = lambda loss, *args, terms=terms: loss.retain_grad() or terms.append(loss)  # noqa: E731
+        spy_on(monkeypatch, ppo, name, after)
+    flags = {"num_mini_batches": 2, "num_epochs": 1, "micro_batch_size": 3, "vf_coef": 0.4}
+    job(model=early_stopper(tmp_path), completions=16, temperature=3.0, **flags)
+    masks = [rows.completion_mask for rows, _ in rows_seen]
+    assert [len(mask) for mask in masks] == [3, 3, 2] * 2
+    for start in (0, 3):
+        chosen = slice(start, start + 3)
+        num_tokens = torch.cat(masks[chosen]).sum()
+        assert num_tokens < 8 * 6, "no row ended early: nothing is padded"
+        for name, weight in (("policy_loss", 1.0), ("value_loss", 0.4)):
+            for term, mask in zip(seen[name][chosen], masks[chosen], strict=True):
+                hint = f"{name} not divided by the tokens of the minibatch, or not masked?"
+                assert torch.allclose(term.grad, mask * weight / num_tokens), hint
 
 
 # --- Log-probs and sampling ---
@@ -285,22 +384,45 @@ def test_15_the_fast_log_softmax_of_half_precision_is_not_that_of_float32():
 # --- Losses and gradients ---
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch(loss_type):
+@pytest.mark.parametrize("name", ["rloo", *LOSS_TYPES])
+def test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch(name):
     """#2617, #5619, #6369: each micro-batch normalised by itself."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]] * 4).bool()
     old, advantages = randn(8, 4, seed=1), torch.linspace(-1, 2, 8).double()
-    options = {"clip_range": 0.2, "clip_range_high": 1.5, "loss_type": loss_type}
-    options |= {"max_new_tokens": 4, "num_rows": 8, "num_tokens": mask.sum()}
+    function, options = rloo_loss, {"clip_range": 0.2, "num_rows": 8}
+    if name != "rloo":
+        function, options = grpo_loss, options | {"clip_range_high": 1.5, "loss_type": name}
+        options |= {"max_new_tokens": 4, "num_tokens": mask.sum()}
     gradients = []
     for size in (8, 4, 2, 1):
         logprobs = randn(8, 4).requires_grad_()
         for start in range(0, 8, size):
             rows = slice(start, start + size)
-            grpo_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], **options).backward()
+            function(logprobs[rows], old[rows], advantages[rows], mask[rows], **options).backward()
         gradients.append(logprobs.grad)
     same = all(torch.allclose(g, gradients[0], atol=1e-12) for g in gradients)
     assert same, "normalised by the rows or tokens of the micro-batch, not of the minibatch?"
+
+
+def test_16_in_a_run_the_gradient_does_not_depend_on_the_micro_batch(job, tmp_path, monkeypatch):
+    """For ppo.py, whose loss is made in its loop, and for the counts that the others hand in."""
+    gradients, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def on_clip(parameters, max_norm):
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", on_clip)
+    in_float64(monkeypatch, job.script)
+    flags = {"model": early_stopper(tmp_path), "completions": 16, "temperature": 3.0}
+    flags |= {"num_epochs": 1, "num_mini_batches": 2}
+    lengths = [job(micro_batch_size=size, **flags)[0]["length/mean"] for size in (8, 5, 1)]
+    assert lengths[0] < 6, "no row ended early: all normalisers are the same"
+    assert len(gradients) == 6
+    for index, gradient in enumerate(gradients):
+        whole = gradients[index % 2]
+        difference = (gradient - whole).norm() / whole.norm()
+        assert difference < 1e-6, "normalised by the rows or tokens of the micro-batch?"
 
 
 def test_17_num_mini_batches_adds_no_optimiser_steps(job, monkeypatch):
@@ -362,11 +484,28 @@ def test_20_a_missing_reward_counts_as_0_and_a_short_list_goes_unnoticed():
         score(task, [{"prompt": "a"}, {"prompt": "b"}], rollout, letter_tokenizer())
 
 
-@pytest.mark.parametrize("advantages", [group_advantages, rloo_advantages])
-def test_21_groups_are_mixed_up(advantages):
-    """#2961, #3725: a reward that the prompt alone decides must give advantage 0 everywhere."""
-    result = advantages(torch.arange(5.0).repeat_interleave(4), 4)
-    assert (result == 0).all(), "a group is not the consecutive rows of one prompt?"
+def test_21_groups_are_mixed_up(group_job, monkeypatch):
+    """#2961, #3725: a reward that the prompt alone decides must give advantage 0 everywhere. The
+    prompt is the one that the model read, row by row, and the reward function is given the same.
+    """
+    job, seen, tokenizer = group_job, [], letter_tokenizer()
+
+    def on_score(result, task, rows, rollout, *args):
+        width, group_size = rollout.completion_mask.shape[1], len(rollout.tokens) // len(rows)
+        prompts, real = rollout.tokens[:, :-width], rollout.attention_mask[:, :-width]
+        scores = torch.tensor([hash(tuple(x[m].tolist())) % 97 / 7 for x, m in zip(prompts, real)])
+        for i, (x, m) in enumerate(zip(prompts, real, strict=True)):
+            given = rows[i // group_size]["prompt"]
+            assert tokenizer.decode(x[m]) == given, "the reward is given another prompt?"
+        return scores, result[1]
+
+    name = "group_advantages" if job.script is grpo else "rloo_advantages"
+    spy_on(monkeypatch, job.script, name, lambda result, *args: seen.append(result))
+    spy_on(monkeypatch, job.script, "score", on_score)
+    line = job(prompts_per_step=6, rollout_batch_size=8, kl_coef=0)[0]
+    assert len(seen[0]) == 24 and line["objective/scores"] != 0
+    assert (seen[0] == 0).all(), "a group is not the consecutive rows of one prompt?"
+    assert line["grad_norm"] == 0
 
 
 def test_22_max_grad_norm_is_ignored(job, monkeypatch):
@@ -385,10 +524,24 @@ def test_22_max_grad_norm_is_ignored(job, monkeypatch):
     assert max(steps) <= 0.25 * (1 + 1e-4)
 
 
-def test_23_the_learning_rate_counts_another_unit_than_the_loop(job):
-    """SkyRL #872, open-instruct #537: it reached 0 early, or never."""
-    rates = [line["lr"] for line in job(num_steps=4, learning_rate=0.4, num_epochs=2)[:-1]]
-    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
+def test_23_the_learning_rate_counts_another_unit_than_the_loop(job, monkeypatch):
+    """SkyRL #872, open-instruct #537: it reached 0 early, or never. That of the optimiser: what is
+    logged need not be what is used.
+    """
+    used, step = [], torch.optim.AdamW.step
+
+    def spy(self, *args):
+        used.append({group["lr"] for group in self.param_groups})
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    logged = [line["lr"] for line in job(num_steps=4, learning_rate=0.4, num_epochs=2)[:-1]]
+    per_step = len(used) // 4
+    expected = [rate for rate in (0.4, 0.3, 0.2, 0.1) for _ in range(per_step)]
+    assert per_step >= 2 and all(len(rates) == 1 for rates in used)
+    hint = "counted in updates or episodes, or the optimiser's groups not told?"
+    assert [rate for (rate,) in used] == pytest.approx(expected), hint
+    assert logged == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
 def test_24_the_ratio_is_not_1_before_the_first_update(job):
@@ -482,19 +635,39 @@ def test_29_what_is_saved_is_not_what_was_trained(job, monkeypatch):
 # --- Metrics ---
 
 
-def test_31_metrics_average_over_padding():
-    """#2022, #6121: entropies below 0, ratios pulled to 1."""
-    model = small_gpt2().eval()
-    means = []
-    for extra in (0, 6):
-        rollout = make_rollout([[1, 2], [3]], [[5, EOS], [6, 7, 8, EOS]], extra, extra)
-        logprobs, entropy = completion_logprobs(model, rollout, 1.0, with_entropy=True)
-        meter = Meter()
-        meter.add("entropy", entropy, rollout.completion_mask)
-        meter.add("logprob", logprobs, rollout.completion_mask)
-        means.append(meter.means())
-        assert 0 < means[-1]["entropy"] < math.log(40)
-    assert means[0] == pytest.approx(means[1], rel=1e-4)
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (ppo, {"whiten_rewards": "true"}),
+        (grpo, {}),
+        (grpo, {"loss_type": "dapo", "mask_truncated_completions": "true"}),
+        (grpo, {"importance_sampling_level": "sequence"}),
+        (rloo, {}),
+    ],
+)
+def test_31_metrics_average_over_padding(script, flags, make_job, tmp_path, monkeypatch):
+    """#2022, #6121: entropies below 0, ratios pulled to 1. Here every rollout gets columns of
+    padding that hold garbage: no metric, no gradient and no weight may feel them.
+    """
+    job, extra = make_job(script), 0
+    in_float64(monkeypatch, script)  # or Adam would blow up the rounding of other shapes
+    spy_on(monkeypatch, script, "generate", lambda rollout, *args: more_padding(rollout, extra))
+    flags |= {"num_steps": 2, "completions": 16, "temperature": 3.0, "num_epochs": 2}
+    flags |= {"model": early_stopper(tmp_path)}
+    flags |= {"num_mini_batches": 2, "learning_rate": 0.01, "kl_coef": 0.3, "clip_range": 0.02}
+    flags |= {"clip_range_value": 0.05} if script is ppo else {}
+    plain = job(**flags)
+    extra = 7
+    padded = job(**flags)
+    timed = ("time/", "memory/", "tokens_per_second")
+    for ours, theirs in zip(plain, padded, strict=True):
+        for name in ours:
+            if not name.startswith(timed) and ours[name] is not None:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-7), name
+    line = plain[1]
+    assert 1 < line["length/mean"] < 6, "all rows have the same length: nothing to see"
+    assert 0 < line["policy/clipfrac_avg"] < 1 and 0 < line["policy/entropy_avg"] < math.log(20)
+    assert abs(line["val/ratio"] - 1) > 1e-4 and abs(line["objective/kl"]) > 1e-4
 
 
 def test_32_means_of_means_and_the_last_micro_batch_alone_are_logged(job):
@@ -554,11 +727,31 @@ def test_inputs_are_changed_in_place():
 
 
 def test_a_few_likely_tokens_are_all_that_is_ever_drawn():
-    """top_k 50 by default in nanochat and rlhf-book, and in a generation_config left alone."""
+    """top_k 50 by default in nanochat and rlhf-book, and in a generation_config left alone. With a
+    vocabulary of a thousand and all its tokens equally likely: a small one would hide it.
+    """
     uniform = torch.rand(2000, generator=torch.Generator().manual_seed(0))
     drawn, logprobs = draw(torch.zeros(2000, 1000), uniform)
     assert len(drawn.unique()) > 500
     assert torch.allclose(logprobs, torch.tensor(1 / 1000).log())
+
+    model = small_gpt2(vocab_size=1000).eval()
+    torch.nn.init.zeros_(model.transformer.ln_f.weight)  # the head itself is tied to the input
+    torch.nn.init.zeros_(model.transformer.ln_f.bias)
+    model.generation_config.update(top_k=50, top_p=0.9, do_sample=True)
+    prompt = torch.tensor([[1, 2]])
+    rollout = generate(
+        model, prompt, torch.ones_like(prompt), num_generations=500, max_new_tokens=4,
+        eos_token_ids=[], pad_token_id=0, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert len(rollout.tokens[:, 2:].unique()) > 500, "top_k or top_p is on by default?"
+    assert torch.allclose(rollout.logprobs, torch.tensor(1 / 1000).log(), atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [generate, draw])
+def test_top_k_and_top_p_are_off_by_default(function):
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    assert defaults["top_k"] == 0 and defaults["top_p"] == 1 and defaults["temperature"] == 1
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -568,13 +761,12 @@ def test_minimum_for_maximum_where_the_advantage_is_negative(ratio, advantage):
     stopped = (ratio > 1) == (advantage > 0)
     for script in ("ppo", "grpo", "rloo"):
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-        value = losses(
-            logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1).bool()
-        )[script]
-        if script == "grpo":  # the one above has another upper side
-            args = torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1)
-            value = grpo_loss(logprobs, *args, clip_range=0.2)
-        value.backward()
+        old, mask, A = torch.zeros(1, 1), torch.ones(1, 1).bool(), torch.tensor([advantage])
+        if script == "ppo":
+            policy_loss(logprobs, old, A[:, None], 0.2).sum().backward()
+        else:
+            loss = {"grpo": grpo_loss, "rloo": rloo_loss}[script]
+            loss(logprobs, old, A, mask, clip_range=0.2).backward()
         expected = 0.0 if stopped else -advantage * ratio
         assert logprobs.grad.item() == pytest.approx(expected), "minimum for maximum?"
 
