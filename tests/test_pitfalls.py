@@ -728,7 +728,7 @@ def test_inputs_are_changed_in_place():
 
 def test_a_few_likely_tokens_are_all_that_is_ever_drawn():
     """top_k 50 by default in nanochat and rlhf-book, and in a generation_config left alone. With a
-    vocabulary of a thousand and all its tokens equally likely: a small one would hide it.
+    vocabulary of a thousand and all its tokens about equally likely: a small one would hide it.
     """
     uniform = torch.rand(2000, generator=torch.Generator().manual_seed(0))
     drawn, logprobs = draw(torch.zeros(2000, 1000), uniform)
@@ -736,16 +736,18 @@ def test_a_few_likely_tokens_are_all_that_is_ever_drawn():
     assert torch.allclose(logprobs, torch.tensor(1 / 1000).log())
 
     model = small_gpt2(vocab_size=1000).eval()
-    torch.nn.init.zeros_(model.transformer.ln_f.weight)  # the head itself is tied to the input
-    torch.nn.init.zeros_(model.transformer.ln_f.bias)
+    # Not exactly equal, or top_k would keep all the ties. The head itself is tied to the input.
+    torch.nn.init.constant_(model.transformer.ln_f.weight, 1e-3)
     model.generation_config.update(top_k=50, top_p=0.9, do_sample=True)
     prompt = torch.tensor([[1, 2]])
     rollout = generate(
-        model, prompt, torch.ones_like(prompt), num_generations=500, max_new_tokens=4,
+        model, prompt, torch.ones_like(prompt), num_generations=2000, max_new_tokens=2,
         eos_token_ids=[], pad_token_id=0, generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
-    assert len(rollout.tokens[:, 2:].unique()) > 500, "top_k or top_p is on by default?"
-    assert torch.allclose(rollout.logprobs, torch.tensor(1 / 1000).log(), atol=1e-5)
+    for column in (2, 3):
+        assert len(rollout.tokens[:, column].unique()) > 500, "top_k is on by default?"
+    hint = "top_p is on by default?"
+    assert torch.allclose(rollout.logprobs, torch.tensor(1 / 1000).log(), atol=0.05), hint
 
 
 @pytest.mark.parametrize("function", [generate, draw])
