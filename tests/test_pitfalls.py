@@ -253,7 +253,7 @@ def test_07_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothin
     """The derivative of the loss in ppo.py by the loss of each token: 1 / tokens of the minibatch,
     and for the value loss vf_coef times that.
     """
-    job, seen, masks = make_job(ppo), {"policy_loss": [], "value_loss": []}, []
+    job, seen = make_job(ppo), {"policy_loss": [], "value_loss": []}
     spy_on(monkeypatch, ppo, "generate", lambda rollout, *args: more_padding(rollout, extra))
     rows_seen = logprobs_of_the_update(monkeypatch, ppo)
     for name, terms in seen.items():

@@ -131,16 +131,28 @@ def job(make_job):
     return make_job(ppo)
 
 
-def test_whitening_rewards_scales_them_but_leaves_the_logged_scores(job, monkeypatch):
-    seen = []
-    original = ppo.gae
-    monkeypatch.setattr(ppo, "gae", lambda r, *args: seen.append(r) or original(r, *args))
-    plain, white = job(kl_coef=0)[0], job(kl_coef=0, whiten_rewards="true")[0]
+def test_whitening_rewards_scales_them_about_their_mean_but_leaves_the_logged_scores(
+    job, monkeypatch
+):
+    """Over all real tokens: most have a reward of 0, and they count."""
+    seen, original = [], ppo.gae
+
+    def spy(rewards, values, mask, *args):
+        seen.append((rewards, mask))
+        return original(rewards, values, mask, *args)
+
+    monkeypatch.setattr(ppo, "gae", spy)
+    flags = {"kl_coef": 0, "completions": 32, "temperature": 3.0}
+    plain, white = job(**flags)[0], job(whiten_rewards="true", **flags)[0]
     assert plain["objective/scores"] == white["objective/scores"]
-    mask = seen[0] != 0
-    assert seen[1][mask].std() != pytest.approx(seen[0][mask].std().item())
-    # The same mean over the real tokens, and variance 1.
-    assert seen[1].sum().item() == pytest.approx(seen[0].sum().item(), abs=1e-3)
+    (plain, mask), (white, same_mask) = seen
+    assert torch.equal(mask, same_mask) and not mask.all(), "no row ended early"
+    assert (plain[mask] == 0).any() and (white[~mask] == 0).all(), "rewards at padding?"
+    assert white[mask].std().item() == pytest.approx(1, rel=1e-4), "whitened over another mask?"
+    mean, std = plain[mask].mean(), plain[mask].std()
+    expected = mean + (plain[mask] - mean) / std
+    assert abs(mean) > 0.05, "a mean of 0 would hide a shift"
+    assert torch.allclose(white[mask], expected, atol=1e-5), "the mean of the rewards was shifted?"
 
 
 def test_the_missing_eos_penalty_is_taken_off_unfinished_rows_only(job):
