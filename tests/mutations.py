@@ -4,7 +4,9 @@
   python tests/mutations.py KL clip      # those whose description holds one of the words
 
 A mutation is one edit of one place. Those that no test catches are listed as survivors, with the
-reason where it is known why: then the edit changes nothing that can be seen.
+reason where it is known why: then the edit changes nothing that can be seen. A second table has
+each test of test_pitfalls.py, run alone on a mutation of its own. All tests must pass on a copy
+without any bug first.
 """
 
 import os
@@ -23,6 +25,8 @@ TABLE = REPOSITORY / "docs" / "mutations.md"
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
 test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
 test_tasks""".split()
+PITFALLS = Path(__file__).with_name("test_pitfalls.py")
+STUCK = "the tests"  # don't start, or don't end: no test has caught anything
 EQUIVALENT: dict[str, str] = {}
 
 # file, text (once in the file), what it becomes, the bug in words
@@ -67,7 +71,9 @@ MUTATIONS = [
     ("common.py", "                module.p = 0.0\n", "                pass\n", "nn.Dropout left on"),
     ("common.py", "            sites += _zero_noise(module)\n", "", "functional dropout left on"),
     ("common.py", "                    sites += _zero_noise(quiet_configs[id(config)][0])\n", "", "dropout read from the config left on"),
-    ("common.py", 'if ("drop" in name or "jitter" in name)', 'if "dropout" in name', "layerdrop left on"),
+    ("common.py", 'if ("drop" in name or "jitter" in name)', 'if ("drop" in name and name != "layerdrop" or "jitter" in name)', "layerdrop left on"),
+    ("common.py", "rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)", "rewards, values = rewards.masked_fill_(~mask, 0), values.masked_fill_(~mask, 0)", "GAE changes its inputs"),
+    ("common.py", '"dtype": torch.float32', '"dtype": "auto"', "a checkpoint in bfloat16 is trained in bfloat16"),
     ("common.py", "        nn.init.zeros_(self.head.weight)\n", "", "the value head starts at random"),
     ("common.py", "            backbone = copy.deepcopy(backbone).requires_grad_(True)", "            backbone = copy.deepcopy(backbone)", "a value model from a reward model stays frozen"),
     ("common.py", "            backbone = copy_of(backbone)\n", "            pass\n", "value model and policy share their weights"),
@@ -89,6 +95,12 @@ MUTATIONS = [
     ("sampling.py", "logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]", "logits.topk(min(top_k, logits.shape[-1])).values[:, :1]", "top_k keeps one token"),
     ("sampling.py", "threshold.unsqueeze(1), right=True)", "threshold.unsqueeze(1), right=False)", "a token of probability 0 can be drawn"),
     ("sampling.py", "torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))", "uniform", "the cumulated probabilities may end below the uniform number"),
+    ("sampling.py", "torch.tensor(eos_token_ids, device=completions.device", "torch.tensor(eos_token_ids[:1], device=completions.device", "the mask ends at one of several EOS ids"),
+    ("sampling.py", "drawn_mask = completion_mask(tokens, eos_token_ids)", "drawn_mask = tokens != pad_token_id", "the mask inferred from the ids of padding"),
+    ("sampling.py", "    top_k: int = 0,\n", "    top_k: int = 50,\n", "top_k 50 by default"),
+    ("sampling.py", "    top_p: float = 1.0,\n", "    top_p: float = 0.9,\n", "top_p 0.9 by default"),
+    ("sampling.py", "    if top_k > 0:\n", "    if top_k > 1:\n", "top_k 1 has no effect"),
+    ("sampling.py", "uniforms[t, rows], temperature, top_k, top_p)", "uniforms[t, rows], model.generation_config.temperature or temperature, top_k, top_p)", "the temperature of generation_config"),
     ("sampling.py", "            running &= ~torch.isin(drawn, eos)\n", "", "finished rows go on"),
     ("sampling.py", "uniforms[t, rows]", "uniforms[t, : len(rows)]", "random numbers of dropped rows go to others"),
     ("sampling.py", "mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)", "mask = torch.cat([mask, mask.new_zeros(len(mask), 1)], dim=1)", "drawn tokens are masked from the next ones"),
@@ -96,7 +108,8 @@ MUTATIONS = [
     ("sampling.py", "attention_mask=torch.cat([prompt_mask, drawn_mask], dim=1)", "attention_mask=torch.cat([prompt_mask, torch.ones_like(drawn_mask)], dim=1)", "padding after EOS counts as text"),
     ("sampling.py", "logprobs=logprobs.masked_fill(~drawn_mask, 0)", "logprobs=logprobs", "log-probs recorded after EOS"),
     ("sampling.py", "finished=(torch.isin(tokens, eos) & drawn_mask).any(dim=1)", "finished=torch.isin(tokens[:, -1], eos)", "only rows that end at the limit with EOS are finished"),
-    ("ppo.py", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))", "is_last = mask.cumsum(1) == mask.shape[1]", "the score on the last slot, not on the last token"),
+    ("ppo.py", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))", "is_last = torch.arange(mask.shape[1], device=mask.device) == mask.shape[1] - 1", "the score in the last column, not on the last token"),
+    ("ppo.py", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True)); is_last = is_last.roll(1, 1) & ~mask | is_last & mask[:, -1:]", "the score one slot after the last token"),
     ("ppo.py", "(-kl_coef * kl).masked_fill(~mask, 0)", "(kl_coef * kl).masked_fill(~mask, 0)", "the KL is a bonus"),
     ("ppo.py", "(-kl_coef * kl).masked_fill(~mask, 0)", "(-kl_coef * kl)", "KL paid at padding"),
     ("ppo.py", "    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "    return torch.min(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "minimum for maximum in PPO's clip"),
@@ -109,9 +122,19 @@ MUTATIONS = [
     ("ppo.py", "- config.missing_eos_penalty * ~rollout.finished", "- config.missing_eos_penalty * rollout.finished", "the penalty on those that did end"),
     ("ppo.py", "            advantages = masked_whiten(advantages, mask)\n", "", "advantages not whitened"),
     ("ppo.py", "loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens", "loss = ((pg + config.vf_coef * vf) * m).sum() / m.sum()", "PPO normalises by the micro-batch"),
+    ("ppo.py", "loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens", "loss = ((pg + config.vf_coef * vf) * m).sum() / len(rows)", "PPO sums over tokens and averages over rows"),
+    ("ppo.py", "loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens", "loss = (pg + config.vf_coef * vf).sum() / num_tokens", "PPO's loss is not masked"),
     ("ppo.py", "loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens", "loss = ((pg - config.vf_coef * vf) * m).sum() / num_tokens", "the value loss is maximised"),
     ("ppo.py", "                optimizer.zero_grad()\n", "", "gradients pile up in PPO"),
-    ("ppo.py", "learning_rate = config.learning_rate * (1 - step / config.num_steps)", "learning_rate = config.learning_rate", "constant learning rate in PPO"),
+    ("ppo.py", '            for group in optimizer.param_groups:\n                group["lr"] = learning_rate\n', "", "constant learning rate in PPO"),
+    ("ppo.py", "masked_whiten(rewards, mask, shift_mean=False)", "masked_whiten(rewards, rewards != 0, shift_mean=False)", "rewards whitened where they are not 0"),
+    ("ppo.py", "            advantages = masked_whiten(advantages, mask)\n", "            advantages = masked_whiten(advantages, mask)\n            returns = advantages + old_values\n", "returns from whitened advantages"),
+    ("ppo.py", '"temperature": config.temperature,', '"temperature": config.temperature, "top_k": 5,', "PPO samples with top_k"),
+    ("ppo.py", "old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)", "old_logprobs = rollout.logprobs", "old log-probs of the decode loop"),
+    ("ppo.py", ".split(batch_size // config.num_mini_batches)", ".split(batch_size)", "num_mini_batches adds no steps"),
+    ("ppo.py", "                if not grad_norm.isfinite():\n", "                if False:\n", "a NaN goes into the weights"),
+    ("ppo.py", 'meter.add("val/ratio", ratio, m)', 'meter.add("val/ratio", ratio)', "PPO's mean ratio over padding too"),
+    ("ppo.py", 'meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2, m)', 'meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2)', "PPO's KL to the old policy over padding too"),
     ("ppo.py", "value_loss(\n                        values, old_values[rows], returns[rows]", "value_loss(\n                        values, old_values[rows], advantages[rows]", "the value model learns advantages"),
     ("ppo.py", "                with ref as model:  # not around the lines above: it may switch an adapter off\n", "                old_logprobs, model = old_logprobs, ref.__enter__()\n                if True:\n", "the reference context is never left"),
     ("grpo.py", "centred = groups - groups.nanmean(dim=1, keepdim=True)", "centred = groups - groups.nanmean()", "the mean of the batch for that of the group"),
@@ -132,6 +155,8 @@ MUTATIONS = [
     ("grpo.py", "    loss = loss.masked_fill(~mask, 0)  # (B, T)\n", "", "padding counts in GRPO's loss"),
     ("grpo.py", "return masked_mean(loss, mask, dim=1).sum() / num_rows", "return masked_mean(loss, mask, dim=1).mean()", "GRPO normalises by the micro-batch"),
     ("grpo.py", "return masked_mean(loss, mask, dim=1).sum() / num_rows", "return loss.mean(dim=1).sum() / num_rows", "GRPO divides by T, not by the length"),
+    ("grpo.py", '            for group in optimizer.param_groups:\n                group["lr"] = learning_rate\n', "", "constant learning rate in GRPO"),
+    ("grpo.py", "return loss.sum() / num_tokens.clamp(min=1)", "return loss.sum() / num_tokens", "an empty minibatch divides by 0"),
     ("grpo.py", "return loss.sum() / num_tokens.clamp(min=1)", "return loss.sum() / mask.sum().clamp(min=1)", "DAPO normalises by the micro-batch"),
     ("grpo.py", "return loss.sum() / (num_rows * max_new_tokens)", "return masked_mean(loss, mask, dim=1).sum() / num_rows", "Dr. GRPO that still divides by the length"),
     ("grpo.py", "return loss.sum() / (num_rows * max_new_tokens)", "return loss.sum() / (num_rows * loss.shape[1] * 2)", "Dr. GRPO divides by another constant"),
@@ -158,62 +183,219 @@ MUTATIONS = [
     ("rloo.py", "single_update = config.num_epochs * config.num_mini_batches == 1 and", "single_update = config.num_mini_batches == 1 and", "old log-probs taken for new ones in the second epoch"),
     ("rloo.py", "                optimizer.zero_grad()\n", "", "gradients pile up in RLOO"),
     ("rloo.py", "                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])", "max_grad_norm ignored"),
+    ("rloo.py", '            for group in optimizer.param_groups:\n                group["lr"] = learning_rate\n', "", "constant learning rate in RLOO"),
+    ("runs.py", "x.masked_fill(~mask, 0).sum()\n", "x.sum()\n", "metrics add up padding"),
+    ("runs.py", "self.counts.get(name, 0) + mask.sum()", "self.counts.get(name, 0) + x.numel()", "metrics count padding"),
+    ("runs.py", "self.sums[name] = self.sums.get(name, 0) + x", "self.sums[name] = x", "metrics hold the last micro-batch alone"),
+    ("runs.py", "x.masked_fill(~mask, 0)).detach().max()", "x).detach().max()", "a maximum over padding too"),
+    ("runs.py", "self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)", "self.sums[name] = largest", "the maximum of the last micro-batch"),
+    ("runs.py", "max(1, int(self.counts[name]))", "int(self.counts[name])", "a metric of nothing divides by 0"),
+    ("runs.py", "errors, targets = (returns - values)[mask], returns[mask]", "errors, targets = (returns - values).flatten(), returns.flatten()", "explained variance over padding too"),
+    ("runs.py", "errors.var(correction=0) / variance", "(errors**2).mean() / variance", "explained variance without the mean of the errors"),
+    ("runs.py", " if variance > 0 else 0.0", "", "explained variance of constant returns"),
+    ("runs.py", "kl.masked_fill(~mask, 0).sum(1)", "kl.sum(1)", "the KL of a completion with its padding"),
+    ("runs.py", "kl.masked_fill(~mask, 0).sum(1)", "kl.masked_fill(~mask, 0).mean(1)", "the KL of a completion as a mean"),
+    ("runs.py", "masked_mean(kl, mask).item()", "kl.mean().item()", "the KL of a token over padding too"),
+    ("runs.py", "masked_mean(-logprobs, mask)", "-logprobs.mean()", "the entropy over padding too"),
+    ("runs.py", '"objective/kl": kl_per_row.mean().item() if known else None', '"objective/kl": kl_per_row.mean().item()', "an unknown KL logged as 0"),
+    ("runs.py", '"objective/scores": scores.nanmean().item()', '"objective/scores": scores.nansum().item() / len(scores)', "a missing score counts as 0 in the metrics"),
+    ("runs.py", "(-kl_coef * kl_per_row).mean()", "(kl_coef * kl_per_row).mean()", "the sign of the logged KL penalty"),
+    ("runs.py", "(scores - kl_coef * kl_per_row).nanmean()", "(scores - kl_coef * kl_per_row).mean()", "a missing score makes the logged reward NaN"),
+    ("runs.py", "groups = scores.cpu().view(-1, num_generations)", "groups = scores.cpu().view(num_generations, -1).T", "the spread within other groups"),
+    ("runs.py", "group[~group.isnan()].std()", "group[~group.isnan()].std(correction=0)", "no Bessel correction in the logged spread"),
+    ("runs.py", "group[~group.isnan()].std()", "group.std()", "a missing score in the logged spread"),
+    ("runs.py", "sum(stds) / len(groups)", "sum(stds) / max(1, len(stds))", "flat groups left out of the logged spread"),
+    ("runs.py", "lengths = rollout.completion_mask.sum(1)", "lengths = rollout.attention_mask.sum(1)", "the logged length holds the prompt"),
+    ("runs.py", "1 - rollout.finished.float().mean().item()", "rollout.finished.float().mean().item()", "the share of those that did end"),
+    ("runs.py", "manual_seed(self.config.seed + 1)", "manual_seed(self.config.seed)", "evaluation with the random numbers of training"),
+    ("runs.py", "self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer", "self.script, self.config, self.policy, self.tokenizer = script, config, __import__('copy').deepcopy(policy), tokenizer", "the model from before the training is saved"),
+    ("runs.py", "allow_abbrev=False", "allow_abbrev=True", "a flag that lacks letters is another flag"),
+    ("tasks.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of the rewards are ignored"),
+    ("tasks.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "(scores * torch.tensor(task.weights)).sum(dim=1)", "one missing reward hides the others"),
+    ("tasks.py", "total.masked_fill(scores.isnan().all(dim=1), math.nan)", "total", "a completion without any reward gets 0"),
+    ("tasks.py", "    num_generations = len(texts) // len(rows)\n    rows = [row for row in rows for _ in range(num_generations)]", "    num_generations = len(texts) // len(rows)\n    rows = rows * num_generations", "rewards are given the prompts of other rows"),
+    ("tasks.py", "rows = [row for row in rows for _ in range(len(texts) // len(rows))]", "rows = rows * (len(texts) // len(rows))", "answers are checked against those of other rows"),
+    ("tasks.py", "        row[-length:][mask].tolist()\n", "        row[-length:].tolist()\n", "the ids for the reward hold padding"),
+    ("tasks.py", "    num_generations = len(texts) // len(rows)\n", "    num_generations = len(texts) // len(rows)\n    ids = [tokenizer(text).input_ids for text in texts]\n", "the text is encoded again for the reward"),
+    ("tasks.py", "(rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()", "rollout.completion_mask.sum(1).tolist()", "EOS is part of the text"),
+    ("tasks.py", "        text = tokenizer.decode(prompt + completion, skip_special_tokens=True)\n", '        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)\n', "the space before the first word is lost"),
+    ("tasks.py", "ids = tokenizer(text, add_special_tokens=False).input_ids\n    except", "ids = tokenizer(text).input_ids\n    except", "two BOS before a chat prompt"),
+    ("tasks.py", "tokenize=False, add_generation_prompt=True)", "tokenize=False)", "the assistant's turn is not opened"),
+    ("tasks.py", 'tokenizer.pad_token_id or 0, "left", device)', 'tokenizer.pad_token_id or 0, "right", device)', "prompts padded on the right"),
+    ("tasks.py", "pad = next(i for i in range(self.model.config.vocab_size) if i not in used)", "pad = self.tokenizer.eos_token_id", "the reward model's score is read before EOS"),
+    ("tasks.py", '_padded(rows, pad, "right", self.model.device)', '_padded(rows, pad, "left", self.model.device)', "the reward model reads shifted positions"),
+    ("tasks.py", "self.tokenizer(prompt + text_of(completion)).input_ids", "self.tokenizer(text_of(completion)).input_ids", "the reward model reads no prompt"),
+    ("tasks.py", "return self.tokenizer(text, add_special_tokens=False).input_ids", "return self.tokenizer(text).input_ids", "two BOS before what the reward model reads"),
+    ("tasks.py", 'random.Random(f"{seed},{p}")', 'random.Random(f"{seed}")', "the same order of prompts in every pass"),
+    ("tasks.py", "rows[num_heldout:] or rows", "rows", "held-out prompts are trained on"),
+    ("tasks.py", "int(n[-1]) == int(a)", "int(n[0]) == int(a)", "the first number counts as the answer"),
+]
+# A test of test_pitfalls.py, and a bug that it catches on its own.
+PAIRS = [
+    ("test_01_masks_inferred_from_ids_drop_eos_where_pad_equals_eos", "the mask inferred from the ids of padding"),
+    ("test_01_masks_inferred_from_ids_drop_eos_where_pad_equals_eos", "EOS is masked out"),
+    ("test_01_in_a_run_where_pad_equals_eos_every_eos_token_gets_a_gradient", "the mask inferred from the ids of padding"),
+    ("test_02_left_padding_without_position_ids_shifts_learned_positions", "positions count the left padding"),
+    ("test_03_one_of_several_eos_ids_is_missed", "the mask ends at one of several EOS ids"),
+    ("test_04_an_empty_completion_divides_by_zero", "an empty minibatch divides by 0"),
+    ("test_05_the_score_is_read_at_the_wrong_token", "the reward model's score is read before EOS"),
+    ("test_06_the_score_sits_in_the_slot_after_eos", "the score one slot after the last token"),
+    ("test_06_the_score_sits_in_the_slot_after_eos", "the score in the last column, not on the last token"),
+    ("test_07_advantages_and_losses_feel_the_padding", "GAE reads values at padding"),
+    ("test_07_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothing", "PPO normalises by the micro-batch"),
+    ("test_07_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothing", "PPO's loss is not masked"),
+    ("test_08_the_temperature_is_missing_from_the_log_probs", "temperature missing from the log-probs"),
+    ("test_09_the_checkpoints_generation_config_leaks_into_sampling", "the temperature of generation_config"),
+    ("test_10_dropout_that_is_no_module_stays_on", "functional dropout left on"),
+    ("test_11_top_k_and_top_p_make_the_kl_negative", "PPO samples with top_k"),
+    ("test_11_what_top_k_and_top_p_do_to_the_estimate", "top_k 1 has no effect"),
+    ("test_12_old_log_probs_of_the_decode_loop_differ_from_those_of_the_training_forward", "old log-probs of the decode loop"),
+    ("test_13_small_steps_are_lost_in_bfloat16_weights", "a checkpoint in bfloat16 is trained in bfloat16"),
+    ("test_14_log_probs_drift_with_the_batch_shape", "padding is attended to"),
+    ("test_15_the_fast_log_softmax_of_half_precision_is_not_that_of_float32", "log-probs in half precision"),
+    ("test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch", "DAPO normalises by the micro-batch"),
+    ("test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch", "RLOO normalises by the micro-batch"),
+    ("test_16_in_a_run_the_gradient_does_not_depend_on_the_micro_batch", "PPO sums over tokens and averages over rows"),
+    ("test_16_in_a_run_the_gradient_does_not_depend_on_the_micro_batch", "the loop hands in the rows of the micro-batch"),
+    ("test_17_num_mini_batches_adds_no_optimiser_steps", "num_mini_batches adds no steps"),
+    ("test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0", "k1 as a loss, whose expected gradient is 0"),
+    ("test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0", "the KL carries no gradient"),
+    ("test_19_a_group_of_equal_rewards_gets_an_advantage_of_rounding_errors", "constant groups keep their rounding error"),
+    ("test_20_a_missing_reward_counts_as_0_and_a_short_list_goes_unnoticed", "missing rewards count in the baseline"),
+    ("test_21_groups_are_mixed_up", "the completions of a prompt are not consecutive"),
+    ("test_22_max_grad_norm_is_ignored", "max_grad_norm ignored"),
+    ("test_23_the_learning_rate_counts_another_unit_than_the_loop", "constant learning rate in PPO"),
+    ("test_24_the_ratio_is_not_1_before_the_first_update", "dropout left on in GRPO"),
+    ("test_25_logits_or_values_are_read_one_token_off", "logits one to the right"),
+    ("test_25_logits_or_values_are_read_one_token_off", "the value knows the action"),
+    ("test_26_the_reference_is_not_the_policy_that_the_run_starts_from", "the base model as reference of a trained adapter"),
+    ("test_27_gradient_checkpointing_switches_the_cache_off_while_sampling", "dropout while sampling"),
+    ("test_28_the_value_head_starts_at_random", "the value head starts at random"),
+    ("test_29_what_is_saved_is_not_what_was_trained", "the model from before the training is saved"),
+    ("test_31_metrics_average_over_padding", "PPO's mean ratio over padding too"),
+    ("test_31_metrics_average_over_padding", "metrics count padding"),
+    ("test_32_means_of_means_and_the_last_micro_batch_alone_are_logged", "metrics hold the last micro-batch alone"),
+    ("test_33_decoded_text_is_encoded_again", "the text is encoded again for the reward"),
+    ("test_k1_negated_and_k3_with_the_ratio_upside_down", "KL turned round"),
+    ("test_k1_negated_and_k3_with_the_ratio_upside_down", "k3 with the ratio upside down"),
+    ("test_dr_grpo_still_divides_by_each_length", "Dr. GRPO that still divides by the length"),
+    ("test_inputs_are_changed_in_place", "GAE changes its inputs"),
+    ("test_a_few_likely_tokens_are_all_that_is_ever_drawn", "top_k 50 by default"),
+    ("test_top_k_and_top_p_are_off_by_default", "top_p 0.9 by default"),
+    ("test_minimum_for_maximum_where_the_advantage_is_negative", "minimum for maximum in PPO's clip"),
+    ("test_minimum_for_maximum_where_the_advantage_is_negative", "minimum for maximum in RLOO's clip"),
+    ("test_whitening_adds_the_mean_back_or_goes_row_by_row", "whitening shifts the mean the wrong way"),
+    ("test_returns_depend_on_the_whitening", "returns from whitened advantages"),
+    ("test_a_chat_template_and_the_tokenizer_both_write_bos", "two BOS before a chat prompt"),
+    ("test_a_misspelt_flag_is_silently_ignored", "a flag that lacks letters is another flag"),
+    ("test_gae_runs_over_padding_to_the_end_of_the_row", "GAE reads values at padding"),
+    ("test_a_nan_loss_is_skipped_without_a_word", "a NaN goes into the weights"),
+    ("test_an_entropy_of_a_token_of_probability_0_is_nan", "entropy is NaN for a token of probability 0"),
 ]
 # fmt: on
 
 
-def run_tests(mutation: tuple[str, str, str, str]) -> str | None:
-    """The name of the test that catches the mutation, or None."""
-    file, text, replacement, _ = mutation
+def run_tests(mutation: tuple[str, str, str, str] | None, *tests: str) -> str | None:
+    """The name of the first test that fails with the mutation planted, or None. Tests that don't
+    start or don't end have caught nothing; they are named by STUCK.
+    """
     with tempfile.TemporaryDirectory() as work:
         copy = Path(work) / "copy"
         ignored = shutil.ignore_patterns(".git", "runs", "__pycache__", ".*_cache", "docs")
         shutil.copytree(REPOSITORY, copy, ignore=ignored)
-        source = (copy / file).read_text()
-        assert source.count(text) == 1, f"{file} holds {source.count(text)} times: {text}"
-        (copy / file).write_text(source.replace(text, replacement))
-        tests = [f"tests/{name}.py" for name in TESTS if (copy / f"tests/{name}.py").exists()]
+        if mutation is not None:
+            file, text, replacement, _ = mutation
+            (copy / file).write_text((copy / file).read_text().replace(text, replacement))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         try:
             result = subprocess.run(
-                command, cwd=copy, capture_output=True, text=True, timeout=600, env=environment
+                command, cwd=copy, capture_output=True, text=True, timeout=900, env=environment
             )
         except subprocess.TimeoutExpired:
-            return "(the tests don't end)"
+            return f"{STUCK} don't end"
     if result.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) tests/(\S+?)(?:\[| |$)", result.stdout, re.MULTILINE)
-    return found[1] if found else "(the tests don't start)"
+    # 1: a test failed. An error on import, a name that is not there and the like have other codes.
+    found = re.search(r"^(?:FAILED|ERROR) tests/(\S+?::\w+)", result.stdout, re.MULTILINE)
+    return found[1] if result.returncode == 1 and found else f"{STUCK} don't start"
+
+
+def is_caught(test: str | None) -> bool:
+    return test is not None and not test.startswith(STUCK)
+
+
+def check_lists() -> None:
+    """Each text is there once, each bug has its own name, and each pair names what there is."""
+    stale = [
+        bug for file, text, _, bug in MUTATIONS if (REPOSITORY / file).read_text().count(text) != 1
+    ]
+    names = [bug for *_, bug in MUTATIONS]
+    stale += [bug for bug in set(names) if names.count(bug) > 1]
+    there = set(re.findall(r"^def (test_\w+)", PITFALLS.read_text(), re.MULTILINE))
+    paired = {test for test, _ in PAIRS}
+    stale += [bug for _, bug in PAIRS if bug not in names] + sorted(paired ^ there)
+    if stale:
+        raise SystemExit(f"the lists of mutations.py are stale: {'; '.join(stale)}")
 
 
 def main() -> None:
     words = sys.argv[1:]
+    check_lists()
     chosen = [m for m in MUTATIONS if not words or any(word in m[3] for word in words)]
-    started, rows = time.perf_counter(), []
+    bugs = {m[3]: m for m in chosen}
+    pairs = [(test, bug) for test, bug in PAIRS if bug in bugs]
+    everything = [f"tests/{name}.py" for name in TESTS]
+    started = time.perf_counter()
+    if (failed := run_tests(None, *everything)) is not None:
+        raise SystemExit(f"without any bug: {failed}")
     with ThreadPoolExecutor(2) as pool:
-        for mutation, test in zip(chosen, pool.map(run_tests, chosen), strict=True):
+        alone = pool.map(
+            lambda pair: run_tests(bugs[pair[1]], f"tests/{PITFALLS.name}::{pair[0]}"), pairs
+        )
+        caught_alone = []
+        for (test, bug), result in zip(pairs, alone, strict=True):
+            caught_alone.append(is_caught(result))
+            print(
+                f"{test[:66]:66} {bug:50} {'caught' if caught_alone[-1] else result or 'SURVIVED'}"
+            )
+        rows = []
+        for mutation, test in zip(
+            chosen, pool.map(lambda m: run_tests(m, *everything), chosen), strict=True
+        ):
             rows.append((mutation[0], mutation[3], test))
             print(f"{mutation[0]:12} {mutation[3]:66} {test or 'SURVIVED'}", flush=True)
-    caught = sum(test is not None for *_, test in rows)
+    caught = sum(is_caught(test) for *_, test in rows)
     minutes = (time.perf_counter() - started) / 60
     print(f"{caught} of {len(rows)} caught, {minutes:.0f} minutes")
     if not words:
         lines = [
             "# Planted bugs, and the tests that catch them",
             "",
-            f"Made by `python tests/mutations.py`: {caught} of {len(rows)} are caught.",
+            f"Made by `python tests/mutations.py`: {caught} of {len(rows)} are caught. "
+            "Without a bug all the tests pass; tests that don't start or don't end catch nothing.",
             "",
             "| file | bug | caught by |",
             "|---|---|---|",
         ]
         for file, bug, test in rows:
             lines.append(f"| {file} | {bug} | {test or EQUIVALENT.get(bug, 'nothing')} |")
+        lines += [
+            "",
+            f"Each test of {PITFALLS.name} run alone, with a bug of the kind that it is named after: "
+            f"{sum(caught_alone)} of {len(pairs)} fail, as they must.",
+            "",
+            "| test | bug | caught |",
+            "|---|---|---|",
+        ]
+        for (test, bug), result in zip(pairs, caught_alone, strict=True):
+            lines.append(f"| {test} | {bug} | {'yes' if result else 'no'} |")
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text("\n".join(lines) + "\n")
-    unexplained = [bug for _, bug, test in rows if test is None and bug not in EQUIVALENT]
-    if unexplained:
-        raise SystemExit(f"not caught, and not explained: {', '.join(unexplained)}")
+    missed = [bug for _, bug, test in rows if not is_caught(test) and bug not in EQUIVALENT]
+    missed += [f"{t} with {b}" for (t, b), ok in zip(pairs, caught_alone, strict=True) if not ok]
+    if missed:
+        raise SystemExit(f"not caught, and not explained: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

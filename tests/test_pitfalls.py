@@ -4,6 +4,7 @@ Threads are huggingface/trl unless another repository is named.
 """
 
 import copy
+import dataclasses
 import inspect
 import json
 import math
@@ -23,6 +24,7 @@ from conftest import (
     small_gpt2,
     small_llama,
 )
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
 import grpo
@@ -346,9 +348,20 @@ def test_11_what_top_k_and_top_p_do_to_the_estimate(options):
     assert kl < 0 if options else kl > 0
 
 
-def test_12_old_log_probs_of_the_decode_loop_differ_from_those_of_the_training_forward(job):
-    """#2906, arXiv 2510.26788: in bfloat16 the clip then voids tokens before any update."""
-    assert job(num_epochs=2)[0]["val/ratio_max_dev_first"] < 1e-6
+def test_12_old_log_probs_of_the_decode_loop_differ_from_those_of_the_training_forward(
+    job, monkeypatch
+):
+    """#2906, arXiv 2510.26788: in bfloat16 the clip then voids tokens before any update. Here they
+    are far off, and nothing may feel it.
+    """
+
+    def after(rollout, *args):
+        return dataclasses.replace(rollout, logprobs=rollout.logprobs - 0.5)
+
+    spy_on(monkeypatch, job.script, "generate", after)
+    line = job(num_epochs=2)[0]
+    hint = "the old log-probs are those of the sampler?"
+    assert line["val/ratio_max_dev_first"] < 1e-6 and line["objective/kl"] == 0, hint
 
 
 def test_13_small_steps_are_lost_in_bfloat16_weights(tmp_path):
@@ -799,8 +812,12 @@ def test_a_chat_template_and_the_tokenizer_both_write_bos():
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "<|endoftext|>"
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)]
+    )
+    assert tokenizer("hello").input_ids.count(tokenizer.bos_token_id) == 1
     ids = prompt_tokens(tokenizer, [{"role": "user", "content": "hello"}])
-    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids.count(tokenizer.bos_token_id) == 1, "special tokens added to a rendered template?"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
