@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import rloo
 from common import completion_logprobs
-from grpo import group_advantages, grpo_loss
+from grpo import group_advantages, grpo_loss, importance_ratio
 from rloo import normalize, rloo_advantages, rloo_loss
 from sampling import Rollout
 
@@ -163,9 +163,13 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
 ):
     model = load(folder)
     logprobs = completion_logprobs(model, ROLLOUT, TEMPERATURE)
-    old = (logprobs.detach() + numbers(0, 0.4)) * ROLLOUT.completion_mask
+    noise = numbers(0, 0.4)
+    noise[-3] -= 0.8  # a completion with A > 0, far above the clip range also as a whole
+    old = (logprobs.detach() + noise) * ROLLOUT.completion_mask
     ref = (logprobs.detach() + numbers(1, 0.4)) * ROLLOUT.completion_mask
     advantages = torch.linspace(-2, 3, ROWS)
+    ratio = importance_ratio(logprobs, old, ROLLOUT.completion_mask, "sequence")
+    assert ratio[-3, 0] > 1.5 and advantages[-3] > 0
     num_tokens = ROLLOUT.completion_mask.sum()
     ours = grpo_loss(
         logprobs, old, advantages, ROLLOUT.completion_mask, clip_range=0.2,
@@ -182,7 +186,11 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
         ROLLOUT, advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
         num_items_in_batch=num_tokens,
     )  # fmt: skip
+    t.epsilon_high = 0.7 - clip_range_high
+    other = t._compute_loss(t.model, inputs)
+    t.epsilon_high = clip_range_high
     theirs = t._compute_loss(t.model, inputs)
+    assert (theirs - other).abs() > 1e-3, "the upper side of the clip is not at work"
     kl = f"KL {kl_coef}" if kl_coef else "no KL"
     name = f"{loss_type}, {level} level, clip 0.2 to {clip_range_high}, {kl}"
     compare(f"loss: {name}", [ours], [theirs])
