@@ -25,7 +25,12 @@ from conftest import (
     small_llama,
 )
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 import grpo
 import ppo
@@ -42,6 +47,7 @@ from common import (
     load_policy,
     masked_mean,
     masked_whiten,
+    model_inputs,
     reference,
     token_entropy,
     token_logprobs,
@@ -378,12 +384,18 @@ def test_13_small_steps_are_lost_in_bfloat16_weights(tmp_path):
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 def test_14_log_probs_drift_with_the_batch_shape(make):
-    """transformers #25420: with other padding, other kernels."""
-    model = make().eval()
+    """transformers #25420: with other padding, other kernels. A row in the batch, alone with the
+    same padding, and alone without any.
+    """
+    model, width = make().eval(), RAGGED.completion_mask.shape[1]
     whole = completion_logprobs(model, RAGGED, 1.0)
-    for i in range(len(RAGGED.tokens)):
-        alone = completion_logprobs(model, RAGGED[i : i + 1], 1.0)
-        assert torch.allclose(alone, whole[i : i + 1], atol=1e-5)
+    for i, (tokens, real) in enumerate(zip(RAGGED.tokens, RAGGED.attention_mask, strict=True)):
+        prompt, completion = tokens[:-width][real[:-width]], tokens[-width:][real[-width:]]
+        bare = make_rollout([prompt.tolist()], [completion.tolist()])
+        alone = completion_logprobs(model, RAGGED[i : i + 1], 1.0)[0]
+        assert torch.allclose(alone, whole[i], atol=1e-5)
+        alone, n = completion_logprobs(model, bare, 1.0)[0], len(completion)
+        assert torch.allclose(alone, whole[i, :n], atol=1e-5), "padding is read, or shifts a row?"
 
 
 def test_15_the_fast_log_softmax_of_half_precision_is_not_that_of_float32():
@@ -473,6 +485,39 @@ def test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0():
         loss.backward()
         optimizer.step()
     assert before > 0.6 and exact() < 0.1, "a KL without gradient, or k1 in the loss?"
+
+
+def test_18_the_gradient_of_k3_is_0_at_the_reference_and_in_expectation_that_of_the_kl():
+    """#4967, verl #2953. The expectation moves with the policy in two ways: through the samples
+    and through k3. Together they give the gradient of KL(policy || reference). The loss has the
+    second alone, the gradient of KL(reference || policy): also 0 at the reference alone.
+    """
+    ref = torch.tensor([0.7, 0.2, 0.08, 0.02]).double().log()
+    logits = randn(4).requires_grad_()
+    policy = logits.log_softmax(-1)
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def kl_in_the_loss(logprobs: torch.Tensor, ref: torch.Tensor, coefficient: float):
+        one = torch.ones(4, 1)
+        return 4 * grpo_loss(
+            logprobs[:, None], logprobs.detach()[:, None], torch.zeros(4), one,
+            ref_logprobs=ref[:, None], kl_coef=coefficient, clip_range=0.2,
+        )  # fmt: skip
+
+    at_reference = gradient(kl_in_the_loss(policy, policy.detach(), 1.0))
+    assert (at_reference == 0).all(), "k1 in the loss?"
+    exact = (policy.exp() * (policy - ref)).sum()
+    expectation = (policy.exp() * kl_estimate(policy, ref, "k3")).sum()
+    assert expectation.item() == pytest.approx(exact.item())
+    assert torch.allclose(gradient(expectation), gradient(exact)), "k3 is not unbiased?"
+    # Each token once, weighed by its probability: what the loss is on average.
+    tokens = policy.detach().exp() * kl_estimate(policy, ref, "k3")
+    forward = (ref.exp() * (ref - policy)).sum()
+    assert torch.allclose(gradient(tokens.sum()), gradient(forward))
+    unweighed = kl_estimate(policy, ref, "k3").sum()
+    assert torch.allclose(gradient(kl_in_the_loss(policy, ref, 0.3)), 0.3 * gradient(unweighed))
 
 
 @pytest.mark.parametrize("advantages", [group_advantages, rloo_advantages])
@@ -592,36 +637,47 @@ def test_26_the_reference_is_not_the_policy_that_the_run_starts_from(kind):
     with torch.no_grad():
         for p in policy.parameters():
             p.add_(0.05)
-    with reference(policy, 0.1) as model:
+    started_from = completion_logprobs(policy.eval(), RAGGED, 1.0)  # outside: the adapter is on
+    with reference(policy.train(), 0.1) as model:
         assert not model.training and not any(p.requires_grad for p in model.parameters())
-        kl = completion_logprobs(policy.eval(), RAGGED, 1.0) - completion_logprobs(
-            model, RAGGED, 1.0
-        )
+        kl = started_from - completion_logprobs(model, RAGGED, 1.0)
     assert (kl == 0).all(), "the reference was read again, or is the base under the adapter?"
 
 
 def test_27_gradient_checkpointing_switches_the_cache_off_while_sampling(monkeypatch):
-    """#2653, #3683: generation became quadratic, and the state was not restored on errors."""
-    model = small_gpt2().train()
+    """#2653, #3683: generation became quadratic, and the state was not restored on errors. Training
+    mode does that: the cache is ignored, so a loop that feeds it one token reads that token alone.
+    """
+    model = small_gpt2()
+    prompt = torch.tensor([[1, 2, 3]])
+    options = {"num_generations": 4, "max_new_tokens": 9, "eos_token_ids": [], "pad_token_id": 0}
+
+    def sample() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return generate(
+            model, prompt, torch.ones_like(prompt), generator=generator, **options
+        ).tokens
+
+    expected = sample()
+    model.train()
     model.gradient_checkpointing_enable()
-    lengths, forward = [], type(model).forward
+    assert torch.equal(sample(), expected), "the cache is off?"
+
+    read, forward = [], type(model.transformer).forward
 
     def spy(self, *args, **kwargs):
-        lengths.append(kwargs["input_ids"].shape[1])
-        if len(lengths) == 4:
+        ids = args[0] if args else kwargs["input_ids"]
+        read.append((ids.shape[1], self.training))
+        if len(read) == 4:
             raise RuntimeError("out of something")
         return forward(self, *args, **kwargs)
 
     spy.__signature__ = inspect.signature(forward)
-    monkeypatch.setattr(type(model), "forward", spy)
-    prompt = torch.tensor([[1, 2, 3]])
+    monkeypatch.setattr(type(model.transformer), "forward", spy)
     with pytest.raises(RuntimeError, match="out of something"):
-        generate(
-            model, prompt, torch.ones_like(prompt), max_new_tokens=9, eos_token_ids=[],
-            pad_token_id=0,
-        )  # fmt: skip
-    assert lengths == [3, 1, 1, 1]
-    assert model.training and model.is_gradient_checkpointing
+        sample()
+    assert read == [(3, False), (1, False), (1, False), (1, False)], "not in evaluation mode?"
+    assert model.training and model.is_gradient_checkpointing, "not restored after an error?"
 
 
 def test_28_the_value_head_starts_at_random():
@@ -635,14 +691,20 @@ def test_28_the_value_head_starts_at_random():
 
 
 def test_29_what_is_saved_is_not_what_was_trained(job, monkeypatch):
-    """#3293: saved and loaded again, the model gives the same logits."""
+    """#3293: saved and loaded again, the model gives the same logits. PPO's value model is no part
+    of it, on purpose: model/ is a plain language model, complete and loaded alone.
+    """
     kept = []
-    original = job.script.load_policy
-    monkeypatch.setattr(job.script, "load_policy", lambda *a: kept.append(original(*a)) or kept[0])
+    spy_on(monkeypatch, job.script, "load_policy", lambda policy, *args: kept.append(policy))
     job(num_steps=2, learning_rate=0.01)
     tokens = torch.arange(12).view(2, 6)
-    again = AutoModelForCausalLM.from_pretrained(job.folder / "model").eval()
-    assert torch.equal(again(tokens).logits, kept[0].eval()(tokens).logits)
+    again, info = AutoModelForCausalLM.from_pretrained(
+        job.folder / "model", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    hint = "saved before the training, or another model than the policy?"
+    assert torch.equal(again.eval()(tokens).logits, kept[0].eval()(tokens).logits), hint
+    assert len(AutoTokenizer.from_pretrained(job.folder / "model")) == 20
 
 
 # --- Metrics ---
@@ -704,6 +766,21 @@ def test_33_decoded_text_is_encoded_again():
     assert seen["ids"] == [[0, 0, 19], [3, 19]] and seen["texts"] == ["  ", "c"]
 
 
+def test_33_the_ids_that_are_trained_on_are_those_that_were_sampled(job, monkeypatch):
+    """Masks included, each row once per epoch: nothing was encoded again, cut or padded anew."""
+    sampled = []
+    spy_on(monkeypatch, job.script, "generate", lambda rollout, *args: sampled.append(rollout))
+    seen = logprobs_of_the_update(monkeypatch, job.script)
+    job(num_epochs=1, num_mini_batches=2, completions=16, temperature=3.0)
+
+    def rows(rollouts: list[Rollout]) -> list[list[int]]:
+        fields = [(r.tokens, r.attention_mask, r.completion_mask) for r in rollouts]
+        return sorted(row for parts in fields for row in torch.cat(parts, dim=1).tolist())
+
+    trained = rows([rollout for rollout, _ in seen])
+    assert len(trained) == 16 and trained == rows(sampled), "other ids than the sampled ones?"
+
+
 # --- Seen in other educational code ---
 
 
@@ -737,6 +814,32 @@ def test_inputs_are_changed_in_place():
     group_advantages(rewards, 2), rloo_advantages(rewards, 2)
     for x, y in zip([*tensors, mask, rewards], before, strict=True):
         assert torch.equal(x, y)
+
+
+def test_the_tokens_and_masks_that_a_model_reads_are_changed_in_place():
+    """Padding that is not 0, as it would be after a masked_fill_ of what the caller holds."""
+    rollout = make_rollout([[1, 2], [3]], [[5, EOS], [6, 7, EOS]], extra_left=2, extra_right=2)
+    rollout.tokens[~rollout.attention_mask] = 7
+    before, model = copy.deepcopy(rollout), small_gpt2()
+    value_model = ValueModel.on_backbone_of(model)
+    completion_logprobs(model, rollout, 0.7, with_entropy=True)
+    completion_logprobs(model, rollout, 0.7, 1)
+    completion_values(value_model, rollout)
+    value_model(rollout.tokens, rollout.attention_mask)
+    model_inputs(model, rollout.tokens, rollout.attention_mask, use_cache=False)
+    completion_mask(rollout.tokens[:, 4:], [EOS])
+    score(
+        Task([], [], [lambda completions: [0.0] * 2], [1.0]),
+        [{"prompt": "a"}],
+        rollout,
+        letter_tokenizer(),
+    )
+    generate(
+        model, rollout.tokens, rollout.attention_mask, num_generations=2, max_new_tokens=3,
+        temperature=0.7, eos_token_ids=[EOS], pad_token_id=0,
+    )  # fmt: skip
+    for name, value in vars(before).items():
+        assert torch.equal(getattr(rollout, name), value), f"{name} was changed in place"
 
 
 def test_a_few_likely_tokens_are_all_that_is_ever_drawn():

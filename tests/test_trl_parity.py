@@ -164,7 +164,7 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
     model = load(folder)
     logprobs = completion_logprobs(model, ROLLOUT, TEMPERATURE)
     noise = numbers(0, 0.4)
-    noise[-3] -= 0.8  # a completion with A > 0, far above the clip range also as a whole
+    noise[-3] -= 1.2  # a completion with A > 0, far above the clip range also as a whole
     old = (logprobs.detach() + noise) * ROLLOUT.completion_mask
     ref = (logprobs.detach() + numbers(1, 0.4)) * ROLLOUT.completion_mask
     advantages = torch.linspace(-2, 3, ROWS)
