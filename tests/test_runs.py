@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, letter_tokenizer, save_model, small_gpt2
+from conftest import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_model, small_gpt2
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -23,7 +23,15 @@ from transformers import (
 import common
 import ppo
 from common import Fault, InputError, load_policy, load_tokenizer
-from runs import Meter, explained_variance, parse_flags, run_main
+from runs import (
+    Meter,
+    explained_variance,
+    group_metrics,
+    objective_metrics,
+    parse_flags,
+    rollout_metrics,
+    run_main,
+)
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -322,7 +330,10 @@ def test_a_metric_of_two_micro_batches_is_the_mean_over_all_tokens_not_of_means(
     for row in range(2):
         meter.add("m", x[row : row + 1], mask[row : row + 1])
         meter.maximum("max", x[row : row + 1], mask[row : row + 1])
-    assert meter.means() == {"m": 4.0, "max": 10.0}
+    for row in (1, 0):
+        meter.maximum("max, then less", x[row : row + 1], mask[row : row + 1])
+    hint = "over padding, a mean of means, or the last micro-batch alone?"
+    assert meter.means() == {"m": 4.0, "max": 10.0, "max, then less": 10.0}, hint
 
 
 def test_an_empty_mask_gives_0_not_nan():
@@ -336,7 +347,48 @@ def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant
     assert explained_variance(returns, returns, mask) == pytest.approx(1)
     assert explained_variance(torch.full((1, 4), 3.0), returns, mask) == pytest.approx(0)
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert explained_variance(returns + 7, returns, mask) == pytest.approx(
+        1
+    )  # a shift is no spread
     assert explained_variance(returns, torch.ones(1, 4), mask) == 0
+
+
+def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_missing_scores():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
+    kl = torch.tensor([[1.0, 2, 3, 99], [4, 99, 99, 99], [-1, 3, 99, 99]])
+    logprobs = torch.where(mask, -0.5 * kl.abs(), torch.tensor(99.0))
+    scores = torch.tensor([10.0, torch.nan, 4.0])
+    metrics = objective_metrics(scores, kl, logprobs, mask, kl_coef=0.5)
+    expected = {
+        "objective/kl": (6 + 4 + 2) / 3,
+        "objective/kl_token": 12 / 6,
+        "objective/entropy": 0.5 * (1 + 2 + 3 + 4 + 1 + 3) / 6,
+        "objective/scores": 7,
+        "objective/non_score_reward": -0.5 * 4,
+        "objective/rlhf_reward": ((10 - 0.5 * 6) + (4 - 0.5 * 2)) / 2,
+    }
+    assert metrics == pytest.approx(expected), "over padding, or a missing score counted?"
+    unknown = objective_metrics(scores, None, logprobs, mask, kl_coef=0.5)
+    assert unknown["objective/kl"] is None and unknown["objective/kl_token"] is None
+    assert unknown["objective/non_score_reward"] == 0 and unknown["objective/rlhf_reward"] == 7
+
+
+def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_groups_as_0():
+    nan = torch.nan
+    scores = torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, 2])
+    metrics = group_metrics(scores, 3)
+    stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; a single score has no spread
+    hint = "other groups, a missing score counted, or flat groups left out?"
+    assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4), hint
+    assert metrics["reward/frac_flat_groups"] == 0.5, hint
+
+
+def test_lengths_count_eos_and_neither_prompt_nor_padding():
+    rollout = make_rollout([[1, 2, 3], [4]], [[5, EOS], [6, 7, 8, 9, 10]], extra_right=2)
+    metrics = rollout_metrics(rollout, 2.0, 1.5)
+    assert (metrics["length/mean"], metrics["length/max"]) == (3.5, 5)
+    assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.5, 1)
+    assert metrics["tokens_per_second"] == 2 and metrics["memory/peak_gb"] > 0.01
 
 
 def test_nan_is_written_as_null_so_that_metrics_stay_json(tmp_path, small_folder):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Model
 
 import grpo
 import ppo
@@ -68,19 +68,32 @@ def test_dropout_left_on_moves_the_ratio_off_1(job, num_epochs):
     ],
 )
 def test_old_logprobs_are_computed_only_where_they_can_differ(job, monkeypatch, flags, forwards):
-    """Forwards of 8 rows, 4 at a time: beside sampling, those without gradient are counted."""
-    counts = {"with gradient": 0, "without": 0}
-    forward = GPT2LMHeadModel.forward
+    """Forwards of 8 rows, 4 at a time: beside sampling, those without gradient are counted, the
+    value model's left out.
+    """
+    counts, of_values = {"with gradient": 0, "without": 0}, []
+    forward = GPT2Model.forward
 
     def spy(self, *args, **kwargs):
-        if torch.is_grad_enabled():
+        if any(self is backbone for backbone in of_values):
+            pass
+        elif torch.is_grad_enabled():
             counts["with gradient"] += 1
         elif kwargs.get("use_cache") is False:  # not sampling, and not the checks of loading
             counts["without"] += 1
         return forward(self, *args, **kwargs)
 
     spy.__signature__ = inspect.signature(forward)  # model_inputs asks what it accepts
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", spy)
+    monkeypatch.setattr(GPT2Model, "forward", spy)
+    if job.script is ppo:
+        build = ppo.initial_value_model
+
+        def built(*args):
+            value_model = build(*args)
+            of_values.append(value_model.backbone)
+            return value_model
+
+        monkeypatch.setattr(ppo, "initial_value_model", built)
     flags = {"num_epochs": 1, "num_mini_batches": 1} | flags
     job(**flags)
     assert counts["without"] == forwards[job.script.__name__]
@@ -313,7 +326,7 @@ def test_a_reward_that_the_prompt_alone_decides_gives_every_completion_advantage
     monkeypatch.setattr(script, ADVANTAGES[script], spy)
     file = job.folder.parent / "by_prompt.py"
     file.write_text(
-        "def by_prompt(prompts, **kw): return [hash(str(p)) % 1000 / 7 for p in prompts]\n"
+        "def by_prompt(prompts, **kw): return [sum(map(ord, p)) % 97 / 7 for p in prompts]\n"
     )
     line = job(reward=f"{file}:by_prompt", prompts_per_step=6, rollout_batch_size=8, kl_coef=0)[0]
     assert len(seen[0]) == 24 and (seen[0] == 0).all()

@@ -201,6 +201,15 @@ def test_text_ends_before_eos_and_padding():
     assert decode(tokenizer, rollout) == ["hi", "there"]
 
 
+def test_an_eos_that_is_no_special_token_is_not_part_of_the_text_either():
+    """A model may end with any id that its generation_config names."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(["hi.", "ho."]).input_ids
+    rollout = make_rollout([[1], [2]], ids, eos=ids[0][-1])
+    rollout.finished = torch.tensor([True, False])
+    assert decode(tokenizer, rollout) == ["hi", "ho."]
+
+
 # --- Rewards ---
 
 
@@ -306,6 +315,8 @@ def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
 def test_verify_is_the_share_of_right_answers_and_none_without_a_verifier():
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     assert verify(Task([], [], [], [], add_reward), rows, ["2", "2"]) == 0.5
+    # Several completions of a prompt are consecutive.
+    assert verify(Task([], [], [], [], add_reward), rows, ["2", "2", "3", "3"]) == 1
     assert verify(Task([], [], [], []), rows, ["2", "2"]) is None
 
 
@@ -370,6 +381,19 @@ def test_chat_messages_are_scored_through_the_reward_models_own_template(reward_
     assert model(*chat) == pytest.approx(plain)
     model.tokenizer.chat_template = CHAT_TEMPLATE
     assert model(*chat) == pytest.approx(model(["<|endoftext|>[user]q[assistant]"], ["a"]))
+
+
+def test_the_reward_model_reads_one_bos_where_template_and_tokenizer_both_write_it(
+    reward_model_folder,
+):
+    model = RewardModel(reward_model_folder, torch.device("cpu"))
+    model.tokenizer.chat_template = CHAT_TEMPLATE
+    eos = model.tokenizer.eos_token_id
+    model.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", eos)]
+    )
+    chat = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    assert model._tokens(*chat).count(eos) == 1 and model._tokens("q", "a").count(eos) == 1
 
 
 def test_a_text_longer_than_the_reward_model_reads_is_refused(reward_model_folder):
