@@ -347,6 +347,8 @@ def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant
     assert explained_variance(returns, returns, mask) == pytest.approx(1)
     assert explained_variance(torch.full((1, 4), 3.0), returns, mask) == pytest.approx(0)
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    garbage = returns.masked_fill(~mask, -50)
+    assert explained_variance(garbage, returns, mask) == pytest.approx(1), "over padding?"
     assert explained_variance(returns + 7, returns, mask) == pytest.approx(
         1
     )  # a shift is no spread
@@ -384,11 +386,12 @@ def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_gro
 
 
 def test_lengths_count_eos_and_neither_prompt_nor_padding():
-    rollout = make_rollout([[1, 2, 3], [4]], [[5, EOS], [6, 7, 8, 9, 10]], extra_right=2)
-    metrics = rollout_metrics(rollout, 2.0, 1.5)
-    assert (metrics["length/mean"], metrics["length/max"]) == (3.5, 5)
-    assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.5, 1)
-    assert metrics["tokens_per_second"] == 2 and metrics["memory/peak_gb"] > 0.01
+    completions = [[5, EOS], [6, 7, 8, 9, 10], [EOS], [5, 6, 7, EOS]]
+    rollout = make_rollout([[1, 2, 3], [4], [1], [2, 2]], completions, extra_right=2)
+    metrics = rollout_metrics(rollout, 2.0, 2.0)
+    assert (metrics["length/mean"], metrics["length/max"]) == (3, 5)
+    assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.25, 3)
+    assert metrics["tokens_per_second"] == 3 and metrics["memory/peak_gb"] > 0.01
 
 
 def test_nan_is_written_as_null_so_that_metrics_stay_json(tmp_path, small_folder):
