@@ -143,6 +143,18 @@ def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(mod
     assert torch.allclose(logprobs, rollout.logprobs, atol=1e-4)
 
 
+def test_a_static_cache_and_bfloat16_weights_change_no_more_than_rounding(model):
+    plain = sample(model, num_generations=3)
+    if model.config.model_type != "gpt_neo":  # its mask follows the length of the cache
+        static = sample(model, num_generations=3, static=True)
+        assert torch.equal(static.tokens, plain.tokens)
+        assert torch.allclose(static.logprobs, plain.logprobs, atol=1e-4)
+    rounded = sample(model, num_generations=3, bf16=True)
+    same = (rounded.tokens == plain.tokens)[:, 7:].cumprod(1).bool() & plain.completion_mask
+    off = (rounded.logprobs - plain.logprobs)[same].abs()
+    assert same.float().mean() > 0.3 and 0 < off.mean() < 0.05
+
+
 def test_a_row_alone_is_the_row_in_a_left_padded_batch_whatever_the_micro_batch(model):
     whole = completion_logprobs(model, RAGGED, 1.0)
     parts = [completion_logprobs(model, RAGGED, 1.0, size) for size in (1, 3)]

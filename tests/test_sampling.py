@@ -7,7 +7,15 @@ import torch
 from conftest import EOS, VOCAB, small_gpt2, small_llama
 
 from common import InputError, completion_logprobs, kl_estimate
-from sampling import Rollout, completion_mask, concatenate, draw, generate
+from sampling import (
+    Rollout,
+    bfloat16_copy,
+    completion_mask,
+    concatenate,
+    draw,
+    generate,
+    preallocated_cache,
+)
 
 PROMPTS = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
 PROMPT_MASK = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]])
@@ -258,3 +266,78 @@ def test_rollouts_can_be_indexed_and_put_together(small_model):
     parts = concatenate([rollout[:4], rollout[torch.tensor([4, 5])]])
     for name, value in vars(rollout).items():
         assert torch.equal(getattr(parts, name), value), name
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])
+def test_the_token_drawn_is_the_first_whose_cumulative_probability_exceeds_the_number(vocab):
+    """Found block by block; here over the whole row, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(500, vocab, generator=generator)
+    uniform = torch.rand(500, generator=generator)
+    drawn, logprobs = draw(logits, uniform, temperature=0.7)
+    exact = (logits.double() / 0.7).softmax(-1)
+    cumulative = exact.cumsum(-1)
+    before = cumulative.gather(1, drawn.unsqueeze(1)).squeeze(1)
+    below = before - exact.gather(1, drawn.unsqueeze(1)).squeeze(1)
+    hint = "lost between the block and the token in it?"
+    assert ((below - 1e-6 <= uniform) & (uniform < before + 1e-6)).all(), hint
+    expected = exact.log().gather(1, drawn.unsqueeze(1)).squeeze(1)
+    assert torch.allclose(logprobs.double(), expected, atol=1e-5)
+
+
+def test_keys_and_values_stay_where_they_are_while_decoding(small_model):
+    """Concatenating would copy all of them at every token."""
+    cache = preallocated_cache(small_model, capacity=9)
+    tokens, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 9, dtype=torch.long)
+    with torch.no_grad():
+        small_model(tokens, past_key_values=cache, use_cache=True)
+        cache.batch_select_indices(torch.tensor([0, 0, 1, 1]))
+        places = [layer.keys.data_ptr() for layer in cache.layers]
+        for t in range(3, 9):
+            small_model(
+                torch.full((4, 1), t),
+                past_key_values=cache,
+                attention_mask=mask.repeat(2, 1)[:, : t + 1],
+            )
+    assert cache.get_seq_length() == 9
+    assert [layer.keys.data_ptr() for layer in cache.layers] == places
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_static_step_that_cuda_graphs_replay_samples_the_same_tokens(small_model, bf16):
+    """Rows end at different times, so the number of rows is halved on the way."""
+    options = {"num_generations": 40, "seed": 2, "bf16": bf16, "temperature": 2.0}
+    plain, static = sample(small_model, **options), sample(small_model, static=True, **options)
+    assert plain.finished.any() and not plain.finished.all()
+    assert torch.equal(plain.tokens, static.tokens)
+    assert torch.allclose(plain.logprobs, static.logprobs, atol=1e-2 if bf16 else 1e-5)
+
+
+def test_the_static_step_sees_few_numbers_of_rows(small_model):
+    """Each is another CUDA graph."""
+    shapes = count_forwards(small_model)
+    sample(small_model, static=True, num_generations=32, temperature=2.0, max_new_tokens=60)
+    rows = [shape[0] for shape in shapes[1:]]
+    whole = rows[0]
+    assert set(rows) <= {whole, whole // 2, whole // 4, whole // 8, whole // 16, 3, 2, 1}
+    assert rows[-1] < whole
+
+
+def test_decoding_in_bfloat16_leaves_the_model_as_it_is(small_model):
+    before = {name: p.clone() for name, p in small_model.state_dict().items()}
+    attention = small_model.config._attn_implementation
+    rollout = sample(small_model, bf16=True)
+    after = small_model.state_dict()
+    assert all(
+        torch.equal(after[name], p) and p.dtype == after[name].dtype for name, p in before.items()
+    )
+    assert small_model.config._attn_implementation == attention
+    assert rollout.logprobs.dtype == torch.float32
+
+
+def test_bfloat16_rounds_weights_but_not_rotary_frequencies():
+    model = small_llama()
+    copied = bfloat16_copy(model)
+    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
+    assert copied.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(copied.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
