@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -173,11 +174,36 @@ def model_inputs(
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
 
 
+def micro_batches(
+    rollout: Rollout, rows: Tensor, max_rows: int | None = None, max_tokens: int | None = None
+) -> list[Tensor]:
+    """Cut `rows` (n,) of a rollout into micro-batches of at most `max_rows` rows and `max_tokens`
+    tokens, padding counted, the longest rows first; a row alone may be longer.
+
+    Sorted by length, because a micro-batch is as wide as its longest row and padding costs as much
+    as text. The gradient is a sum over rows, so their order doesn't matter.
+    """
+    new = rollout.completion_mask[rows].sum(1)
+    read = rollout.attention_mask[rows].sum(1) - new
+    order = (read + new).argsort(descending=True, stable=True)
+    batches, widest = [[]], (0, 0)  # of the prompts and of the completions in the last batch
+    for row, *lengths in torch.stack([rows, read, new])[:, order].T.tolist():
+        wider = tuple(map(max, widest, lengths))
+        full = max_tokens is not None and (len(batches[-1]) + 1) * sum(wider) > max_tokens
+        if batches[-1] and (full or len(batches[-1]) == max_rows):
+            batches.append([])
+            wider = tuple(lengths)
+        batches[-1].append(row)
+        widest = wider
+    return [torch.tensor(batch, device=rows.device) for batch in batches]
+
+
 def completion_logprobs(
     model: nn.Module,
     rollout: Rollout,
     temperature: float,
     micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs of the sampled tokens by the training forward: (B, T), 0 off the mask, with grad.
@@ -185,39 +211,95 @@ def completion_logprobs(
     The logits are divided by the temperature: these are the log-probs of the distribution that was
     sampled. `with_entropy` returns (logprobs, entropy), the entropy without gradient.
     """
-    logprobs, entropies = [], []
-    for rows in _micro_batches(rollout, micro_batch_size):
-        mask, width = rows.completion_mask.bool(), rows.completion_mask.shape[1]
-        # The logits at position i predict token i + 1. So the T completion tokens are predicted
-        # from the last T + 1 positions less the very last; the prompt needs no logits at all.
-        inputs = model_inputs(
-            model, rows.tokens, rows.attention_mask, use_cache=False, logits_to_keep=width + 1
-        )
-        logits = model(**inputs).logits[:, -width - 1 : -1] / temperature  # (rows, T, V)
-        drawn = token_logprobs(logits, rows.tokens[:, -width:])
-        logprobs.append(drawn.masked_fill(~mask, 0))
-        if with_entropy:
-            entropies.append(token_entropy(logits.detach()).masked_fill(~mask, 0))
-    return (torch.cat(logprobs), torch.cat(entropies)) if with_entropy else torch.cat(logprobs)
+    shape, width = rollout.completion_mask.shape, rollout.completion_mask.shape[1]
+    positions, logprobs, entropies = [], [], []
+    every = torch.arange(shape[0], device=rollout.tokens.device)
+    for rows in micro_batches(rollout, every, micro_batch_size, micro_batch_tokens):
+        inputs, mask, longest = _trimmed(rollout[rows])
+        backbone = base_model(model).base_model
+        hidden = backbone(**model_inputs(backbone, inputs, mask, use_cache=False)).last_hidden_state
+        real = rollout.completion_mask[rows].bool()  # (rows, T)
+        tokens = rollout.tokens[rows, -width:][real]  # (n,), n tokens that are no padding
+        hidden = hidden[:, -longest:][real[:, :longest]]  # (n, D)
+        # Logits, (n, V), would be the largest tensor of all. So they are made for a chunk of tokens
+        # at a time, and again in the backward pass instead of kept for it.
+        size = max(1, CHUNK // base_model(model).get_output_embeddings().weight.shape[0])
+        for chunk, drawn in zip(hidden.split(size), tokens.split(size)):
+            scored = (base_model(model), chunk, drawn, temperature, with_entropy)
+            if torch.is_grad_enabled() and len(tokens) > size:
+                found = checkpoint(_score_tokens, *scored, use_reentrant=False)
+            else:
+                found = _score_tokens(*scored)
+            logprobs.append(found[0])
+            entropies.append(found[1])
+        row, column = real.nonzero(as_tuple=True)
+        positions.append((rows[row], column))
+    index = tuple(torch.cat(indices) for indices in zip(*positions))
+
+    def spread(parts: list[Tensor]) -> Tensor:
+        values = torch.cat(parts)
+        return values.new_zeros(shape).index_put(index, values)
+
+    return (spread(logprobs), spread(entropies)) if with_entropy else spread(logprobs)
+
+
+CHUNK = 2**22  # logits at a time: 16 MB in float32
+
+
+def _score_tokens(
+    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, each (n,), of tokens (n,) from last hidden states (n, D)."""
+    logits = _full(logits_from(model, hidden)) / temperature  # (n, V)
+    logprobs = token_logprobs(logits, tokens)
+    entropy = token_entropy(logits.detach()) if with_entropy else torch.zeros_like(logprobs)
+    return logprobs, entropy
+
+
+def logits_from(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The end of the model's forward: last hidden states (n, D) -> logits (n, V)."""
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(hidden)
+    if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def _trimmed(rollout: Rollout) -> tuple[Tensor, Tensor, int]:
+    """(tokens, attention mask, t) without the columns that needn't be read; the last t columns are
+    those where the first t completion tokens of each row are predicted.
+    """
+    width = rollout.completion_mask.shape[1]
+    padding = int((~rollout.attention_mask[:, :-width].bool().any(0)).sum())  # left, in every row
+    longest = int(rollout.completion_mask.bool().any(0).sum())
+    # The last token of the longest row isn't read either: the state at position i predicts token
+    # i + 1, so nothing needs the state there.
+    columns = slice(padding, rollout.tokens.shape[1] - width + longest - 1)
+    return rollout.tokens[:, columns], rollout.attention_mask[:, columns], longest
 
 
 def completion_values(
-    value_model: ValueModel, rollout: Rollout, micro_batch_size: int | None = None
+    value_model: ValueModel,
+    rollout: Rollout,
+    micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
 ) -> Tensor:
     """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with grad."""
+    shape = rollout.completion_mask.shape
+    every = torch.arange(shape[0], device=rollout.tokens.device)
+    batches = micro_batches(rollout, every, micro_batch_size, micro_batch_tokens)
     values = []
-    for rows in _micro_batches(rollout, micro_batch_size):
-        mask, width = rows.completion_mask.bool(), rows.completion_mask.shape[1]
-        value = value_model(rows.tokens, rows.attention_mask)  # (rows, P+T)
+    for rows in batches:
+        tokens, mask, longest = _trimmed(rollout[rows])
         # Read where the logits of token t are: one to the right, V would know the action.
-        values.append(value[:, -width - 1 : -1].masked_fill(~mask, 0))
-    return torch.cat(values)
-
-
-def _micro_batches(rollout: Rollout, size: int | None) -> list[Rollout]:
-    num_rows = len(rollout.tokens)
-    size = size or num_rows
-    return [rollout[start : start + size] for start in range(0, num_rows, size)]
+        value = value_model(tokens, mask)[:, -longest:]
+        values.append(nn.functional.pad(value, (0, shape[1] - longest)))
+    in_order = torch.cat(values)[torch.cat(batches).argsort()]
+    return in_order.masked_fill(~rollout.completion_mask.bool(), 0)
 
 
 # --- Models ---
@@ -267,6 +349,28 @@ def _zero_noise(record: object) -> int:
     return len(names)
 
 
+def set_up_training(
+    *models: nn.Module, bf16: bool = False, checkpointing: bool = False, compiled: bool = False
+) -> None:
+    """Put policy and value model into training mode. Gradient checkpointing keeps of each layer its
+    input alone and computes the rest again in the backward pass; `compiled` has the training
+    forward compiled when it is first called. Raises InputError.
+    """
+    for model in models:
+        model.train()
+        backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model
+        if bf16 and backbone.device.type == "cpu":
+            # PyTorch's fused attention is three times slower there than plain matrix products.
+            backbone.set_attn_implementation("eager")
+        if checkpointing:
+            try:
+                backbone.gradient_checkpointing_enable({"use_reentrant": False})
+            except ValueError as e:
+                raise InputError(f"--gradient_checkpointing: {first_line(e)}") from e
+        if compiled:
+            backbone.compile(dynamic=True)
+
+
 class ValueModel(nn.Module):
     """A transformer backbone with a scalar head that starts at 0: V = 0 at step 0."""
 
@@ -296,7 +400,10 @@ class ValueModel(nn.Module):
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """tokens (B, L), attention_mask (B, L) -> values (B, L)."""
         inputs = model_inputs(self.backbone, tokens, attention_mask, use_cache=False)
-        return self.head(self.backbone(**inputs).last_hidden_state).squeeze(-1)
+        hidden = self.backbone(**inputs).last_hidden_state
+        # In bfloat16 a value would have three digits, and advantages are differences of values.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
 
 def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
@@ -388,6 +495,15 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def fast_at_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices of bfloat16 faster than of float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+
+
 def load_policy(name: str, lora_r: int = 0) -> PreTrainedModel | PeftModel:
     """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub.
 
@@ -465,15 +581,23 @@ def _load_causal(name: str) -> PreTrainedModel:
     tokens[1, -1] = (tokens[1, -1] + 1) % vocab_size
     with torch.no_grad():
         try:
-            logits = model.eval()(**model_inputs(model, tokens, torch.ones_like(tokens))).logits
+            mask = torch.ones_like(tokens)
+            logits = model.eval()(**model_inputs(model, tokens, mask)).logits
+            backbone = model.base_model
+            hidden = backbone(**model_inputs(backbone, tokens, mask)).last_hidden_state
+            own = logits_from(model, hidden)
             decodes = _decodes_from_its_cache(model, torch.stack([tokens[0], tokens[0].flip(0)]))
         except Exception:  # whatever a model of another kind raises
             decodes = False
     if not decodes:
         raise InputError(f"--model {name}: can't be used, it doesn't decode with a key-value cache")
-    logits = logits[:, :-1]
-    if (logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max():  # BERT, say
+    first, second = logits[:, :-1]
+    if (first - second).abs().max() > 1e-4 * logits.abs().max():  # BERT, say
         raise InputError(f"{fault} its logits depend on later tokens")
+    if (own - logits).abs().max() > 1e-4 * logits.abs().max():
+        raise InputError(
+            f"--model {name}: can't be used, its last layer makes logits in an unknown way"
+        )
     return model
 
 

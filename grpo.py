@@ -43,13 +43,16 @@ from common import (
     completion_logprobs,
     disable_dropout,
     eos_token_ids,
+    fast_at_bfloat16,
     is_flat,
     kl_estimate,
     load_policy,
     load_tokenizer,
     masked_mean,
+    micro_batches,
     pick_device,
     reference,
+    set_up_training,
 )
 from runs import (
     Meter,
@@ -97,7 +100,8 @@ class Config:
     learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0; adapters: 10 times")
     num_epochs: int = flag(1, "passes over one rollout")
     num_mini_batches: int = flag(1, "optimiser steps per pass")
-    micro_batch_size: int | None = flag(None, "rows per forward and backward: memory and speed")
+    micro_batch_size: int | None = flag(None, "most rows per forward and backward")
+    micro_batch_tokens: int | None = flag(None, "most tokens in them, padding too: memory, speed")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = flag(
         "grpo", "mean over rows of means over tokens; over tokens; over max_new_tokens; CISPO"
     )
@@ -109,6 +113,9 @@ class Config:
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
     merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
+    gradient_checkpointing: bool = flag(False, "a fraction of the memory, a third more time")
+    bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
+    compile: bool = flag(False, "torch.compile the training forward: minutes first, faster then")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
@@ -128,6 +135,7 @@ TINY = {
     "rollout_batch_size": 256,
     "learning_rate": 7e-4,
     "micro_batch_size": 256,
+    "bf16": False,
     "eval_every": 30,
     "num_eval_prompts": 512,
 }
@@ -138,7 +146,7 @@ PRETRAINED = {
     "max_new_tokens": 24,
     "rollout_batch_size": 32,
     "learning_rate": 2e-5,
-    "micro_batch_size": 8,
+    "micro_batch_tokens": 1024,
     "eval_every": 20,
     "num_eval_prompts": 24,
 }
@@ -247,6 +255,8 @@ def main(args: list[str] | None = None) -> None:
             " itself, choose 1 or more (5 is the default)"
         )
     device = pick_device(config.device)
+    config.bf16 = fast_at_bfloat16(device) if config.bf16 is None else config.bf16
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
     folder = choose_folder("grpo", config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
@@ -257,8 +267,13 @@ def main(args: list[str] | None = None) -> None:
     check_prompts(config, policy, tokenizer, task)
     if config.disable_dropout:
         disable_dropout(policy)  # before the reference is copied from the policy
+    set_up_training(
+        policy,
+        bf16=config.bf16,
+        checkpointing=config.gradient_checkpointing,
+        compiled=config.compile,
+    )
     ref = reference(policy, config.kl_coef)
-    policy.train()
 
     parameters = [p for p in policy.parameters() if p.requires_grad]  # of an adapter's base none
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
@@ -268,6 +283,7 @@ def main(args: list[str] | None = None) -> None:
         "eos_token_ids": eos_token_ids(policy, tokenizer),
         "pad_token_id": tokenizer.pad_token_id or 0,  # the masks, not the id, say what is padding
         "generator": torch.Generator(device).manual_seed(config.seed),
+        "bf16": config.bf16,
     }
     G = config.num_generations
     batch_size = config.prompts_per_step * G  # B, completions per step
@@ -295,16 +311,18 @@ def main(args: list[str] | None = None) -> None:
 
             #    Log-probs by the forward that trains, not by the one that decoded: so the ratio
             #    is 1 before the first update. All are 0 off the mask.
-            size = config.rollout_batch_size
-            with torch.no_grad():
+            limits = config.rollout_batch_size, config.micro_batch_tokens
+            with torch.no_grad(), autocast:
                 if old_is_new:
                     old_logprobs = torch.zeros(mask.shape, device=device)  # known at the update
                 else:
-                    old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)
+                    old_logprobs = completion_logprobs(policy, rollout, config.temperature, *limits)
                 ref_logprobs = None
                 with ref as model:  # not around the lines above: it may switch an adapter off
                     if model is not None:
-                        ref_logprobs = completion_logprobs(model, rollout, config.temperature, size)
+                        ref_logprobs = completion_logprobs(
+                            model, rollout, config.temperature, *limits
+                        )
             clear_cache()
 
             # 2. Rewards: the scores alone, the KL penalty is in the loss.
@@ -326,16 +344,18 @@ def main(args: list[str] | None = None) -> None:
             if config.mask_truncated_completions:
                 # From the loss alone: in the baseline they count, and so they do in num_rows.
                 loss_mask = mask & rollout.finished.unsqueeze(1)
+            sizes = config.micro_batch_size, config.micro_batch_tokens
             meter = Meter()
             for index, mini_batch in enumerate(mini_batches):
                 # A micro-batch adds its share of the minibatch's loss: the gradient is the same
                 # whatever its size.
                 num_tokens = loss_mask[mini_batch].sum()
                 mini_batch_loss = 0.0
-                for rows in mini_batch.split(config.micro_batch_size):
-                    logprobs, entropy = completion_logprobs(
-                        policy, rollout[rows], config.temperature, with_entropy=True
-                    )
+                for rows in micro_batches(rollout, mini_batch, *sizes):
+                    with autocast:
+                        logprobs, entropy = completion_logprobs(
+                            policy, rollout[rows], config.temperature, with_entropy=True
+                        )
                     if old_is_new:
                         old_logprobs[rows] = logprobs.detach()
                     m, old, adv = loss_mask[rows], old_logprobs[rows], advantages[rows]

@@ -39,13 +39,16 @@ from common import (
     completion_values,
     disable_dropout,
     eos_token_ids,
+    fast_at_bfloat16,
     gae,
     kl_estimate,
     load_policy,
     load_tokenizer,
     masked_whiten,
+    micro_batches,
     pick_device,
     reference,
+    set_up_training,
 )
 from runs import (
     Meter,
@@ -95,7 +98,8 @@ class Config:
     learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0; adapters: 10 times")
     num_epochs: int | None = flag(None, "passes over one rollout")
     num_mini_batches: int | None = flag(None, "optimiser steps per pass")
-    micro_batch_size: int | None = flag(None, "rows per forward and backward: memory and speed")
+    micro_batch_size: int | None = flag(None, "most rows per forward and backward")
+    micro_batch_tokens: int | None = flag(None, "most tokens in them, padding too: memory, speed")
     clip_range: float = flag(0.2, "epsilon of the ratio clip")
     clip_range_value: float = flag(0.2, "how far a value may move in one update")
     vf_coef: float = flag(0.1, "weight of the value loss")
@@ -104,6 +108,9 @@ class Config:
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
     merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
+    gradient_checkpointing: bool = flag(False, "a fraction of the memory, a third more time")
+    bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
+    compile: bool = flag(False, "torch.compile the training forward: minutes first, faster then")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
@@ -126,6 +133,7 @@ TINY = {
     "num_epochs": 2,
     "num_mini_batches": 4,
     "micro_batch_size": 256,
+    "bf16": False,
     "eval_every": 15,
     "num_eval_prompts": 512,
 }
@@ -139,7 +147,7 @@ PRETRAINED = {
     "learning_rate": 5e-5,
     "num_epochs": 2,
     "num_mini_batches": 1,
-    "micro_batch_size": 8,
+    "micro_batch_tokens": 1024,
     "eval_every": 20,
     "num_eval_prompts": 24,
 }
@@ -199,6 +207,8 @@ def main(args: list[str] | None = None) -> None:
     apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
     check_flags(config)
     device = pick_device(config.device)
+    config.bf16 = fast_at_bfloat16(device) if config.bf16 is None else config.bf16
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
     folder = choose_folder("ppo", config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
@@ -210,9 +220,14 @@ def main(args: list[str] | None = None) -> None:
     value_model = initial_value_model(policy, tokenizer, task, config.value_init)
     if config.disable_dropout:
         disable_dropout(policy, value_model)  # before the reference is copied from the policy
+    set_up_training(
+        policy,
+        value_model,
+        bf16=config.bf16,
+        checkpointing=config.gradient_checkpointing,
+        compiled=config.compile,
+    )
     ref = reference(policy, config.kl_coef)
-    policy.train()
-    value_model.train()
 
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]  # of an adapter's base model none
@@ -224,6 +239,7 @@ def main(args: list[str] | None = None) -> None:
         "eos_token_ids": eos_token_ids(policy, tokenizer),
         "pad_token_id": tokenizer.pad_token_id or 0,  # the masks, not the id, say what is padding
         "generator": torch.Generator(device).manual_seed(config.seed),
+        "bf16": config.bf16,
     }
     G = config.num_generations
     batch_size = config.prompts_per_step * G  # B, completions per step
@@ -253,16 +269,18 @@ def main(args: list[str] | None = None) -> None:
 
             #    Log-probs and values by the forward that trains, not by the one that decoded: so
             #    the ratio is 1 before the first update. All are 0 off the mask.
-            size = config.rollout_batch_size
-            with torch.no_grad():
-                old_values = completion_values(value_model, rollout, size)  # (B, T)
+            limits = config.rollout_batch_size, config.micro_batch_tokens
+            with torch.no_grad(), autocast:
+                old_values = completion_values(value_model, rollout, *limits)  # (B, T)
                 old_logprobs = torch.zeros_like(old_values)  # (B, T)
                 if not old_is_new:
-                    old_logprobs = completion_logprobs(policy, rollout, config.temperature, size)
+                    old_logprobs = completion_logprobs(policy, rollout, config.temperature, *limits)
                 ref_logprobs = None
                 with ref as model:  # not around the lines above: it may switch an adapter off
                     if model is not None:
-                        ref_logprobs = completion_logprobs(model, rollout, config.temperature, size)
+                        ref_logprobs = completion_logprobs(
+                            model, rollout, config.temperature, *limits
+                        )
             clear_cache()
 
             # 2. Rewards: the KL penalty at every token, the score at the last one.
@@ -287,19 +305,21 @@ def main(args: list[str] | None = None) -> None:
                 torch.randperm(batch_size, generator=shuffler) for _ in range(config.num_epochs)
             ]
             mini_batches = torch.cat(orders).to(device).split(batch_size // config.num_mini_batches)
+            sizes = config.micro_batch_size, config.micro_batch_tokens
             meter = Meter()
             for index, mini_batch in enumerate(mini_batches):
                 # A micro-batch adds its share of the minibatch's mean over tokens: the gradient
                 # is the same whatever its size.
                 num_tokens = mask[mini_batch].sum()
-                for rows in mini_batch.split(config.micro_batch_size):
-                    logprobs, entropy = completion_logprobs(
-                        policy, rollout[rows], config.temperature, with_entropy=True
-                    )
+                for rows in micro_batches(rollout, mini_batch, *sizes):
+                    with autocast:
+                        logprobs, entropy = completion_logprobs(
+                            policy, rollout[rows], config.temperature, with_entropy=True
+                        )
+                        values = completion_values(value_model, rollout[rows])
                     if old_is_new:
                         old_logprobs[rows] = logprobs.detach()
                     m, old, adv = mask[rows], old_logprobs[rows], advantages[rows]  # (rows, T)
-                    values = completion_values(value_model, rollout[rows])
                     pg = policy_loss(logprobs, old, adv, config.clip_range)
                     vf = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value

@@ -8,6 +8,7 @@ format.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import difflib
 import json
@@ -110,8 +111,8 @@ def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
     has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
     for name, value in defaults.items():
         if getattr(config, name) is None:
-            times = 10 if has_adapter and name == "learning_rate" else 1
-            setattr(config, name, value * times)
+            for_adapter = has_adapter and name == "learning_rate"
+            setattr(config, name, value * 10 if for_adapter else value)
     if config.merge_adapter and not has_adapter:
         raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
 
@@ -124,8 +125,8 @@ def check_flags(config: Any, smallest_group: int = 1) -> None:
             raise InputError(f"--{name} {value}: must be a finite number")
     positive = (
         "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
-        " learning_rate num_epochs num_mini_batches micro_batch_size clip_range clip_range_high"
-        " clip_range_value max_grad_norm eval_every num_eval_prompts"
+        " learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range"
+        " clip_range_high clip_range_value max_grad_norm eval_every num_eval_prompts"
     )
     for name in positive.split():
         value = getattr(config, name, None)
@@ -464,8 +465,20 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
     """Keeps the lines of the docstring, and shows the defaults."""
 
 
+def keep_freed_memory() -> None:
+    """On Linux, keep the memory that tensors free instead of giving it back, and take it in huge
+    pages: on a CPU getting it anew from the system costs as much as computing with it.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by PyTorch at its first allocation
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))  # M_TRIM_THRESHOLD
+        libc.mallopt(ctypes.c_int(-3), ctypes.c_int(2**30))  # M_MMAP_THRESHOLD
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
+    keep_freed_memory()
     transformers_logging.set_verbosity(logging.CRITICAL)  # its errors reach us as exceptions
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft

@@ -1,13 +1,16 @@
 """The mathematics of common.py against definitions, brute force and known mistakes."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 import transformers
 from conftest import EOS, RAGGED, SMALL_MODELS, make_rollout, small_gpt2, small_llama
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 
+import common
 from common import (
     InputError,
     ValueModel,
@@ -22,7 +25,9 @@ from common import (
     load_tokenizer,
     masked_mean,
     masked_whiten,
+    micro_batches,
     pick_device,
+    set_up_training,
     token_entropy,
     token_logprobs,
 )
@@ -448,3 +453,105 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
     gae(x, y, mask, 1.0, 0.95)
     completion_logprobs(small_model, rollout, 0.7, 2, with_entropy=True)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+# --- Micro-batches and chunks ---
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens"), [(None, None), (1, None), (4, None), (None, 18), (2, 1)]
+)
+def test_micro_batches_hold_every_row_once_and_no_more_than_allowed(max_rows, max_tokens):
+    rows = torch.tensor([5, 0, 3, 2, 4])
+    batches = micro_batches(RAGGED, rows, max_rows, max_tokens)
+    assert sorted(torch.cat(batches).tolist()) == [0, 2, 3, 4, 5]
+    lengths = RAGGED.attention_mask.sum(1)
+    order = lengths[torch.cat(batches)].tolist()
+    assert order == sorted(order, reverse=True), "long rows together, or short ones are padded"
+    for batch in batches:
+        part = RAGGED[batch]
+        prompts, completions = part.attention_mask[:, :4], part.completion_mask
+        width = int(prompts.sum(1).max() + completions.sum(1).max())
+        assert max_rows is None or len(batch) <= max_rows
+        assert max_tokens is None or len(batch) == 1 or len(batch) * width <= max_tokens
+    if (max_rows, max_tokens) == (None, 18):
+        assert 1 < len(batches) < 5
+
+
+def gradients_of(model, *args, **kwargs) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    logprobs, entropy = completion_logprobs(model, RAGGED, *args, with_entropy=True, **kwargs)
+    (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+    return [p.grad.clone() for p in model.parameters()], logprobs.detach(), entropy
+
+
+def test_log_probs_in_chunks_have_the_same_values_and_gradients(small_model, monkeypatch):
+    whole = gradients_of(small_model, 0.7)
+    monkeypatch.setattr(common, "CHUNK", 3 * small_model.config.vocab_size)
+    chunked = gradients_of(small_model, 0.7, micro_batch_tokens=20)
+    for g, expected in zip(chunked[0], whole[0], strict=True):
+        assert torch.allclose(g, expected, atol=1e-5)
+    assert torch.allclose(chunked[1], whole[1], atol=1e-5)
+    assert torch.allclose(chunked[2], whole[2], atol=1e-5)
+
+
+def test_no_tensor_of_all_logits_is_ever_made_neither_forward_nor_backward(monkeypatch):
+    """(rows, T, V) in float32 is what a step would run out of memory with."""
+    model, largest = small_gpt2(vocab_size=5000), []
+    monkeypatch.setattr(common, "CHUNK", 2 * 5000)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else [out]:
+                weight = (32, 5000)
+                if isinstance(x, torch.Tensor) and x.shape[-1:] == (5000,) and x.shape != weight:
+                    largest.append(x.numel())
+            return out
+
+    with Watch():
+        gradients_of(model, 1.0)
+    assert largest and max(largest) <= 2 * 5000
+
+
+def test_padding_columns_are_not_read(small_model, monkeypatch):
+    widths, forward = [], type(small_model.base_model).forward
+
+    def spy(self, *args, **kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    spy.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(type(small_model.base_model), "forward", spy)
+    prompts, completions = [[1, 2, 3], [4]], [[5, 6, EOS], [7, EOS]]
+    wide = make_rollout(prompts, completions, extra_left=4, extra_right=6)
+    assert torch.allclose(
+        completion_logprobs(small_model, wide, 1.0)[:, :3],
+        completion_logprobs(small_model, make_rollout(prompts, completions), 1.0),
+        atol=1e-5,
+    )
+    assert widths == [5, 5]  # and not the last token, which predicts nothing
+
+
+def test_values_stay_float32_under_autocast(small_model):
+    """In bfloat16 they would have three digits."""
+    value_model = ValueModel.on_backbone_of(small_model)
+    torch.nn.init.normal_(value_model.head.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = completion_values(value_model, RAGGED)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+
+
+def test_log_probs_are_float32_under_autocast_and_close(small_model):
+    exact = completion_logprobs(small_model, RAGGED, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = completion_logprobs(small_model, RAGGED, 1.0)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().mean() < 0.05
+
+
+def test_a_model_without_gradient_checkpointing_is_refused_in_one_line(small_model, monkeypatch):
+    monkeypatch.setattr(type(small_model.base_model), "supports_gradient_checkpointing", False)
+    with pytest.raises(InputError, match=r"^--gradient_checkpointing: [^\n]*$"):
+        set_up_training(small_model, checkpointing=True)

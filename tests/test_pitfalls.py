@@ -335,7 +335,7 @@ def test_11_top_k_and_top_p_make_the_kl_negative(job, monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(job.script, "generate", spy)
-    assert job()[0]["objective/kl"] == 0
+    assert job()[0]["objective/kl"] == pytest.approx(0, abs=1e-9)
     assert seen and not any({"top_k", "top_p"} & set(kwargs) for kwargs in seen)
 
 

@@ -13,6 +13,7 @@ import grpo
 import ppo
 import rloo
 import runs
+import sampling
 from common import Fault, InputError
 
 SCRIPTS = [ppo, grpo, rloo]
@@ -217,6 +218,7 @@ def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(
     flags |= {"learning_rate": 1e-3, "kl_coef": 0.3, "clip_range": 0.01}
     # The first size is that of the minibatch, the others cut it.
     metrics = [job(micro_batch_size=n, **flags)[0] for n in (24, 8, 4, 2, 1)]
+    metrics += [job(micro_batch_size=24, micro_batch_tokens=n, **flags)[0] for n in (50, 20)]
     assert 1 < metrics[0]["length/mean"] < 6 and metrics[0]["policy/clipfrac_avg"] > 0
     for update in (0, 1):
         whole = recorded[update][0]
@@ -446,3 +448,48 @@ def test_every_command_in_the_header_is_understood(script):
         config = runs.parse_flags(script.Config, "", flags)
         runs.apply_defaults(config, script.TINY)
         runs.check_flags(config)
+
+
+def test_gradient_checkpointing_changes_no_gradient_and_leaves_the_cache_on(job, monkeypatch):
+    recorded, lengths = record_gradients(monkeypatch), []
+    read = sampling._next_logits
+
+    def spy(model, tokens, *args, **kwargs):
+        lengths.append(tokens.shape[1])
+        return read(model, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(sampling, "_next_logits", spy)
+    flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-3, "kl_coef": 0.3}
+    job(**flags)
+    job(gradient_checkpointing="true", **flags)
+    (plain, _), (checkpointed, _) = recorded
+    assert max(g.abs().max() for g in plain) > 1e-2
+    for g, expected in zip(checkpointed, plain, strict=True):
+        assert torch.allclose(g, expected, atol=1e-6)
+    # The prompts, of up to 4 tokens, then a token at a time.
+    assert max(lengths) <= 4 and lengths.count(1) > len(lengths) / 2
+
+
+def test_in_bfloat16_the_weights_and_the_records_stay_float32(job, monkeypatch):
+    recorded = record_gradients(monkeypatch)
+    flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-6, "kl_coef": 0.3}
+    exact, rounded = job(bf16="false", **flags)[0], job(bf16="true", **flags)[0]
+    assert all(g.dtype == torch.float32 for gradients, _ in recorded for g in gradients)
+    assert rounded["val/ratio_max_dev_first"] < 0.05, "old log-probs of another forward?"
+    assert rounded["policy/entropy_avg"] == pytest.approx(exact["policy/entropy_avg"], rel=0.1)
+    before = AutoModelForCausalLM.from_pretrained(job.model)
+    after = AutoModelForCausalLM.from_pretrained(job.folder / "model")
+    moved = [(p - q).abs().max() for p, q in zip(before.parameters(), after.parameters())]
+    assert after.dtype == torch.float32
+    assert max(moved) > 1e-7, "a step of 1e-6 is lost where weights are bfloat16"
+
+
+@pytest.mark.slow
+def test_compiled_the_training_forward_gives_the_same_gradient(make_job, monkeypatch):
+    recorded, job = record_gradients(monkeypatch), make_job(ppo)
+    flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-3, "kl_coef": 0}
+    job(**flags)
+    job(compile="true", **flags)
+    (plain, _), (compiled, _) = recorded
+    for g, expected in zip(compiled, plain, strict=True):
+        assert torch.allclose(g, expected, atol=1e-5)
