@@ -1,0 +1,497 @@
+"""The same work through this project and through TRL: rollout, update and step time, peak memory.
+
+  python benchmarks/speed.py --chat_model FOLDER      # a chat model, SmolLM2-135M-Instruct say
+  python benchmarks/speed.py --jobs grpo-tiny rollout-gpt2 --rounds 5
+  python benchmarks/speed.py --ppo_python ENV/bin/python     # an environment with trl==1.12.0
+  python benchmarks/speed.py --draw                   # the table from speed.json, without a run
+
+GRPO and RLOO go through trl>=1.13 where it is installed, PPO through trl==1.12.0, the last that has
+it, in an environment of its own. Where there is no TRL its part is taken by a plain loop:
+`model.generate`, then logits of all positions. Each system runs in a process of its own, in turns;
+the first step of each process warms up and isn't counted. The table shows medians.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = Path(__file__).with_suffix(".json")
+sys.path.insert(0, str(REPOSITORY))
+STEPS = 3  # of each process, the first not counted
+
+QUESTIONS = [
+    "What is the capital of France?", "Name three colours.", "Who wrote Hamlet?",
+    "How many days has a week?", "What is ice made of?", "Say good morning in Spanish.",
+    "What do bees make?", "Give me a word that rhymes with moon.",
+]  # fmt: skip
+
+# rows = prompts x generations. `full`: no completion ends before max_new_tokens.
+JOBS = {
+    "rollout-tiny": {"model": "tiny", "prompts": 32, "generations": 8, "max_new_tokens": 5},
+    "rollout-chat": {"model": "chat", "prompts": 4, "generations": 8, "max_new_tokens": 128},
+    "rollout-gpt2": {"model": "gpt2", "prompts": 4, "generations": 8, "max_new_tokens": 64},
+    "grpo-tiny": {"model": "tiny", "prompts": 32, "generations": 8, "max_new_tokens": 5},
+    "grpo-chat": {"model": "chat", "prompts": 4, "generations": 8, "max_new_tokens": 128},
+    "grpo-full": {"model": "full", "prompts": 4, "generations": 8, "max_new_tokens": 64},
+    "grpo-gpt2": {"model": "gpt2", "prompts": 4, "generations": 8, "max_new_tokens": 64},
+    "rloo-chat": {"model": "chat", "prompts": 8, "generations": 4, "max_new_tokens": 128},
+    "ppo-full": {"model": "full", "prompts": 16, "generations": 1, "max_new_tokens": 48},
+}
+CUDA_JOBS = {
+    "rollout-gpt2-cuda": {"model": "gpt2", "prompts": 32, "generations": 8, "max_new_tokens": 128},
+    "grpo-gpt2-cuda": {"model": "gpt2", "prompts": 32, "generations": 8, "max_new_tokens": 128},
+}
+
+
+def brief(completions: list, **columns) -> list[float]:
+    """A reward that costs nothing: shorter is better."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [-len(text) / 100 for text in texts]
+
+
+# --- Models and prompts ---
+
+
+def prepare(folder: Path, chat_model: str | None) -> dict[str, str]:
+    """Write the models into `folder`: {name: path}."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        GPT2Config,
+        GPT2LMHeadModel,
+        PreTrainedTokenizerFast,
+    )
+
+    paths = {"tiny": str(REPOSITORY / "tiny"), "gpt2": str(folder / "gpt2")}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config()).save_pretrained(paths["gpt2"])
+    words = {f"w{i}": i for i in range(50256)} | {"<eos>": 50256}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    tokenizer.pad_token = "<eos>"
+    tokenizer.save_pretrained(paths["gpt2"])
+    if chat_model is not None:
+        # For full lengths the same weights, with an EOS that is never sampled.
+        model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(chat_model)
+        unused = next(t for t in reversed(tokenizer.all_special_tokens) if t != tokenizer.eos_token)
+        tokenizer.pad_token, tokenizer.eos_token = tokenizer.eos_token, unused
+        for config in (model.config, model.generation_config):
+            config.eos_token_id, config.pad_token_id = (
+                tokenizer.eos_token_id,
+                tokenizer.pad_token_id,
+            )
+        paths |= {
+            "chat": chat_model,
+            "full": str(folder / "full"),
+            "scores": str(folder / "scores"),
+        }
+        model.save_pretrained(paths["full"])
+        tokenizer.save_pretrained(paths["full"])
+        scorer = AutoModelForSequenceClassification.from_pretrained(
+            paths["full"], num_labels=1, dtype=torch.float32
+        )
+        scorer.save_pretrained(paths["scores"])
+        tokenizer.save_pretrained(paths["scores"])
+    return paths
+
+
+def prompts(model: str, number: int) -> list:
+    if model == "tiny":
+        return [f"{10 + i % 90}+{10 + 7 * i % 90}=" for i in range(number)]
+    if model == "gpt2":
+        return [" ".join(f"w{(31 * i + 7 * j) % 50256}" for j in range(16)) for i in range(number)]
+    return [[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}] for i in range(number)]
+
+
+# --- One system at one job: each returns a list of steps ---
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
+    """Rollouts alone: `generate` against `model.generate`, in the same dtype."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from common import eos_token_ids
+    from sampling import completion_mask, generate
+    from tasks import encode_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(job["path"])
+    theirs_in_bf16 = bf16 and system != "ours"  # ours rounds the weights itself, at every rollout
+    dtype = torch.bfloat16 if theirs_in_bf16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(job["path"], dtype=dtype).to(device()).eval()
+    asked = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
+    ids, mask = encode_prompts(tokenizer, asked, device())
+    eos, steps = eos_token_ids(model, tokenizer), []
+    for seed in range(STEPS):
+        torch.manual_seed(seed)
+        started = clock()
+        if system == "ours":
+            rollout = generate(
+                model, ids, mask, num_generations=job["generations"],
+                max_new_tokens=job["max_new_tokens"], eos_token_ids=eos, pad_token_id=0, bf16=bf16,
+            )  # fmt: skip
+            real = rollout.completion_mask
+        else:
+            each = job["generations"]
+            rows = ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0).long()
+            tokens = model.generate(
+                rows[0], attention_mask=rows[1],
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=eos,
+                pad_token_id=0, max_new_tokens=job["max_new_tokens"],
+            )  # fmt: skip
+            real = completion_mask(tokens[:, ids.shape[1] :], eos)
+        seconds = clock() - started
+        steps.append({"rollout": seconds, "tokens": int(real.sum())})
+    return steps
+
+
+def ours(job: dict, bf16: bool) -> list[dict]:
+    """Steps of ppo.py, grpo.py or rloo.py, from the records of the run."""
+    script = importlib.import_module(job["script"])
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [json.dumps({"prompt": p}) for p in prompts(job["model"], job["prompts"])]
+        (Path(folder) / "prompts.jsonl").write_text("\n".join(lines * 2) + "\n")
+        flags = {
+            "model": job["path"], "prompts": f"{folder}/prompts.jsonl", "num_steps": STEPS,
+            "prompts_per_step": job["prompts"], "num_generations": job["generations"],
+            "max_new_tokens": job["max_new_tokens"], "learning_rate": 1e-6, "num_eval_prompts": 1,
+            "rollout_batch_size": job["prompts"] * job["generations"], "eval_every": 100,
+            "bf16": bf16, "output_dir": f"{folder}/run",
+        }  # fmt: skip
+        if job["script"] == "ppo":
+            flags |= {"reward_model": job["scores"], "kl_coef": 0.05, "num_mini_batches": 1}
+            flags |= {"num_epochs": 4}
+        else:
+            flags |= {"reward": f"{__file__}:brief"}
+        script.main([f"--{name}={value}" for name, value in flags.items()])
+        text = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[:STEPS]
+    steps = []
+    for line in map(json.loads, text):
+        rollout, update = line["time/rollout"], line["time/update"]
+        tokens = line["length/mean"] * job["prompts"] * job["generations"]
+        steps.append({"rollout": rollout, "update": update, "tokens": tokens})
+    return steps
+
+
+def trl_groups(job: dict, bf16: bool) -> list[dict]:
+    """Steps of TRL's GRPOTrainer or RLOOTrainer."""
+    import trl
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    steps = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.started = clock()
+
+        def on_step_end(self, *args, **kwargs):
+            steps.append(steps_now | {"update": clock() - self.started - steps_now["rollout"]})
+
+    steps_now = {}
+    name = job["script"].upper()
+    rows = job["prompts"] * job["generations"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = getattr(trl, f"{name}Config")(
+            output_dir=folder, bf16=bf16, report_to=[], max_steps=STEPS, logging_steps=1000,
+            per_device_train_batch_size=min(rows, job["trl_batch"]),
+            gradient_accumulation_steps=max(1, rows // job["trl_batch"]),
+            num_generations=job["generations"], max_completion_length=job["max_new_tokens"],
+            beta=0.04, learning_rate=1e-6, save_strategy="no", disable_tqdm=True,
+            gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(),
+            model_init_kwargs={"dtype": "float32"}, temperature=1.0, top_k=0,
+        )  # fmt: skip
+        data = Dataset.from_list([{"prompt": p} for p in prompts(job["model"], job["prompts"])] * 4)
+        trainer = getattr(trl, f"{name}Trainer")(
+            model=job["path"], reward_funcs=brief, args=config, train_dataset=data,
+            callbacks=[Clock()],
+        )  # fmt: skip
+        make = trainer._generate_and_score_completions
+
+        def timed(inputs):
+            started = clock()
+            output = make(inputs)
+            steps_now["rollout"] = clock() - started
+            steps_now["tokens"] = int(output["completion_mask"].sum())
+            return output
+
+        trainer._generate_and_score_completions = timed
+        trainer.train()
+    return steps
+
+
+def trl_ppo(job: dict, bf16: bool) -> list[dict]:
+    """Steps of PPOTrainer of trl==1.12.0."""
+    import trl.experimental.ppo.ppo_trainer as module
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(job["path"], padding_side="left")
+    load = {"dtype": torch.float32}
+    policy, ref = (AutoModelForCausalLM.from_pretrained(job["path"], **load) for _ in range(2))
+    value, reward = (
+        AutoModelForSequenceClassification.from_pretrained(job["scores"], num_labels=1, **load)
+        for _ in range(2)
+    )
+    rows = job["prompts"] * job["generations"]
+    chats = prompts(job["model"], job["prompts"]) * (STEPS + 1)
+    template = {"add_generation_prompt": True, "tokenize": False}
+    texts = [tokenizer.apply_chat_template(chat, **template) for chat in chats]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    data = Dataset.from_list([{"input_ids": row} for row in ids])
+    marks, rollout_seconds = [], []
+    make = module.batch_generation
+
+    def timed(*args, **kwargs):
+        started = clock()
+        marks.append(started)
+        output = make(*args, **kwargs)
+        rollout_seconds.append(clock() - started)
+        return output
+
+    module.batch_generation = timed
+    with tempfile.TemporaryDirectory() as folder:
+        config = module.PPOConfig(
+            output_dir=folder, bf16=bf16, report_to=[], total_episodes=rows * STEPS,
+            per_device_train_batch_size=rows, gradient_accumulation_steps=1, num_mini_batches=1,
+            num_ppo_epochs=4, response_length=job["max_new_tokens"], learning_rate=1e-6,
+            local_rollout_forward_batch_size=rows, num_sample_generations=0, save_strategy="no",
+            gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
+        )  # fmt: skip
+        trainer = module.PPOTrainer(
+            args=config, processing_class=tokenizer, model=policy, ref_model=ref,
+            reward_model=reward, value_model=value, train_dataset=data,
+        )  # fmt: skip
+        trainer.train()
+        marks.append(clock())
+    tokens = rows * job["max_new_tokens"]
+    whole = [b - a for a, b in itertools.pairwise(marks)]
+    return [
+        {"rollout": r, "update": step - r, "tokens": tokens}
+        for r, step in zip(rollout_seconds, whole)
+    ]
+
+
+def plain(job: dict, bf16: bool) -> list[dict]:
+    """A GRPO step as one would write it first: all rows at once, logits of all positions."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from common import eos_token_ids, kl_estimate, token_logprobs
+    from grpo import group_advantages, grpo_loss
+    from sampling import completion_mask
+    from tasks import encode_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(job["path"])
+    policy, ref = (AutoModelForCausalLM.from_pretrained(job["path"]).float() for _ in range(2))
+    policy, ref = policy.to(device()), ref.to(device()).eval()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
+    rows = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
+    ids, mask = encode_prompts(tokenizer, rows, device())
+    ids, mask = (x.repeat_interleave(job["generations"], 0) for x in (ids, mask))
+    autocast = torch.autocast(device().type, torch.bfloat16, enabled=bf16)
+    eos, steps = eos_token_ids(policy, tokenizer), []
+
+    def logprobs(model, tokens, attention):
+        logits = model(tokens, attention_mask=attention).logits[:, ids.shape[1] - 1 : -1]
+        return token_logprobs(logits, tokens[:, ids.shape[1] :])
+
+    for _ in range(STEPS):
+        started = clock()
+        with torch.no_grad(), autocast:
+            tokens = policy.generate(
+                ids, attention_mask=mask.long(), do_sample=True, top_k=0, eos_token_id=eos,
+                pad_token_id=0, max_new_tokens=job["max_new_tokens"],
+            )  # fmt: skip
+            real = completion_mask(tokens[:, ids.shape[1] :], eos)
+            attention = torch.cat([mask, real], 1).long()
+            reference = logprobs(ref, tokens, attention)
+        texts = tokenizer.batch_decode(tokens[:, ids.shape[1] :])
+        advantages = group_advantages(torch.tensor(brief(texts)), job["generations"]).to(device())
+        middle = clock()
+        with autocast:
+            new = logprobs(policy, tokens, attention)
+        loss = grpo_loss(
+            new,
+            new.detach(),
+            advantages,
+            real,
+            clip_range=0.2,
+            ref_logprobs=reference,
+            kl_coef=0.04,
+        )
+        loss.backward()
+        kl_estimate(new.detach(), reference, "k3")
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(
+            {"rollout": middle - started, "update": clock() - middle, "tokens": int(real.sum())}
+        )
+    return steps
+
+
+# --- Rounds and table ---
+
+
+def work(job: dict) -> None:
+    """One process: run the job, print its steps as the last line."""
+    torch.set_num_threads(job["threads"])
+    if job["system"] == "ours":
+        from runs import keep_freed_memory
+
+        keep_freed_memory()  # as the scripts do
+    kind, system = job["kind"], job["system"]
+    if kind == "rollout":
+        steps = rollouts(job, system, job["bf16"])
+    elif system == "ours":
+        steps = ours(job | {"script": kind}, job["bf16"])
+    elif system == "plain":
+        steps = plain(job, job["bf16"])
+    elif kind == "ppo":
+        steps = trl_ppo(job, job["bf16"])
+    else:
+        steps = trl_groups(job | {"script": kind}, job["bf16"])
+    print("\n" + json.dumps({"steps": steps[1:], "peak_gb": peak_gb()}))
+
+
+def machine() -> dict:
+    """What the figures were measured on."""
+    import transformers
+
+    info = {"threads": torch.get_num_threads(), "cpu": platform.processor() or platform.machine()}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        info["cpu"] = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    if torch.cuda.is_available():
+        info["gpu"] = torch.cuda.get_device_name()
+    return info | {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def summary(runs: list[dict]) -> dict:
+    """Medians over the steps of all rounds of one system."""
+    steps = [step for run in runs for step in run["steps"]]
+    figures = {
+        "rollout_s": [s["rollout"] for s in steps],
+        "tokens_per_s": [s["tokens"] / s["rollout"] for s in steps],
+        "tokens": [s["tokens"] for s in steps],
+        "peak_gb": [run["peak_gb"] for run in runs],
+    }
+    if "update" in steps[0]:
+        figures["update_s"] = [s["update"] for s in steps]
+        figures["step_s"] = [s["update"] + s["rollout"] for s in steps]
+        figures["step_ms_per_token"] = [
+            1000 * (s["update"] + s["rollout"]) / s["tokens"] for s in steps
+        ]
+    return {name: round(statistics.median(values), 4) for name, values in figures.items()}
+
+
+def table(results: dict) -> str:
+    """Markdown: one row per job and system, and the ratio of the two."""
+    columns = "rollout_s tokens_per_s update_s step_s step_ms_per_token peak_gb".split()
+    lines = ["| job | system | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+    for job, systems in results["jobs"].items():
+        for system, figures in systems.items():
+            cells = [f"{figures[c]:.3g}" if c in figures else "" for c in columns]
+            lines.append(f"| {job} | {system} | " + " | ".join(cells) + " |")
+        if len(systems) == 2:
+            mine, other = systems["ours"], next(v for k, v in systems.items() if k != "ours")
+            pairs = [(mine.get(c), other.get(c)) for c in columns]
+            cells = [f"**{a / b:.2f}**" if a and b else "" for a, b in pairs]
+            lines.append(f"| {job} | ours / other | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--jobs", nargs="*", help="default: all that can be run")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--chat_model", help="folder of a small chat model")
+    parser.add_argument("--ppo_python", help="python of an environment with trl==1.12.0")
+    parser.add_argument("--trl_batch", type=int, default=8, help="rows per forward of TRL's update")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bf16", type=int, help="1 or 0; default: where the device is fast at it")
+    parser.add_argument("--output", default=str(RESULTS))
+    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(json.loads(args.worker))
+    if args.draw:
+        return print(table(json.loads(Path(args.output).read_text())))
+
+    from common import fast_at_bfloat16
+
+    torch.set_num_threads(args.threads)
+    has_trl = importlib.util.find_spec("trl") is not None
+    bf16 = fast_at_bfloat16(device()) if args.bf16 is None else bool(args.bf16)
+    results = {"machine": machine(), "bf16": bf16, "jobs": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = prepare(Path(folder), args.chat_model)
+        jobs = JOBS | (CUDA_JOBS if torch.cuda.is_available() else {})
+        for name in args.jobs or jobs:
+            job, kind = jobs[name], name.split("-")[0]
+            if job["model"] not in paths or (kind == "ppo" and not args.ppo_python):
+                print(f"{name}: left out, it needs --chat_model or --ppo_python")
+                continue
+            other = "model.generate" if kind == "rollout" else "trl" if has_trl else "plain"
+            job = job | {"kind": kind, "path": paths[job["model"]], "threads": args.threads}
+            job |= {"bf16": bf16 and job["model"] != "tiny", "scores": paths.get("scores")}
+            job |= {"trl_batch": args.trl_batch}
+            runs = {"ours": [], other: []}
+            for _ in range(args.rounds):
+                for system in runs:
+                    python = args.ppo_python if (kind, system) == ("ppo", "trl") else sys.executable
+                    command = [python, __file__, "--worker", json.dumps(job | {"system": system})]
+                    done = subprocess.run(
+                        command, capture_output=True, text=True,
+                        env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
+                    )  # fmt: skip
+                    if done.returncode != 0:
+                        sys.exit(f"{name}, {system}: {done.stderr[-2000:]}")
+                    runs[system].append(json.loads(done.stdout.strip().splitlines()[-1]))
+            results["jobs"][name] = {system: summary(found) for system, found in runs.items()}
+            Path(args.output).write_text(json.dumps(results, indent=1) + "\n")
+            print(table({"jobs": {name: results["jobs"][name]}}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
