@@ -232,9 +232,10 @@ def bfloat16_copy(model: nn.Module) -> nn.Module:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[1:] == (base_model(copied).config.get_text_config().hidden_size,):
                 setattr(module, name, buffer.bfloat16())  # positions, added to the hidden states
-    if base_model(copied)._supports_sdpa:  # for one token at a time the fastest on every device
-        base_model(copied).set_attn_implementation("sdpa")
-    if base_model(copied).device.type == "cpu":
+    backbone = base_model(copied).base_model
+    if backbone._supports_sdpa:  # for one token at a time the fastest on every device
+        backbone.set_attn_implementation("sdpa")
+    if backbone.device.type == "cpu":
         for module in list(copied.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:

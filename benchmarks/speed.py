@@ -65,27 +65,35 @@ def brief(completions: list, **columns) -> list[float]:
 # --- Models and prompts ---
 
 
-def prepare(folder: Path, chat_model: str | None) -> dict[str, str]:
-    """Write the models into `folder`: {name: path}."""
+def random_gpt2(folder: Path, vocab_size: int = 50257, **sizes: int) -> str:
+    """A GPT-2 of random weights, by default of the size of GPT-2 small, and a tokenizer of words
+    w0, w1, ...: its completions have full length. Returns the folder.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        GPT2Config,
-        GPT2LMHeadModel,
-        PreTrainedTokenizerFast,
-    )
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    paths = {"tiny": str(REPOSITORY / "tiny"), "gpt2": str(folder / "gpt2")}
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config()).save_pretrained(paths["gpt2"])
-    words = {f"w{i}": i for i in range(50256)} | {"<eos>": 50256}
+    eos = vocab_size - 1
+    config = GPT2Config(vocab_size=vocab_size, bos_token_id=eos, eos_token_id=eos, **sizes)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(eos)} | {"<eos>": eos}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     tokenizer.pad_token = "<eos>"
-    tokenizer.save_pretrained(paths["gpt2"])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def prepare(folder: Path, chat_model: str | None) -> dict[str, str]:
+    """Write the models into `folder`: {name: path}."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    paths = {"tiny": str(REPOSITORY / "tiny"), "gpt2": random_gpt2(folder / "gpt2")}
     if chat_model is not None:
         # For full lengths the same weights, with an EOS that is never sampled.
         model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
@@ -93,10 +101,8 @@ def prepare(folder: Path, chat_model: str | None) -> dict[str, str]:
         unused = next(t for t in reversed(tokenizer.all_special_tokens) if t != tokenizer.eos_token)
         tokenizer.pad_token, tokenizer.eos_token = tokenizer.eos_token, unused
         for config in (model.config, model.generation_config):
-            config.eos_token_id, config.pad_token_id = (
-                tokenizer.eos_token_id,
-                tokenizer.pad_token_id,
-            )
+            config.eos_token_id = tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
         paths |= {
             "chat": chat_model,
             "full": str(folder / "full"),

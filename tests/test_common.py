@@ -271,15 +271,16 @@ def test_a_row_alone_equals_the_row_in_a_padded_batch(small_model):
 def test_more_padding_on_either_side_changes_no_logprob_and_no_value(small_model, padding):
     prompts, completions = [[1, 2, 3], [4]], [[12, EOS], [13, 14, 15]]
     plain = make_rollout(prompts, completions)
-    padded = make_rollout(prompts, completions, *padding)
+    # A long row keeps the others' padding from being cut off.
+    padded = make_rollout([*prompts, [9] * 9], [*completions, [9] * 9], *padding)
     model = ValueModel.on_backbone_of(small_model).eval()
     torch.nn.init.normal_(model.head.weight)
     for forward in (
         lambda r: completion_logprobs(small_model, r, 0.7),
         lambda r: completion_values(model, r),
     ):
-        assert torch.allclose(forward(padded)[:, :3], forward(plain), atol=1e-5)
-        assert (forward(padded)[:, 3:] == 0).all()
+        assert torch.allclose(forward(padded)[:-1, :3], forward(plain), atol=1e-5)
+        assert (forward(padded)[~padded.completion_mask] == 0).all()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, None])

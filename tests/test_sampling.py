@@ -6,7 +6,13 @@ import pytest
 import torch
 from conftest import EOS, VOCAB, small_gpt2, small_llama
 
-from common import InputError, completion_logprobs, kl_estimate
+from common import (
+    InputError,
+    completion_logprobs,
+    disable_dropout,
+    kl_estimate,
+    set_up_training,
+)
 from sampling import (
     Rollout,
     bfloat16_copy,
@@ -341,3 +347,12 @@ def test_bfloat16_rounds_weights_but_not_rotary_frequencies():
     assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
     assert copied.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(copied.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_decoding_in_bfloat16_uses_the_fused_attention_that_training_on_a_cpu_does_not():
+    model = small_llama(dropout=0.1)
+    disable_dropout(model)  # gives the layers a config of their own
+    set_up_training(model, bf16=True)
+    copied = bfloat16_copy(model)
+    used = [m.model.layers[1].self_attn.config._attn_implementation for m in (model, copied)]
+    assert used == ["eager", "sdpa"]
