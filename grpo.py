@@ -90,7 +90,7 @@ class Config:
     num_generations: int = flag(8, "completions per prompt, G")
     max_new_tokens: int | None = flag(None, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
-    rollout_batch_size: int | None = flag(None, "rows per forward of the rollout: memory and speed")
+    rollout_batch_size: int | None = flag(None, "most rows decoded or read at once")
     # Reward and advantage
     kl_coef: float = flag(0.04, "weight of the KL penalty; 0 builds no reference model")
     scale_rewards: Literal["group", "batch", "none"] = flag(
@@ -101,7 +101,7 @@ class Config:
     num_epochs: int = flag(1, "passes over one rollout")
     num_mini_batches: int = flag(1, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "most rows per forward and backward")
-    micro_batch_tokens: int | None = flag(None, "most tokens in them, padding too: memory, speed")
+    micro_batch_tokens: int | None = flag(None, "most tokens read at once, padding too")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = flag(
         "grpo", "mean over rows of means over tokens; over tokens; over max_new_tokens; CISPO"
     )

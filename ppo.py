@@ -86,7 +86,7 @@ class Config:
     num_generations: int = flag(1, "completions per prompt")
     max_new_tokens: int | None = flag(None, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
-    rollout_batch_size: int | None = flag(None, "rows per forward of the rollout: memory and speed")
+    rollout_batch_size: int | None = flag(None, "most rows decoded or read at once")
     # Reward and advantage
     kl_coef: float | None = flag(None, "weight of the KL penalty; 0 builds no reference model")
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "per-token estimate of the KL")
@@ -99,7 +99,7 @@ class Config:
     num_epochs: int | None = flag(None, "passes over one rollout")
     num_mini_batches: int | None = flag(None, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "most rows per forward and backward")
-    micro_batch_tokens: int | None = flag(None, "most tokens in them, padding too: memory, speed")
+    micro_batch_tokens: int | None = flag(None, "most tokens read at once, padding too")
     clip_range: float = flag(0.2, "epsilon of the ratio clip")
     clip_range_value: float = flag(0.2, "how far a value may move in one update")
     vf_coef: float = flag(0.1, "weight of the value loss")

@@ -80,7 +80,7 @@ class Config:
     num_generations: int = flag(4, "completions per prompt, G")
     max_new_tokens: int | None = flag(None, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
-    rollout_batch_size: int | None = flag(None, "rows per forward of the rollout: memory and speed")
+    rollout_batch_size: int | None = flag(None, "most rows decoded or read at once")
     # Reward and advantage
     kl_coef: float = flag(0.05, "weight of the KL penalty; 0 builds no reference model")
     reward_clip_range: list[float] = flag([], "LOW HIGH: bounds of the score, before the KL")
@@ -90,7 +90,7 @@ class Config:
     num_epochs: int = flag(1, "passes over one rollout")
     num_mini_batches: int = flag(1, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "most rows per forward and backward")
-    micro_batch_tokens: int | None = flag(None, "most tokens in them, padding too: memory, speed")
+    micro_batch_tokens: int | None = flag(None, "most tokens read at once, padding too")
     clip_range: float = flag(0.2, "epsilon of the ratio clip")
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")

@@ -470,10 +470,11 @@ def keep_freed_memory() -> None:
     pages: on a CPU getting it anew from the system costs as much as computing with it.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by PyTorch at its first allocation
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))  # M_TRIM_THRESHOLD
-        libc.mallopt(ctypes.c_int(-3), ctypes.c_int(2**30))  # M_MMAP_THRESHOLD
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 2**30) or libc.mallopt(m_mmap_threshold, 2**25)  # older
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def run_main(main: Callable[[], None]) -> None:

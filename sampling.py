@@ -6,11 +6,11 @@ softmax(logits / temperature). The KL would turn negative, and the importance ra
 wrong. It is also several times faster. The ideas, in the order in which they appear:
 
 - all random numbers are drawn beforehand, one per token: a row's tokens depend on nothing else;
-- weights are rounded to bfloat16 once per rollout, where asked for, not at every token;
+- where asked for, weights are rounded to bfloat16 once per call, not at every token;
 - a prompt is read once, whatever the number of its completions;
 - keys and values are written into memory of the final size, nothing is concatenated;
 - rows that have finished leave the batch, a share of it at a time;
-- on a GPU nothing waits for the device, and a token is one CUDA graph, not a thousand kernels.
+- a GPU is waited for every eighth token, and a token is one CUDA graph, not a thousand kernels.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.pytorch_utils import Conv1D
 
 from common import (
     InputError,
     base_model,
     context_length,
     evaluating,
+    fast_at_bfloat16,
     first_line,
     model_inputs,
 )
@@ -101,9 +103,7 @@ def generate(
     negative.
     """
     device = prompt_ids.device
-    if static is None:
-        # GPT-Neo cuts its mask to the length of the cache, which is never that of what is in it.
-        static = device.type == "cuda" and base_model(model).config.model_type != "gpt_neo"
+    static = can_be_static(model) and device.type == "cuda" if static is None else static
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
     num_rows, prompt_length = prompt_ids.shape
@@ -129,7 +129,8 @@ def generate(
         cache.batch_select_indices(which)
 
         # 2. Decode: draw a token for every running row, read it, and so on.
-        step = StaticStep(decoder, cache, len(which)) if static else None
+        static = static and all(isinstance(layer, PreallocatedLayer) for layer in cache.layers)
+        step = StaticStep(decoder, cache, num_rows) if static else None
         rows = torch.arange(num_rows, device=device)  # the rows in the cache
         running = torch.ones_like(rows, dtype=torch.bool)
         mask = torch.cat([prompt_mask, torch.zeros_like(tokens, dtype=torch.bool)], dim=1)
@@ -235,11 +236,15 @@ def bfloat16_copy(model: nn.Module) -> nn.Module:
     backbone = base_model(copied).base_model
     if backbone._supports_sdpa:  # for one token at a time the fastest on every device
         backbone.set_attn_implementation("sdpa")
-    if backbone.device.type == "cpu":
+    # DoRA looks at the weights of the layers that it adapts.
+    is_dora = any("magnitude" in name for name, _ in copied.named_parameters())
+    if backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and not is_dora:
         for module in list(copied.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:
-                    setattr(module, name, PackedLinear(child))
+                    setattr(module, name, PackedLinear(child.weight, child.bias))
+                elif type(child) is Conv1D:  # GPT-2's linear layer: the weight is transposed
+                    setattr(module, name, PackedLinear(child.weight.T, child.bias))
     return copied
 
 
@@ -248,10 +253,11 @@ class PackedLinear(nn.Module):
     and for few rows that takes as long as the product; here it is done once.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight (out, in)."""
         super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self.bias = linear.bias
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -267,11 +273,19 @@ def preallocated_cache(model: nn.Module, capacity: int) -> DynamicCache:
     return cache
 
 
+def can_be_static(model: nn.Module) -> bool:
+    """Whether a token can be read with tensors of one shape. Not where the model looks at its
+    tensors' values on the way, or cuts its mask to the length of the cache (GPT-Neo).
+    """
+    return base_model(model).config.model_type not in ("gpt_neo", "falcon", "mpt", "xglm")
+
+
 class PreallocatedLayer(DynamicLayer):
     """Keys and values of one layer, each (rows, heads, capacity, head size), written in place.
 
-    Concatenating, as the parent does, copies everything at every token: half the time of decoding.
-    A sliding window keeps all its tokens; the mask hides the old ones.
+    Concatenating, as the parent does, copies everything at every token. In turn it holds the
+    prompts as they come, then the buffers up to the last token, and after `make_static` all of the
+    buffers. A sliding window keeps all its tokens; the mask hides the old ones.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -328,8 +342,7 @@ class StaticStep:
     """
 
     def __init__(self, model: nn.Module, cache: DynamicCache, num_rows: int) -> None:
-        layers = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
-        device, capacity = layers[0].keys.device, layers[0].capacity
+        device, capacity = cache.layers[0].keys.device, cache.layers[0].capacity
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         self.mask = torch.zeros(num_rows, capacity, dtype=torch.bool, device=device)
@@ -337,7 +350,7 @@ class StaticStep:
         self.capture = device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.capture else None
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
-        for layer in layers:
+        for layer in cache.layers:
             layer.make_static(self.column)
 
     def __call__(self, drawn: Tensor, mask: Tensor, column: int) -> Tensor:
@@ -363,9 +376,13 @@ class StaticStep:
         """The step as a graph, and the tensor that replaying it fills."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            # The outer context brings the stream back where capturing fails half-way.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self.pool),
+            ):
                 logits = self._read(num_rows)
-        except RuntimeError as e:  # a model that looks at its tensors' values on the way
+        except RuntimeError as e:
             warnings.warn(f"decoding without CUDA graphs, slowly: {first_line(e)}", stacklevel=2)
             self.capture = False
             return None

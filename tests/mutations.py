@@ -1,7 +1,8 @@
 """Plants one bug after the other into a copy of the code, and lists which test catches each.
 
   python tests/mutations.py              # all of them, on two cores, into docs/mutations.md
-  python tests/mutations.py KL clip      # those whose description holds one of the words
+  python tests/mutations.py KL clip      # those whose description holds one of the words; the
+                                         # rest of the table stays
 
 A mutation is one edit of one place. Those that no test catches are listed as survivors, with the
 reason where it is known why: then the edit changes nothing that can be seen. A second table has
@@ -64,11 +65,11 @@ MUTATIONS = [
     ("common.py", "_full(logits_from(model, hidden)) / temperature", "_full(logits_from(model, hidden))", "temperature missing from the log-probs"),
     ("common.py", "_full(logits_from(model, hidden)) / temperature", "_full(logits_from(model, hidden)) * temperature", "logits times the temperature"),
     ("common.py", "hidden = hidden[:, -longest:][real[:, :longest]]", "hidden = hidden.roll(-1, 1)[:, -longest:][real[:, :longest]]", "logits one to the right"),
-    ("common.py", "return values.new_zeros(shape).index_put(index, values)", "return values.new_ones(shape).index_put(index, values)", "log-probs at padding are not 0"),
-    ("common.py", "return (spread(logprobs), spread(entropies)) if with_entropy", "return (spread(logprobs), spread(entropies) + ~rollout.completion_mask.bool()) if with_entropy", "entropies at padding are not 0"),
+    ('common.py', 'values.new_zeros(real.shape).masked_scatter(real, values)', 'values.new_ones(real.shape).masked_scatter(real, values)', 'log-probs at padding are not 0'),
+    ('common.py', 'return found if with_entropy else found[0]', 'return (found[0], found[1] + ~rollout.completion_mask.bool()) if with_entropy else found[0]', 'entropies at padding are not 0'),
     ("common.py", "value = value_model(tokens, mask)[:, -longest:]", "value = value_model(tokens, mask).roll(-1, 1)[:, -longest:]", "the value knows the action"),
     ("common.py", "return in_order.masked_fill(~rollout.completion_mask.bool(), 0)", "return in_order", "values at padding are not 0"),
-    ("common.py", "for batch in batches]\n", "for batch in batches[: max(1, len(batches) - 1)]]\n", "the last, smaller micro-batch is lost"),
+    ('common.py', '[torch.tensor(batch, device=rows.device) for batch in batches]\n', '[torch.tensor(batch, device=rows.device) for batch in batches[: max(1, len(batches) - 1)]]\n', 'the last, smaller micro-batch is lost'),
     ("common.py", "                module.p = 0.0\n", "                pass\n", "nn.Dropout left on"),
     ("common.py", "            sites += _zero_noise(module)\n", "", "functional dropout left on"),
     ("common.py", "                    sites += _zero_noise(quiet_configs[id(config)][0])\n", "", "dropout read from the config left on"),
@@ -235,7 +236,7 @@ MUTATIONS = [
     ('common.py', 'order = (read + new).argsort(descending=True, stable=True)', 'order = (read + new).argsort(stable=True)', 'short rows first'),
     ('common.py', 'full or len(batches[-1]) == max_rows', 'full', 'micro-batches of any number of rows'),
     ('common.py', '* sum(wider) > max_tokens', '* sum(lengths) > max_tokens', 'a micro-batch is as wide as its last row'),
-    ('common.py', 'positions.append((rows[row], column))', 'positions.append((row, column))', 'sorted rows are not put back, log-probs'),
+    ('common.py', 'torch.cat(parts)[in_order]', 'torch.cat(parts)', 'sorted rows are not put back, log-probs'),
     ('common.py', 'torch.cat(values)[torch.cat(batches).argsort()]', 'torch.cat(values)[torch.cat(batches)]', 'sorted rows are not put back, values'),
     ('common.py', 'columns = slice(padding, rollout', 'columns = slice(padding + 1, rollout', 'a column of a prompt is not read'),
     ('common.py', 'int(rollout.completion_mask.bool().any(0).sum())', 'int(rollout.completion_mask.bool().all(0).sum())', 'completions cut to the shortest'),
@@ -374,6 +375,13 @@ def check_lists() -> None:
         raise SystemExit(f"the lists of mutations.py are stale: {'; '.join(stale)}")
 
 
+def earlier() -> dict[tuple[str, str], str]:
+    """What the table has: {(file or pitfall test, bug): test that caught it, or yes or no}."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {(first, bug): result for first, bug, result in cells}
+
+
 def main() -> None:
     words = sys.argv[1:]
     check_lists()
@@ -384,51 +392,48 @@ def main() -> None:
     started = time.perf_counter()
     if (failed := run_tests(None, *everything)) is not None:
         raise SystemExit(f"without any bug: {failed}")
+    found = earlier() if words else {}
+
+    def alone(pair: tuple[str, str]) -> str | None:
+        return run_tests(bugs[pair[1]], f"tests/{PITFALLS.name}::{pair[0]}")
+
     with ThreadPoolExecutor(2) as pool:
-        alone = pool.map(
-            lambda pair: run_tests(bugs[pair[1]], f"tests/{PITFALLS.name}::{pair[0]}"), pairs
-        )
-        caught_alone = []
-        for (test, bug), result in zip(pairs, alone, strict=True):
-            caught_alone.append(is_caught(result))
-            print(
-                f"{test[:66]:66} {bug:50} {'caught' if caught_alone[-1] else result or 'SURVIVED'}"
-            )
-        rows = []
-        for mutation, test in zip(
-            chosen, pool.map(lambda m: run_tests(m, *everything), chosen), strict=True
-        ):
-            rows.append((mutation[0], mutation[3], test))
-            print(f"{mutation[0]:12} {mutation[3]:66} {test or 'SURVIVED'}", flush=True)
-    caught = sum(is_caught(test) for *_, test in rows)
-    minutes = (time.perf_counter() - started) / 60
-    print(f"{caught} of {len(rows)} caught, {minutes:.0f} minutes")
-    if not words:
-        lines = [
-            "# Planted bugs, and the tests that catch them",
-            "",
-            f"Made by `python tests/mutations.py`: {caught} of {len(rows)} are caught. "
-            "Without a bug all the tests pass; tests that don't start or don't end catch nothing.",
-            "",
-            "| file | bug | caught by |",
-            "|---|---|---|",
-        ]
-        for file, bug, test in rows:
-            lines.append(f"| {file} | {bug} | {test or EQUIVALENT.get(bug, 'nothing')} |")
-        lines += [
-            "",
-            f"Each test of {PITFALLS.name} run alone, with a bug of the kind that it is named after: "
-            f"{sum(caught_alone)} of {len(pairs)} fail, as they must.",
-            "",
-            "| test | bug | caught |",
-            "|---|---|---|",
-        ]
-        for (test, bug), result in zip(pairs, caught_alone, strict=True):
-            lines.append(f"| {test} | {bug} | {'yes' if result else 'no'} |")
-        TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text("\n".join(lines) + "\n")
-    missed = [bug for _, bug, test in rows if not is_caught(test) and bug not in EQUIVALENT]
-    missed += [f"{t} with {b}" for (t, b), ok in zip(pairs, caught_alone, strict=True) if not ok]
+        for (test, bug), result in zip(pairs, pool.map(alone, pairs), strict=True):
+            found[test, bug] = "yes" if is_caught(result) else "no"
+            print(f"{test[:66]:66} {bug:50} {result or 'SURVIVED'}", flush=True)
+        caught = pool.map(lambda mutation: run_tests(mutation, *everything), chosen)
+        for (file, _, _, bug), result in zip(chosen, caught, strict=True):
+            found[file, bug] = result or EQUIVALENT.get(bug, "nothing")
+            print(f"{file:12} {bug:66} {result or 'SURVIVED'}", flush=True)
+    print(f"{(time.perf_counter() - started) / 60:.0f} minutes")
+
+    rows = [(file, bug, found.get((file, bug), "not run")) for file, _, _, bug in MUTATIONS]
+    alone_rows = [(test, bug, found.get((test, bug), "not run")) for test, bug in PAIRS]
+    number_caught = sum("::" in result for *_, result in rows)
+    number_alone = sum(result == "yes" for *_, result in alone_rows)
+    lines = [
+        "# Planted bugs, and the tests that catch them",
+        "",
+        f"Made by `python tests/mutations.py`: {number_caught} of {len(rows)} are caught. "
+        "Without a bug all the tests pass; tests that don't start or don't end catch nothing.",
+        "",
+        "| file | bug | caught by |",
+        "|---|---|---|",
+        *(f"| {file} | {bug} | {result} |" for file, bug, result in rows),
+        "",
+        f"Each test of {PITFALLS.name} run alone, with a bug of the kind that it is named after: "
+        f"{number_alone} of {len(alone_rows)} fail, as they must.",
+        "",
+        "| test | bug | caught |",
+        "|---|---|---|",
+        *(f"| {test} | {bug} | {result} |" for test, bug, result in alone_rows),
+    ]
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(lines) + "\n")
+    explained = EQUIVALENT.values()
+    missed = [bug for _, bug, result in rows if "::" not in result and result not in explained]
+    missed += [f"{test} with {bug}" for test, bug, result in alone_rows if result != "yes"]
+    print(f"{number_caught} of {len(rows)} caught, {number_alone} of {len(alone_rows)} alone")
     if missed:
         raise SystemExit(f"not caught, and not explained: {', '.join(missed)}")
 

@@ -28,6 +28,7 @@ from common import (
     reference,
 )
 from runs import Run
+from sampling import generate
 
 
 def train_adapter(policy: PeftModel) -> PeftModel:
@@ -363,3 +364,22 @@ def test_saving_an_adapter_asks_no_hub(tmp_path, monkeypatch):
     )  # fmt: skip
     Run._save(run)
     assert (tmp_path / "model/adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_an_adapter_decodes_in_bfloat16_too(make):
+    policy = add_adapter(make().eval(), 4)
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    prompts = torch.tensor([[1, 2, 3], [0, 0, 4]])
+    options = {"max_new_tokens": 4, "num_generations": 20, "eos_token_ids": [39], "pad_token_id": 0}
+    exact, rounded, base = (
+        generate(
+            m, prompts, prompts > 0, generator=torch.Generator().manual_seed(0), **options, **more
+        )
+        for m, more in ((policy, {}), (policy, {"bf16": True}), (make().eval(), {}))
+    )
+    first = slice(None), 0
+    assert (rounded.logprobs - exact.logprobs)[first].abs().median() < 0.05
+    assert (base.logprobs - exact.logprobs)[first].abs().median() > 0.1, "the adapter is off?"
