@@ -3,7 +3,7 @@
 Our own loop over the model's forward, because `model.generate` takes top_k, repetition_penalty
 and more from the checkpoint's generation_config, and then samples from something other than
 softmax(logits / temperature). The KL would turn negative, and the importance ratio would be
-wrong. It is also several times faster. The ideas, in the order in which they appear:
+wrong. It is also twice as fast. The ideas, in the order in which they appear:
 
 - all random numbers are drawn beforehand, one per token: a row's tokens depend on nothing else;
 - where asked for, weights are rounded to bfloat16 once per call, not at every token;
