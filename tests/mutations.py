@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -382,6 +383,11 @@ def earlier() -> dict[tuple[str, str], str]:
     return {(first, bug): result for first, bug, result in cells}
 
 
+def others_last(file: str) -> Callable[[str], bool]:
+    """A sorting key that puts the tests of `file` first: they catch its bugs soonest."""
+    return lambda test: Path(file).stem not in test
+
+
 def main() -> None:
     words = sys.argv[1:]
     check_lists()
@@ -401,7 +407,9 @@ def main() -> None:
         for (test, bug), result in zip(pairs, pool.map(alone, pairs), strict=True):
             found[test, bug] = "yes" if is_caught(result) else "no"
             print(f"{test[:66]:66} {bug:50} {result or 'SURVIVED'}", flush=True)
-        caught = pool.map(lambda mutation: run_tests(mutation, *everything), chosen)
+        caught = pool.map(
+            lambda m: run_tests(m, *sorted(everything, key=others_last(m[0]))), chosen
+        )
         for (file, _, _, bug), result in zip(chosen, caught, strict=True):
             found[file, bug] = result or EQUIVALENT.get(bug, "nothing")
             print(f"{file:12} {bug:66} {result or 'SURVIVED'}", flush=True)
