@@ -113,9 +113,9 @@ class Config:
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
     merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
-    gradient_checkpointing: bool = flag(False, "a fraction of the memory, a third more time")
+    gradient_checkpointing: bool = flag(False, "less memory, more time")
     bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
-    compile: bool = flag(False, "torch.compile the training forward: minutes first, faster then")
+    compile: bool = flag(False, "torch.compile the training forward")
     # The run
     seed: int = flag(0, "of every random draw")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")

@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -264,9 +265,13 @@ def test_07_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothin
     job, seen = make_job(ppo), {"policy_loss": [], "value_loss": []}
     spy_on(monkeypatch, ppo, "generate", lambda rollout, *args: more_padding(rollout, extra))
     rows_seen = logprobs_of_the_update(monkeypatch, ppo)
+
+    def keep(terms: list, loss: torch.Tensor, *args) -> None:
+        loss.retain_grad()
+        terms.append(loss)
+
     for name, terms in seen.items():
-        after = lambda loss, *args, terms=terms: loss.retain_grad() or terms.append(loss)  # noqa: E731
-        spy_on(monkeypatch, ppo, name, after)
+        spy_on(monkeypatch, ppo, name, partial(keep, terms))
     flags = {"num_mini_batches": 2, "num_epochs": 1, "micro_batch_size": 3, "vf_coef": 0.4}
     job(model=early_stopper(tmp_path), completions=16, temperature=3.0, **flags)
     masks = [rows.completion_mask for rows, _ in rows_seen]
