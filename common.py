@@ -89,7 +89,9 @@ def token_entropy(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) in nats: (B, T, V) -> (B, T). A token of probability 0 adds 0,
     not NaN.
     """
-    return torch.special.entr(_full(logits).softmax(-1)).sum(-1)
+    logprobs = _full(logits).log_softmax(-1)
+    # -inf becomes the lowest finite number, and that times 0 is 0.
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
 def _full(x: Tensor) -> Tensor:
@@ -178,24 +180,70 @@ def micro_batches(
     rollout: Rollout, rows: Tensor, max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[Tensor]:
     """Cut `rows` (n,) of a rollout into micro-batches of at most `max_rows` rows and `max_tokens`
-    tokens, padding counted, the longest rows first; a row alone may be longer.
+    tokens, padding counted and each prompt once, the longest completions first; a row alone may be
+    longer.
 
     Sorted by length, because a micro-batch is as wide as its longest row and padding costs as much
     as text. The gradient is a sum over rows, so their order doesn't matter.
     """
+    _, which, read = _distinct_prompts(rollout[rows])
     new = rollout.completion_mask[rows].sum(1)
-    read = rollout.attention_mask[rows].sum(1) - new
-    order = (read + new).argsort(descending=True, stable=True)
-    batches, widest = [[]], (0, 0)  # of the prompts and of the completions in the last batch
-    for row, *lengths in torch.stack([rows, read, new])[:, order].T.tolist():
+    order = new.argsort(descending=True, stable=True)
+    batches, prompts, widest = [[]], set(), (0, 0)  # of the last batch; width of prompts, of rows
+    for row, prompt, *lengths in torch.stack([rows, which, read, new])[:, order].T.tolist():
         wider = tuple(map(max, widest, lengths))
-        full = max_tokens is not None and (len(batches[-1]) + 1) * sum(wider) > max_tokens
+        tokens = len(prompts | {prompt}) * wider[0] + (len(batches[-1]) + 1) * wider[1]
+        full = max_tokens is not None and tokens > max_tokens
         if batches[-1] and (full or len(batches[-1]) == max_rows):
             batches.append([])
-            wider = tuple(lengths)
+            prompts, wider = set(), tuple(lengths)
         batches[-1].append(row)
+        prompts.add(prompt)
         widest = wider
     return [torch.tensor(batch, device=rows.device) for batch in batches]
+
+
+def _distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    """(one row (R,) for each of the R prompts that there are, which of them each row (B,) has, its
+    number of tokens (B,)).
+    """
+    length = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
+    mask = rollout.attention_mask[:, :length]
+    prompts = torch.where(mask.bool(), rollout.tokens[:, :length], -1)
+    distinct, which = prompts.unique(dim=0, return_inverse=True)
+    order = torch.arange(len(which), device=which.device)
+    first = order.new_full((len(distinct),), len(which)).scatter_reduce(0, which, order, "amin")
+    return first, which, mask.sum(1)
+
+
+def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
+    """Last hidden states (B, t, D), with grad, from which the first t completion tokens are
+    predicted, t those of the longest row: each is one position to the left of its token.
+
+    Completions of one prompt are read from its keys and values, as in decoding: so a prompt is read
+    once, not for each of them.
+    """
+    longest = int(rollout.completion_mask.bool().any(0).sum())
+    length = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
+    first, which, read = _distinct_prompts(rollout)
+    # Neither padding on the left of every row is read, nor the last token of the longest: the
+    # state at position i predicts token i + 1, so nothing needs the state there.
+    padding = length - int(read.max())
+    columns = slice(padding, length + longest - 1)
+    tokens, mask = rollout.tokens[:, columns], rollout.attention_mask[:, columns]
+
+    def states(tokens: Tensor, mask: Tensor, **options: object) -> Tensor:
+        return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
+
+    modules = backbone.modules() if backbone.training else ()
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    if len(first) == len(which) or longest == 1 or checkpointed:
+        return states(tokens, mask, use_cache=False)[:, -longest:]
+    length -= padding
+    options = {"past_key_values": DynamicCache(config=backbone.config), "use_cache": True}
+    of_prompts = states(tokens[first, :length], mask[first, :length], **options)[:, -1:]
+    options["past_key_values"].batch_select_indices(which)
+    return torch.cat([of_prompts[which], states(tokens[:, length:], mask, **options)], dim=1)
 
 
 def completion_logprobs(
@@ -215,12 +263,11 @@ def completion_logprobs(
     batches = micro_batches(rollout, every, micro_batch_size, micro_batch_tokens)
     logprobs, entropies = [], []
     for rows in batches:
-        part, (inputs, mask, longest) = rollout[rows], _trimmed(rollout[rows])
-        backbone = base_model(model).base_model
-        hidden = backbone(**model_inputs(backbone, inputs, mask, use_cache=False)).last_hidden_state
+        part = rollout[rows]
         real = part.completion_mask.bool()  # (rows, T)
         tokens = part.tokens[:, -real.shape[1] :][real]  # (n,), n tokens that are no padding
-        hidden = hidden[:, -longest:][real[:, :longest]]  # (n, D)
+        hidden = completion_states(base_model(model).base_model, part)  # (rows, t, D)
+        hidden = hidden[real[:, : hidden.shape[1]]]  # (n, D)
         # Logits, (n, V), would be the largest tensor of all. So they are made for a chunk of tokens
         # at a time, and again in the backward pass instead of kept for it.
         size = _chunk_size(base_model(model).get_output_embeddings(), hidden.device)
@@ -242,7 +289,7 @@ def completion_logprobs(
     return found if with_entropy else found[0]
 
 
-CHUNK = 2**22  # logits at a time: 16 MB in float32, on CUDA 16 times as much
+CHUNK = 2**23  # logits at a time: 32 MB in float32, on CUDA 16 times as much
 
 
 def _chunk_size(head: nn.Module, device: torch.device) -> int:
@@ -254,7 +301,8 @@ def _score_tokens(
     model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, each (n,), of tokens (n,) from last hidden states (n, D)."""
-    logits = _full(logits_from(model, hidden)) / temperature  # (n, V)
+    logits = _full(logits_from(model, hidden))  # (n, V)
+    logits = logits if temperature == 1 else logits / temperature
     logprobs = token_logprobs(logits, tokens)
     entropy = token_entropy(logits.detach()) if with_entropy else torch.zeros_like(logprobs)
     return logprobs, entropy
@@ -273,19 +321,6 @@ def logits_from(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits
 
 
-def _trimmed(rollout: Rollout) -> tuple[Tensor, Tensor, int]:
-    """(tokens, attention mask, t) without the columns that needn't be read; the last t columns are
-    those where the first t completion tokens of each row are predicted.
-    """
-    width = rollout.completion_mask.shape[1]
-    padding = int((~rollout.attention_mask[:, :-width].bool().any(0)).sum())  # left, in every row
-    longest = int(rollout.completion_mask.bool().any(0).sum())
-    # The last token of the longest row isn't read either: the state at position i predicts token
-    # i + 1, so nothing needs the state there.
-    columns = slice(padding, rollout.tokens.shape[1] - width + longest - 1)
-    return rollout.tokens[:, columns], rollout.attention_mask[:, columns], longest
-
-
 def completion_values(
     value_model: ValueModel,
     rollout: Rollout,
@@ -298,10 +333,9 @@ def completion_values(
     batches = micro_batches(rollout, every, micro_batch_size, micro_batch_tokens)
     values = []
     for rows in batches:
-        tokens, mask, longest = _trimmed(rollout[rows])
         # Read where the logits of token t are: one to the right, V would know the action.
-        value = value_model(tokens, mask)[:, -longest:]
-        values.append(nn.functional.pad(value, (0, shape[1] - longest)))
+        value = value_model.values(completion_states(value_model.backbone, rollout[rows]))
+        values.append(nn.functional.pad(value, (0, shape[1] - value.shape[1])))
     in_order = torch.cat(values)[torch.cat(batches).argsort()]
     return in_order.masked_fill(~rollout.completion_mask.bool(), 0)
 
@@ -405,7 +439,10 @@ class ValueModel(nn.Module):
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """tokens (B, L), attention_mask (B, L) -> values (B, L)."""
         inputs = model_inputs(self.backbone, tokens, attention_mask, use_cache=False)
-        hidden = self.backbone(**inputs).last_hidden_state
+        return self.values(self.backbone(**inputs).last_hidden_state)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Last hidden states (..., D) -> values (...)."""
         # In bfloat16 a value would have three digits, and advantages are differences of values.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)

@@ -180,7 +180,7 @@ def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range_value: float
 ) -> Tensor:
     """Clipped squared error of each token, halved: each (B, T) -> (B, T). [2] eq. 9, clip: [3]."""
-    clipped = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)
+    clipped = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 

@@ -256,7 +256,7 @@ def main(args: list[str] | None = None) -> None:
             limits = config.rollout_batch_size, config.micro_batch_tokens
             with torch.no_grad(), autocast:
                 if old_is_new:
-                    old_logprobs = torch.zeros(mask.shape, device=device)  # known at the update
+                    old_logprobs = torch.zeros(mask.shape, dtype=policy.dtype, device=device)
                 else:
                     old_logprobs = completion_logprobs(policy, rollout, config.temperature, *limits)
                 ref_logprobs = None

@@ -145,6 +145,11 @@ RAGGED = make_rollout(
     completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
 )
 
+IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, and a token as well
+    prompts=[[1, 2, 3], [4], [1, 2, 3], [0, 0, 0, 4], [4], [1, 2, 3]],
+    completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
+)
+
 
 PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4
 REWARD = """

@@ -6,7 +6,16 @@ import inspect
 import pytest
 import torch
 import transformers
-from conftest import EOS, RAGGED, SMALL_MODELS, make_rollout, small_gpt2, small_llama
+from conftest import (
+    EOS,
+    IN_GROUPS,
+    RAGGED,
+    SMALL_MODELS,
+    make_rollout,
+    small_gpt2,
+    small_llama,
+)
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 
@@ -35,7 +44,7 @@ from common import (
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
+def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -460,26 +469,75 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "max_tokens"), [(None, None), (1, None), (4, None), (None, 18), (2, 1)]
+    ("max_rows", "max_tokens"), [(None, None), (1, None), (4, None), (None, 18), (None, 24), (2, 1)]
 )
 def test_micro_batches_hold_every_row_once_and_no_more_than_allowed(max_rows, max_tokens):
     rows = torch.tensor([5, 0, 3, 2, 4])
-    batches = micro_batches(RAGGED, rows, max_rows, max_tokens)
+    batches = micro_batches(IN_GROUPS, rows, max_rows, max_tokens)
     assert sorted(torch.cat(batches).tolist()) == [0, 2, 3, 4, 5]
-    lengths = RAGGED.attention_mask.sum(1)
+    lengths = IN_GROUPS.completion_mask.sum(1)
     order = lengths[torch.cat(batches)].tolist()
     assert order == sorted(order, reverse=True), "long rows together, or short ones are padded"
     for batch in batches:
-        part = RAGGED[batch]
-        prompts, completions = part.attention_mask[:, :4], part.completion_mask
-        width = int(prompts.sum(1).max() + completions.sum(1).max())
+        part = IN_GROUPS[batch]
+        real = zip(part.tokens[:, :4], part.attention_mask[:, :4].bool())
+        prompts = {tuple(row[mask].tolist()) for row, mask in real}
+        tokens = len(prompts) * max(map(len, prompts))
+        tokens += len(batch) * part.completion_mask.sum(1).max()
         assert max_rows is None or len(batch) <= max_rows
-        assert max_tokens is None or len(batch) == 1 or len(batch) * width <= max_tokens
+        assert max_tokens is None or len(batch) == 1 or tokens <= max_tokens
     if (max_rows, max_tokens) == (None, 18):
-        assert 1 < len(batches) < 5
+        assert [len(batch) for batch in batches] == [2, 3]
 
 
-def gradients_of(model, *args, **kwargs) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def counted_gradients(model, monkeypatch, **options) -> tuple[int, Tensor, list[Tensor]]:
+    """(tokens read, log-probs and values, gradients) of IN_GROUPS, in float64."""
+    backbone, read = model.base_model, []
+    forward = type(backbone).forward
+
+    def spy(self, input_ids, *args, **kwargs):
+        read.append(input_ids.numel())
+        return forward(self, input_ids, *args, **kwargs)
+
+    spy.__signature__ = inspect.signature(forward)
+    model.zero_grad()
+    value_model = ValueModel(backbone, model.config.hidden_size).double()
+    torch.nn.init.ones_(value_model.head.weight)
+    with monkeypatch.context() as m:
+        m.setattr(type(backbone), "forward", spy)
+        logprobs = completion_logprobs(model, IN_GROUPS, 0.7, **options)
+        num_tokens = sum(read)
+        values = completion_values(value_model, IN_GROUPS, **options)
+    both = torch.stack([logprobs, values])
+    (both * torch.linspace(-1, 1, both.numel()).view_as(both)).sum().backward()
+    return num_tokens, both.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("make", "tolerance"), [(small_gpt2, 1e-12), (small_llama, 1e-5)])
+@pytest.mark.parametrize("max_tokens", [None, 18])
+def test_a_prompt_is_read_once_for_all_its_completions_and_the_gradient_is_the_same(
+    make, tolerance, max_tokens, monkeypatch
+):
+    """Llama normalises in float32, whatever its weights are."""
+    model = make().double().train()
+    shared = counted_gradients(model, monkeypatch, micro_batch_tokens=max_tokens)
+    alone = counted_gradients(model, monkeypatch, micro_batch_size=1)
+    if max_tokens is None:  # 3 prompts of up to 4 tokens, then 6 rows of up to 4 tokens
+        assert shared[0] == 3 * 4 + 6 * 4
+    assert shared[0] < (IN_GROUPS.tokens.shape[1] - 1) * 6
+    assert torch.allclose(shared[1], alone[1], rtol=tolerance, atol=tolerance)
+    assert max(g.abs().max() for g in alone[2]) > 10
+    for g, expected in zip(shared[2], alone[2], strict=True):
+        assert torch.allclose(g, expected, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_entropy_with_excluded_tokens_is_that_of_the_others():
+    logits = torch.tensor([[[0.3, -1.0, -torch.inf, 2.0]]], dtype=torch.float64)
+    expected = token_entropy(logits[..., [0, 1, 3]])
+    assert torch.allclose(token_entropy(logits), expected, rtol=1e-12)
+
+
+def gradients_of(model, *args, **kwargs) -> tuple[list[Tensor], Tensor, Tensor]:
     model.zero_grad()
     logprobs, entropy = completion_logprobs(model, RAGGED, *args, with_entropy=True, **kwargs)
     (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()

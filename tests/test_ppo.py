@@ -71,6 +71,14 @@ def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(advantage, r
     assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio
 
 
+def test_where_the_value_clip_does_not_bite_rounding_does_not_pass_for_it():
+    """old + (new - old) isn't new in float32: half of all tokens would count as clipped."""
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 100, 10, generator=generator)
+    old, values = 0.05 * old, 0.05 * torch.rand(100, 10, generator=generator)
+    assert torch.equal(value_loss(values, old, returns, 0.2), 0.5 * (values - returns) ** 2)
+
+
 @pytest.mark.parametrize(
     ("value", "ret", "loss", "slope"),
     [
