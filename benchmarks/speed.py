@@ -17,12 +17,12 @@ import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -142,7 +142,9 @@ def clock() -> float:
 def peak_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    from runs import peak_resident_memory
+
+    return peak_resident_memory() / 1e9
 
 
 def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
@@ -427,6 +429,63 @@ def summary(runs: list[dict]) -> dict:
     return {name: round(statistics.median(values), 4) for name, values in figures.items()}
 
 
+def rates() -> dict[str, float]:
+    """What the machine does at best: matrix products in GFLOP/s, reading memory in GB/s."""
+    found = {}
+    for name, dtype in (("bf16_gflops", torch.bfloat16), ("fp32_gflops", torch.float32)):
+        a = torch.randn(1536, 1536, device=device()).to(dtype)
+        found[name] = 2 * 1536**3 / 1e9 / best_seconds(lambda a=a: a @ a)
+    big = torch.ones(2**28, device=device())
+    found["gb_per_s"] = big.numel() * 4 / 1e9 / best_seconds(big.sum)
+    return {name: round(value) for name, value in found.items()}
+
+
+def best_seconds(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(10):
+        started = clock()
+        work()
+        seconds.append(clock() - started)
+    return min(seconds)
+
+
+def floor(job: dict, tokens: float, rates: dict[str, float]) -> dict:
+    """The time below which no program gets that decodes a token at a time: each token goes through
+    every matrix (2 operations a weight forward, 4 backward; a prompt once, the head for completions
+    alone), and every weight is read at each step of decoding, at the rates of the machine.
+    Attention, norms and all the rest cost nothing here.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.pytorch_utils import Conv1D
+
+    from tasks import prompt_tokens
+
+    path = str(REPOSITORY / "tiny") if job["path"] == "tiny" else job["path"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    head = model.get_output_embeddings().weight.numel()
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D))]
+    body = sum(linear) - head
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    read = sum(len(prompt_tokens(tokenizer, p)) for p in prompts(job["model"], job["prompts"]))
+    forward = 2 * (body * (read + tokens) + head * tokens) / 1e9  # GFLOP
+    per_second = rates["bf16_gflops" if job["bf16"] else "fp32_gflops"]
+    gigabytes = (body + head) * (2 if job["bf16"] else 4) * job["max_new_tokens"] / 1e9
+    rollout = decoding = max(forward / per_second, gigabytes / rates["gb_per_s"])
+    if job["kind"] == "rollout":
+        return {"rollout_s": rollout, "tokens_per_s": tokens / rollout}
+    if job["kind"] == "ppo":  # old, reference, values, the reward model; 4 epochs of two models
+        rollout += 4 * forward / per_second
+        update = 4 * 2 * 3 * forward / per_second
+    else:  # the reference; then once forward and backward
+        rollout += forward / per_second
+        update = 3 * forward / per_second
+    step = rollout + update
+    return {"rollout_s": rollout, "tokens_per_s": tokens / decoding, "update_s": update} | {
+        "step_s": step, "step_ms_per_token": 1000 * step / tokens,
+    }  # fmt: skip
+
+
 def only_comparable(job: str, figures: dict) -> dict:
     """TRL's PPO times its decoding alone, ours all before the update: only whole steps compare."""
     parts = ("rollout_s", "tokens_per_s", "update_s") if job.startswith("ppo") else ()
@@ -442,8 +501,9 @@ def table(results: dict) -> str:
             figures = only_comparable(job, figures)
             cells = [f"{figures[c]:.3g}" if c in figures else "" for c in columns]
             lines.append(f"| {job} | {system} | " + " | ".join(cells) + " |")
-        if len(systems) == 2:
-            mine, other = systems["ours"], next(v for k, v in systems.items() if k != "ours")
+        others = [figures for system, figures in systems.items() if system not in ("ours", "floor")]
+        if others:
+            mine, other = systems["ours"], others[0]
             mine, other = only_comparable(job, mine), only_comparable(job, other)
             pairs = [(mine.get(c), other.get(c)) for c in columns]
             cells = [f"**{a / b:.2f}**" if a and b else "" for a, b in pairs]
@@ -476,7 +536,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     has_trl = importlib.util.find_spec("trl") is not None
     bf16 = fast_at_bfloat16(device()) if args.bf16 is None else bool(args.bf16)
-    results = {"machine": machine(), "bf16": bf16, "jobs": {}}
+    results = {"machine": machine() | rates(), "bf16": bf16, "jobs": {}}
+    if Path(args.output).exists():  # the jobs that aren't measured now stay, if from this machine
+        before = json.loads(Path(args.output).read_text())
+        if before["machine"]["cpu"] == results["machine"]["cpu"]:
+            results["jobs"] = before["jobs"]
     with tempfile.TemporaryDirectory() as folder:
         paths = prepare(Path(folder), args.chat_model)
         jobs = JOBS | (CUDA_JOBS if torch.cuda.is_available() else {})
@@ -501,7 +565,9 @@ def main() -> None:
                     if done.returncode != 0:
                         sys.exit(f"{name}, {system}: {done.stderr[-2000:]}")
                     runs[system].append(json.loads(done.stdout.strip().splitlines()[-1]))
-            results["jobs"][name] = {system: summary(found) for system, found in runs.items()}
+            figures = {system: summary(found) for system, found in runs.items()}
+            figures["floor"] = floor(job, figures["ours"]["tokens"], results["machine"])
+            results["jobs"][name] = figures
             Path(args.output).write_text(json.dumps(results, indent=1) + "\n")
             print(table({"jobs": {name: results["jobs"][name]}}), flush=True)
 
