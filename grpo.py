@@ -34,7 +34,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from tqdm import trange
 
 from common import (
     Fault,
@@ -54,18 +53,19 @@ from common import (
     reference,
     set_up_training,
 )
-from runs import (
-    Meter,
-    Run,
+from flags import (
     apply_defaults,
     check_flags,
     check_prompts,
     choose_folder,
     flag,
+    parse_flags,
+)
+from runs import (
+    Meter,
+    Run,
     group_metrics,
     objective_metrics,
-    parse_flags,
-    progress,
     rollout_metrics,
     run_main,
     seconds_since,
@@ -76,34 +76,37 @@ from tasks import encode_prompts, load_task, prompt_batch, score
 
 @dataclass
 class Config:
-    # The job. None: see TINY and PRETRAINED below.
-    model: str = flag("tiny", "tiny (embedded), a local folder, or a name on the model hub")
-    task: Literal["add", "sentiment"] | None = flag(None, "add for tiny, sentiment for the others")
+    # None: see TINY and PRETRAINED below.
+    model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub", "the job")
+    task: Literal["add", "sentiment"] | None = flag(None, "add: sums; sentiment: film reviews")
     digits: int = flag(2, "digits of the numbers of the task add")
-    prompts: str | None = flag(None, "JSON lines file with a key prompt, instead of the task's")
-    reward: list[str] = flag([], "FILE.py:FUNCTION, one or several, instead of the task's")
+    prompts: str | None = flag(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
+    split: str = flag("train", "of a dataset")
+    reward: list[str] = flag([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
     reward_weights: list[float] = flag([], "one per reward, the reward model's last; default 1")
     reward_model: str | None = flag(None, "sequence classifier with one label: a folder or a name")
-    # Rollout
-    num_steps: int | None = flag(None, "rollouts, each followed by an update")
+    num_steps: int | None = flag(None, "rollouts, each followed by an update", "rollout")
     prompts_per_step: int | None = flag(None, "prompts sampled per step")
     num_generations: int = flag(8, "completions per prompt, G")
     max_new_tokens: int | None = flag(None, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
     rollout_batch_size: int | None = flag(None, "most rows decoded or read at once")
-    # Reward and advantage
-    kl_coef: float = flag(0.04, "weight of the KL penalty; 0 builds no reference model")
-    scale_rewards: Literal["group", "batch", "none"] = flag(
-        "group", "advantages are divided by the scores' std within the group, the batch, or not"
+    kl_coef: float = flag(
+        0.04, "weight of the KL penalty; 0 builds no reference model", "reward and advantage"
     )
-    # Update
-    learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0; adapters: 10 times")
+    scale_rewards: Literal["group", "batch", "none"] = flag(
+        "group", "what advantages are divided by: the std of the group, of the batch, or 1"
+    )
+    learning_rate: float | None = flag(
+        None, "of AdamW; falls linearly to 0; adapters: 10 times", "update"
+    )
     num_epochs: int = flag(1, "passes over one rollout")
     num_mini_batches: int = flag(1, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "most rows per forward and backward")
     micro_batch_tokens: int | None = flag(None, "most tokens read at once, padding too")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = flag(
-        "grpo", "mean over rows of means over tokens; over tokens; over max_new_tokens; CISPO"
+        "grpo",
+        "what counts the same: rows (grpo), tokens (dapo, cispo); or / max_new_tokens (dr_grpo)",
     )
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "sequence: GSPO")
     clip_range: float = flag(0.2, "epsilon of the ratio clip, downwards")
@@ -116,11 +119,16 @@ class Config:
     gradient_checkpointing: bool = flag(False, "less memory, more time")
     bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
     compile: bool = flag(False, "torch.compile the training forward")
-    # The run
-    seed: int = flag(0, "of every random draw")
+    seed: int = flag(0, "of every random draw", "the run")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
     output_dir: str | None = flag(None, "default: runs/grpo-<model>-<task>-s<seed>")
     overwrite: bool = flag(False, "replace the run in output_dir")
+    resume: bool = flag(False, "go on with the run in output_dir")
+    save_every: int = flag(50, "steps between checkpoints; the last step and Ctrl-C save as well")
+    save_best: bool = flag(False, "model/ is that of the best evaluation, not the last one")
+    sample_every: int = flag(50, "steps between samples from training")
+    tensorboard: bool = flag(False, "write for TensorBoard, needs tensorboard")
+    wandb: bool = flag(False, "report to Weights & Biases, needs wandb")
     eval_every: int | None = flag(None, "steps between evaluations on held-out prompts")
     num_eval_prompts: int | None = flag(None, "held-out prompts per evaluation")
 
@@ -244,7 +252,7 @@ def grpo_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    config = parse_flags(Config, __doc__, args)
+    config = parse_flags(Config, __doc__, args, TINY, PRETRAINED)
     apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
     if config.clip_range_high is None:
         config.clip_range_high = 5.0 if config.loss_type == "cispo" else config.clip_range
@@ -291,8 +299,9 @@ def main(args: list[str] | None = None) -> None:
     # old log-probs are the new ones; unless dropout is left on.
     old_is_new = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
-    with Run("grpo", folder, config, policy, tokenizer, task, sampling) as run:
-        for step in (bar := trange(config.num_steps, desc="grpo", dynamic_ncols=True)):
+    whole = (folder, config, policy, tokenizer, task, sampling, optimizer, shuffler)
+    with Run("grpo", *whole) as run:
+        for step in run.steps():
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
 
             # 1. Roll out: sample G completions of each prompt from the policy as it is now, and
@@ -306,8 +315,8 @@ def main(args: list[str] | None = None) -> None:
                 rollouts += [generate(policy, ids, real, num_generations=G, **sampling)]
             rollout = concatenate(rollouts)  # tokens (B, P+T), B = N*G
             mask = rollout.completion_mask  # (B, T), EOS included
-            scores, _ = score(task, batch, rollout, tokenizer)  # (B,), NaN where a reward is None
-            scores = scores.to(device)
+            scores, texts = score(task, batch, rollout, tokenizer)
+            scores = scores.to(device)  # (B,), NaN where a reward is None
 
             #    Log-probs by the forward that trains, not by the one that decoded: so the ratio
             #    is 1 before the first update. All are 0 off the mask.
@@ -391,7 +400,7 @@ def main(args: list[str] | None = None) -> None:
                             meter.maximum("val/ratio_max_dev_first", (ratio - 1).abs(), m)
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
                 if not grad_norm.isfinite():
-                    raise Fault(f"step {step}: the gradient is {grad_norm}; lower --learning_rate")
+                    raise Fault(f"the gradient is {grad_norm}: lower --learning_rate")
                 meter.add("grad_norm", grad_norm)
                 meter.add("loss/policy_avg", mini_batch_loss)
                 optimizer.step()
@@ -409,7 +418,7 @@ def main(args: list[str] | None = None) -> None:
             update_seconds = seconds_since(update_started, device)
             metrics |= rollout_metrics(rollout, rollout_seconds, update_seconds)
             run.log(step, metrics)
-            bar.set_postfix(progress(metrics))
+            run.show(step, batch, texts, scores)
 
         run.log(config.num_steps, run.evaluate(config.num_steps))
 

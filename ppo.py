@@ -15,7 +15,7 @@ The policy pi samples y_1 .. y_T after a prompt; a state is what has been writte
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
-  python ppo.py                  # sums: 39% -> 98% right, in a minute on two CPU cores
+  python ppo.py                  # sums: 39% -> 97% right, in a minute on two CPU cores
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
   python ppo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
@@ -26,7 +26,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common import (
@@ -50,18 +49,19 @@ from common import (
     reference,
     set_up_training,
 )
-from runs import (
-    Meter,
-    Run,
+from flags import (
     apply_defaults,
     check_flags,
     check_prompts,
     choose_folder,
-    explained_variance,
     flag,
-    objective_metrics,
     parse_flags,
-    progress,
+)
+from runs import (
+    Meter,
+    Run,
+    explained_variance,
+    objective_metrics,
     rollout_metrics,
     run_main,
     seconds_since,
@@ -72,30 +72,32 @@ from tasks import Task, encode_prompts, load_task, prompt_batch, score
 
 @dataclass
 class Config:
-    # The job. None: see TINY and PRETRAINED below.
-    model: str = flag("tiny", "tiny (embedded), a local folder, or a name on the model hub")
-    task: Literal["add", "sentiment"] | None = flag(None, "add for tiny, sentiment for the others")
+    # None: see TINY and PRETRAINED below.
+    model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub", "the job")
+    task: Literal["add", "sentiment"] | None = flag(None, "add: sums; sentiment: film reviews")
     digits: int = flag(2, "digits of the numbers of the task add")
-    prompts: str | None = flag(None, "JSON lines file with a key prompt, instead of the task's")
-    reward: list[str] = flag([], "FILE.py:FUNCTION, one or several, instead of the task's")
+    prompts: str | None = flag(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
+    split: str = flag("train", "of a dataset")
+    reward: list[str] = flag([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
     reward_weights: list[float] = flag([], "one per reward, the reward model's last; default 1")
     reward_model: str | None = flag(None, "sequence classifier with one label: a folder or a name")
-    # Rollout
-    num_steps: int | None = flag(None, "rollouts, each followed by an update")
+    num_steps: int | None = flag(None, "rollouts, each followed by an update", "rollout")
     prompts_per_step: int | None = flag(None, "prompts sampled per step")
     num_generations: int = flag(1, "completions per prompt")
     max_new_tokens: int | None = flag(None, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
     rollout_batch_size: int | None = flag(None, "most rows decoded or read at once")
-    # Reward and advantage
-    kl_coef: float | None = flag(None, "weight of the KL penalty; 0 builds no reference model")
+    kl_coef: float | None = flag(
+        None, "weight of the KL penalty; 0 builds no reference model", "reward and advantage"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "per-token estimate of the KL")
     missing_eos_penalty: float = flag(0.0, "taken off the score of a completion without EOS")
     whiten_rewards: bool = flag(False, "scale rewards to variance 1, without shifting their mean")
     gamma: float = flag(1.0, "discount")
     lam: float = flag(0.95, "lambda of GAE: 1 trusts the rewards, 0 the value model")
-    # Update
-    learning_rate: float | None = flag(None, "of AdamW; falls linearly to 0; adapters: 10 times")
+    learning_rate: float | None = flag(
+        None, "of AdamW; falls linearly to 0; adapters: 10 times", "update"
+    )
     num_epochs: int | None = flag(None, "passes over one rollout")
     num_mini_batches: int | None = flag(None, "optimiser steps per pass")
     micro_batch_size: int | None = flag(None, "most rows per forward and backward")
@@ -111,11 +113,16 @@ class Config:
     gradient_checkpointing: bool = flag(False, "less memory, more time")
     bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
     compile: bool = flag(False, "torch.compile the training forward")
-    # The run
-    seed: int = flag(0, "of every random draw")
+    seed: int = flag(0, "of every random draw", "the run")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
     output_dir: str | None = flag(None, "default: runs/ppo-<model>-<task>-s<seed>")
     overwrite: bool = flag(False, "replace the run in output_dir")
+    resume: bool = flag(False, "go on with the run in output_dir")
+    save_every: int = flag(50, "steps between checkpoints; the last step and Ctrl-C save as well")
+    save_best: bool = flag(False, "model/ is that of the best evaluation, not the last one")
+    sample_every: int = flag(50, "steps between samples from training")
+    tensorboard: bool = flag(False, "write for TensorBoard, needs tensorboard")
+    wandb: bool = flag(False, "report to Weights & Biases, needs wandb")
     eval_every: int | None = flag(None, "steps between evaluations on held-out prompts")
     num_eval_prompts: int | None = flag(None, "held-out prompts per evaluation")
 
@@ -203,7 +210,7 @@ def initial_value_model(
 
 
 def main(args: list[str] | None = None) -> None:
-    config = parse_flags(Config, __doc__, args)
+    config = parse_flags(Config, __doc__, args, TINY, PRETRAINED)
     apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
     check_flags(config)
     device = pick_device(config.device)
@@ -248,8 +255,9 @@ def main(args: list[str] | None = None) -> None:
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
     old_is_new = single_update and config.kl_coef == 0
 
-    with Run("ppo", folder, config, policy, tokenizer, task, sampling) as run:
-        for step in (bar := trange(config.num_steps, desc="ppo", dynamic_ncols=True)):
+    whole = (folder, config, policy, tokenizer, task, sampling, optimizer, shuffler, value_model)
+    with Run("ppo", *whole) as run:
+        for step in run.steps():
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
 
             # 1. Roll out: sample completions from the policy as it is now, and score their text.
@@ -262,9 +270,9 @@ def main(args: list[str] | None = None) -> None:
                 rollouts += [generate(policy, ids, real, num_generations=G, **sampling)]
             rollout = concatenate(rollouts)  # tokens (B, P+T)
             mask = rollout.completion_mask  # (B, T), EOS included
-            scores, _ = score(task, batch, rollout, tokenizer)  # (B,)
+            scores, texts = score(task, batch, rollout, tokenizer)  # (B,)
             if scores.isnan().any():
-                raise InputError(f"step {step}: a reward is None, and PPO needs one for every row")
+                raise InputError("a reward is None, and PPO needs one for every row")
             scores = scores.to(device) - config.missing_eos_penalty * ~rollout.finished
 
             #    Log-probs and values by the forward that trains, not by the one that decoded: so
@@ -340,7 +348,7 @@ def main(args: list[str] | None = None) -> None:
                             meter.maximum("val/ratio_max_dev_first", (ratio - 1).abs(), m)
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
                 if not grad_norm.isfinite():
-                    raise Fault(f"step {step}: the gradient is {grad_norm}; lower --learning_rate")
+                    raise Fault(f"the gradient is {grad_norm}: lower --learning_rate")
                 meter.add("grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -358,7 +366,7 @@ def main(args: list[str] | None = None) -> None:
             update_seconds = seconds_since(update_started, device)
             metrics |= rollout_metrics(rollout, rollout_seconds, update_seconds)
             run.log(step, metrics)
-            bar.set_postfix(progress(metrics))
+            run.show(step, batch, texts, scores)
 
         run.log(config.num_steps, run.evaluate(config.num_steps))
 

@@ -1,196 +1,50 @@
-"""What a run reads and leaves behind: flags, metrics, samples, the model.
+"""What a run leaves behind: metrics, samples, warnings, checkpoints, the model.
 
 A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
-step; the key `step` is the number of updates before it), samples.jsonl, and model/ in Hugging Face
-format.
+step; the key `step` is the number of updates before it), samples.jsonl, model/ in Hugging Face
+format, checkpoint/ for --resume, checkpoint.old/ should that be damaged, and curve.png.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import copy
 import ctypes
 import dataclasses
-import difflib
+import importlib.util
 import json
 import logging
 import math
 import os
-import re
 import shutil
+import signal
+import statistics
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from common import (
-    Fault,
-    InputError,
-    adapter_base,
-    context_length,
-    first_line,
-    is_flat,
-    masked_mean,
-)
+from common import Fault, InputError, ValueModel, first_line, is_flat, masked_mean
 from sampling import Rollout, generate
-from tasks import Task, encode_prompts, prompt_tokens, score, verify
+from tasks import Task, encode_prompts, score, verify
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None
-
-# TRL's names for our flags: they are accepted as well.
-TRL_NAMES = {
-    "beta": "kl_coef",
-    "cliprange": "clip_range",
-    "cliprange_value": "clip_range_value",
-    "epsilon": "clip_range",
-    "epsilon_high": "clip_range_high",
-    "local_rollout_forward_batch_size": "rollout_batch_size",
-    "max_completion_length": "max_new_tokens",
-    "num_iterations": "num_epochs",
-    "num_ppo_epochs": "num_epochs",
-    "per_device_train_batch_size": "micro_batch_size",
-    "response_length": "max_new_tokens",
-}
-
-
-def flag(default: Any, help: str) -> Any:
-    """A field of a Config, with the help text of its flag."""
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
-def parse_flags(config_class: type, doc: str, args: list[str] | None = None) -> Any:
-    """Parse the command line into `config_class`. Raises InputError at the first fault."""
-    # allow_abbrev would take --learn for --learning_rate.
-    parser = HfArgumentParser(config_class, description=doc, allow_abbrev=False)
-    parser.formatter_class = _HelpFormatter
-    fields = {field.name for field in dataclasses.fields(config_class)}
-
-    def fail(message: str) -> None:
-        raise InputError(re.sub(r"^argument (--\w+)[^:]*", r"\1", message))
-
-    def our_name(arg: str) -> str:
-        name, equals, value = arg.partition("=")
-        ours = TRL_NAMES.get(name.removeprefix("--").replace("-", "_"))
-        return f"--{ours}{equals}{value}" if arg.startswith("--") and ours in fields else arg
-
-    parser.error = fail
-    args = [our_name(arg) for arg in (sys.argv[1:] if args is None else args)]
-    config, unknown = parser.parse_args_into_dataclasses(
-        args, return_remaining_strings=True, look_for_args_file=False
-    )
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("-"):
-            raise InputError(f"{name!r} belongs to no flag: flags are written --name value")
-        candidates = [*fields, *(name for name, ours in TRL_NAMES.items() if ours in fields)]
-        nearest = difflib.get_close_matches(name.strip("-").replace("-", "_"), candidates, n=1)
-        hint = f"did you mean --{nearest[0]}?" if nearest else "--help lists the flags"
-        raise InputError(f"unknown flag {name}: {hint}")
-    return config
-
-
-def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
-    """Fill the fields of `config` that the user left open (None).
-
-    Adapters take ten times the learning rate: Schulman et al. 2025, "LoRA without regret".
-    """
-    has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
-    for name, value in defaults.items():
-        if getattr(config, name) is None:
-            for_adapter = has_adapter and name == "learning_rate"
-            setattr(config, name, value * 10 if for_adapter else value)
-    if config.merge_adapter and not has_adapter:
-        raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
-
-
-def check_flags(config: Any, smallest_group: int = 1) -> None:
-    """Check what can be checked before anything is loaded. Raises InputError."""
-    for name, value in vars(config).items():
-        numbers = value if isinstance(value, list) else [value]
-        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-            raise InputError(f"--{name} {value}: must be a finite number")
-    positive = (
-        "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
-        " learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range"
-        " clip_range_high clip_range_value max_grad_norm eval_every num_eval_prompts"
-    )
-    for name in positive.split():
-        value = getattr(config, name, None)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name} {value}: must be greater than 0")
-    for name in ("kl_coef", "vf_coef", "lora_r"):
-        if getattr(config, name, 0) < 0:
-            raise InputError(f"--{name} {getattr(config, name)}: must be 0 or greater")
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(config, name, 1) <= 1:
-            raise InputError(f"--{name} {getattr(config, name)}: must be between 0 and 1")
-    if config.temperature < 1e-3:
-        raise InputError(
-            f"--temperature {config.temperature}: too close to 0, choose 0.001 or more"
-        )
-    if not 0 <= config.seed < 2**63 - 1:
-        raise InputError(f"--seed {config.seed}: must be between 0 and 2^63 - 2")
-    if config.num_generations < smallest_group:
-        raise InputError(
-            f"--num_generations {config.num_generations}: must be {smallest_group} or more, a"
-            " completion is compared with the others of its prompt"
-        )
-    clip_to = getattr(config, "reward_clip_range", [])
-    if clip_to and not (len(clip_to) == 2 and clip_to[0] < clip_to[1]):
-        raise InputError(f"--reward_clip_range {clip_to}: give the lowest and the highest reward")
-    if config.rollout_batch_size < config.num_generations:
-        raise InputError(
-            f"--rollout_batch_size {config.rollout_batch_size}: must hold the"
-            f" {config.num_generations} completions of a prompt (num_generations)"
-        )
-    batch, parts = config.prompts_per_step * config.num_generations, config.num_mini_batches
-    if batch % parts:
-        below = next(n for n in range(parts, 0, -1) if batch % n == 0)
-        above = next((n for n in range(parts, batch + 1) if batch % n == 0), None)
-        raise InputError(
-            f"--num_mini_batches {parts} doesn't divide the {batch} completions of a step"
-            f" (prompts_per_step * num_generations): choose {below}"
-            + (f" or {above}" if above else "")
-        )
-
-
-def check_prompts(
-    config: Any, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
-) -> None:
-    """Check that the model can read each prompt and has room for max_new_tokens after it.
-
-    Raises InputError.
-    """
-    limit, new = context_length(policy), config.max_new_tokens
-    if limit is not None and new >= limit:
-        raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
-    vocab_size = policy.get_input_embeddings().weight.shape[0]
-    for row in task.train + task.heldout:
-        ids = prompt_tokens(tokenizer, row["prompt"])
-        if limit is not None and len(ids) + new > limit:
-            raise InputError(
-                f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context of"
-                f" {limit}: lower --max_new_tokens or shorten {str(row['prompt'])[:60]!r}"
-            )
-        if max(ids) >= vocab_size:
-            raise InputError(
-                f"--model {config.model}: its tokenizer gives id {max(ids)}, and the model knows"
-                f" {vocab_size} tokens: they don't belong together"
-            )
 
 
 class Meter:
@@ -271,12 +125,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Lengths in tokens (EOS included), speed and peak memory of one step."""
     lengths = rollout.completion_mask.sum(1)
-    memory = math.nan
+    memory = peak_resident_memory()
     if lengths.is_cuda:
         memory = torch.cuda.max_memory_allocated(lengths.device)
-    elif resource is not None:  # resident memory: in kilobytes on Linux, in bytes on macOS
-        unit = 1 if sys.platform == "darwin" else 1024
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
         "length/mean": lengths.float().mean().item(),
         "length/max": lengths.max().item(),
@@ -289,14 +140,27 @@ def rollout_metrics(
     }
 
 
-def progress(metrics: dict[str, float | None]) -> dict[str, str]:
+def peak_resident_memory() -> float:
+    """Of this process so far, in bytes; NaN where the system doesn't say."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent process had when it started us
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    if resource is None:
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def progress(metrics: dict[str, float | None]) -> str:
     """What the progress bar shows."""
     kl = metrics["objective/kl"]
-    return {
-        "reward": f"{metrics['objective/scores']:.2f}",
-        "kl": "off" if kl is None else f"{kl:.2f}",
-        "tokens/s": f"{metrics['tokens_per_second']:.0f}",
-    }
+    return (
+        f"reward {metrics['objective/scores']:.2f}, kl {'off' if kl is None else f'{kl:.2f}'}, "
+        f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s, "
+        f"{metrics['memory/peak_gb']:.1f} GB"
+    )
 
 
 def seconds_since(start: float, device: torch.device) -> float:
@@ -306,27 +170,17 @@ def seconds_since(start: float, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def choose_folder(script: str, config: Any) -> Path:
-    """The folder of a run. Raises InputError where it holds something that must not be lost."""
-    model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
-    task = Path(config.prompts).stem if config.prompts else config.task
-    name = f"{script}-{model.replace('/', '-')}-{task}-s{config.seed}"
-    folder = Path(config.output_dir or f"runs/{name}")
-    try:
-        if not folder.exists() or not any(folder.iterdir()):
-            return folder
-        if not (folder / "metrics.jsonl").exists():
-            raise InputError(f"--output_dir {folder}: holds something that is not a run")
-        if (folder / "metrics.jsonl").stat().st_size > 0 and not config.overwrite:
-            remedy = "give --overwrite or another --output_dir"
-            raise InputError(f"{folder} already holds a run: {remedy}")
-    except OSError as e:
-        raise InputError(f"--output_dir {folder}: can't be used ({e.strerror})") from e
-    return folder
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + number
 
 
 class Run:
-    """The records of a run. Leaving the `with` block, even by an exception, saves the model.
+    """The records of a run, its checkpoints and its model. Use as `with Run(...) as run:`; however
+    the block is left, what was computed is saved.
 
     A run that is overwritten is moved aside, and deleted when the first step of the new one is
     done: a mistake in the new command loses nothing.
@@ -341,50 +195,357 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
         sampling: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+        shuffler: torch.Generator,
+        value_model: ValueModel | None = None,
     ) -> None:
-        """Create the folder and print the configuration. Raises InputError if that fails."""
+        """Create the folder, or with --resume put back all that the checkpoint holds, and print the
+        configuration. Raises InputError if that fails.
+        """
         self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer
         self.task, self.sampling, self.folder = task, sampling, folder
-        self.steps_done, self.first_metrics = 0, {}
+        self.optimizer, self.value_model = optimizer, value_model
+        self.generators = {"shuffler": shuffler, "sampler": sampling["generator"]}
+        self.first_step = self.steps_done = 0
+        self.first_metrics, self.best = {}, None
+        self.history, self.warned = [], set()
+        self.signal = None  # the number of the signal that asked to stop
         self.aside = None  # where the run that this one replaces waits
+        self.state, self.weights_moved = None, False  # weights_moved: since the state was taken
+        self.bar = None
+        optimizer.register_step_post_hook(self._note_move)
+        state = self._newest_checkpoint() if config.resume else None
         try:
-            if folder.exists() and any(folder.iterdir()):
+            if not config.resume and folder.exists() and any(folder.iterdir()):
                 self.aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-old-", dir=folder.parent))
                 folder.rename(self.aside / folder.name)
             folder.mkdir(parents=True, exist_ok=True)
-            settings = json.dumps(dataclasses.asdict(config), indent=2)
-            (folder / "config.json").write_text(settings + "\n")
-            self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-            self._samples = (folder / "samples.jsonl").open("w", encoding="utf-8")
+            # First the file that shows that this is a run: then --resume understands what it finds.
+            self._metrics = _opened(folder / "metrics.jsonl", state and state["metrics"])
+            self._samples = _opened(folder / "samples.jsonl", state and state["samples"])
+            settings = {"script": script} | dataclasses.asdict(config)
+            (folder / "config.json.new").write_text(json.dumps(settings, indent=2) + "\n")
+            (folder / "config.json.new").replace(folder / "config.json")
         except OSError as e:
             raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
+        if state is not None:
+            self._put_back(state)
+        self.trackers = [start(folder, config) for start in _trackers(config)]
         print(self._description())
 
     def __enter__(self) -> Run:
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self._note_signal)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        self._metrics.close()
-        self._samples.close()
-        if self.steps_done > 0:
-            self._save()
-            print(f"{self.folder}/model holds the model after {self.steps_done} steps.")
-        elif self.aside:
+        self._restore_handlers()
+        if self.bar is not None:
+            self.bar.close()
+        failure = ""
+        try:
+            # A step that fails before its update leaves the weights as they were when it began.
+            failed = error is not None and not isinstance(error, Interrupted)
+            if failed and self.steps_done > 0 and not self.weights_moved:
+                self._checkpoint()
+            if self.steps_done > 0 and not (self.config.save_best and self.best is not None):
+                self._save()
+                print(f"{self.folder}/model holds the model after {self.steps_done} steps.")
+            if error is None and importlib.util.find_spec("matplotlib"):
+                from plot import draw
+
+                draw([self.folder], self.folder / "curve.png")
+        except Exception as e:  # whatever a full disk makes the libraries raise
+            failure = f"; saving to {self.folder} failed: {first_line(e)}"
+            if str(e) == str(error):
+                failure = ""
+        for file in (self._metrics, self._samples):
+            with contextlib.suppress(OSError):  # a full disk, again
+                file.close()
+        if self.steps_done == 0 and self.aside:
             shutil.rmtree(self.folder)
             (self.aside / self.folder.name).rename(self.folder)
             self.aside.rmdir()
+        if error is None and failure:
+            raise Fault(failure.removeprefix("; "))
+        out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+            isinstance(error, RuntimeError) and "allocate memory" in str(error)
+        )
+        if out_of_memory:
+            text = first_line(error).rstrip(".")
+            advice = "lower --micro_batch_tokens, --rollout_batch_size or --max_new_tokens"
+            raise Fault(f"{self._where()}{text}; {advice}{self._saved()}{failure}")
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(signal.SIGINT, f"{self._where()}interrupted{self._saved()}{failure}")
+        if isinstance(error, (InputError, Fault, Interrupted)):
+            error.args = (f"{self._where()}{error}{self._saved()}{failure}",)
+
+    def _where(self) -> str:
+        return f"step {self.state['step']}: " if self.state else ""
+
+    def _saved(self) -> str:
+        """What is left of the run, for the end of a message."""
+        record = self.folder / "checkpoint" / "record.json"
+        if not self.state or not record.exists():
+            return ""
+        step = json.loads(record.read_text())["step"]
+        return f"; {self.folder} is saved up to step {step}, --resume goes on from there"
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are still to do. Between them checkpoints are written, and
+        Ctrl-C or SIGTERM end the run. Raises Interrupted.
+        """
+        num_steps = self.config.num_steps
+        self.bar = tqdm(
+            total=num_steps, initial=self.first_step, desc=self.script, dynamic_ncols=True
+        )
+        for step in range(self.first_step, num_steps):
+            self._take_state(step)
+            if self.signal is not None:
+                self._checkpoint()
+                raise Interrupted(self.signal, "interrupted")
+            if step > self.first_step and step % self.config.save_every == 0:
+                self._checkpoint()
+            yield step
+            self.bar.update()
+        self.bar.close()
+        self._take_state(num_steps)
+        self._checkpoint()
+
+    def log(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Append one line to metrics.jsonl, at once: a later fault doesn't lose it."""
+        line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        self._write(self._metrics, [line])
+        self.steps_done = min(step + 1, self.config.num_steps)
+        for track in self.trackers:
+            track(step, {name: value for name, value in line.items() if value is not None})
+        if "objective/kl" in metrics:  # not the last evaluation
+            self.history.append(metrics)
+            for name, text in warnings_about(self.history, self.config.bf16):
+                if name not in self.warned:
+                    self.warned.add(name)
+                    tqdm.write(f"warning, step {step}: {text}")
+            self.bar.set_postfix_str(progress(metrics))
+        if self.aside:
+            shutil.rmtree(self.aside)
+            self.aside = None
+
+    def show(self, step: int, rows: list[dict], texts: list[str], scores: Tensor) -> None:
+        """Every `sample_every` steps: record the completions of a step, and print a few."""
+        if step % self.config.sample_every == 0:
+            rows = [row for row in rows for _ in range(len(texts) // len(rows))]
+            shown = self._record(step, "train", rows, texts, scores.tolist())
+            tqdm.write("\n".join([f"step {step}: samples from training", *shown]))
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float | None]:
+        """Complete each held-out prompt, sampled and greedily: record the samples, print a few.
+
+        The random numbers are the same every time and not those of training: two evaluations
+        differ by the policy alone, and evaluating more often changes no run.
+        """
+        rows = self.task.heldout[: self.config.num_eval_prompts]
+        metrics = {}
+        for kind, options in (("", {}), ("_greedy", {"top_k": 1})):
+            generator = torch.Generator(self.policy.device).manual_seed(self.config.seed + 1)
+            sampling = self.sampling | {"generator": generator} | options
+            scores, texts = [], []
+            for start in range(0, len(rows), self.config.rollout_batch_size):
+                part = rows[start : start + self.config.rollout_batch_size]
+                prompt_ids, prompt_mask = encode_prompts(self.tokenizer, part, self.policy.device)
+                rollout = generate(self.policy, prompt_ids, prompt_mask, **sampling)
+                part_scores, part_texts = score(self.task, part, rollout, self.tokenizer)
+                scores += part_scores.tolist()
+                texts += part_texts
+            known = [value for value in scores if not math.isnan(value)]
+            metrics |= {
+                f"eval/reward{kind}": sum(known) / max(1, len(known)),
+                f"eval/accuracy{kind}": verify(self.task, rows, texts),
+            }
+            if not kind:
+                shown = self._record(step, "heldout", rows, texts, scores)
+        self.first_metrics = self.first_metrics or metrics
+        title = self._compared(step, metrics, "eval/reward")
+        if metrics["eval/accuracy"] not in (None, metrics["eval/reward"]):
+            title += "; " + self._compared(step, metrics, "eval/accuracy")
+        tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print would tear the bar
+        value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
+        if self.config.save_best and (self.best is None or value > self.best):
+            self.best = value
+            self._save()
+            tqdm.write(f"  the best so far: saved as {self.folder}/model")
+        return metrics
+
+    def _compared(self, step: int, metrics: dict[str, float], name: str) -> str:
+        """A metric sampled and greedy, each beside what it was before the training."""
+        parts = []
+        for key, title in ((name, name), (f"{name}_greedy", "greedy")):
+            before = f" (was {self.first_metrics[key]:.3f})" if step > 0 else ""
+            parts.append(f"{title} {metrics[key]:.3f}{before}")
+        return ", ".join(parts)
+
+    def _record(
+        self, step: int, split: str, rows: list[dict], texts: list[str], scores: list[float]
+    ) -> list[str]:
+        """Write completions to samples.jsonl; returns lines that show the first few."""
+        records, lines = [], []
+        for row, text, value in zip(rows, texts, scores, strict=True):
+            sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}
+            records.append({"step": step, "split": split} | sample)
+            if len(lines) < 4:
+                prompt = row["prompt"]
+                prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                line = " ".join(f"{prompt} \N{RIGHTWARDS ARROW} {text}".split())
+                lines.append(f"  {value:5.2f}  {textwrap.shorten(line, 90, placeholder=' ...')}")
+        self._write(self._samples, records)
+        return lines
+
+    def _write(self, file: BinaryIO, records: list[dict]) -> None:
+        """Append records, as JSON lines. Raises Fault."""
+        text = "".join(json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
+        try:
+            file.write(
+                text.encode("utf-8", "backslashreplace")
+            )  # half a surrogate pair, as \\ud800
+            file.flush()
+        except OSError as e:
+            raise Fault(f"{file.name} can't be written ({e.strerror}): make room for it") from e
 
     def _save(self) -> None:
         """The model; of a policy with an adapter the adapter, and the two merged if asked for."""
         policy, folder = self.policy, self.folder / "model"
+        new = self.folder / "model.new"  # complete before it takes its name
+        shutil.rmtree(new, ignore_errors=True)
         # peft would ask the hub whether the vocabulary has grown: it hasn't.
         options = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
         if self.config.merge_adapter:
             policy.save_pretrained(self.folder / "adapter", **options)
             self.tokenizer.save_pretrained(self.folder / "adapter")
-            policy, options = policy.merge_and_unload(), {}
-        policy.save_pretrained(folder, **options)
-        self.tokenizer.save_pretrained(folder)
+            # A copy: after the best evaluation the adapter trains on.
+            policy, options = copy.deepcopy(policy).merge_and_unload(), {}
+        policy.save_pretrained(new, **options)
+        self.tokenizer.save_pretrained(new)
+        if folder.exists():
+            shutil.rmtree(folder)
+        new.rename(folder)
+
+    def _trained(self) -> dict[str, Tensor]:
+        """All weights that train, of the policy and of the value model."""
+        models = {"policy": self.policy, "value": self.value_model}
+        return {
+            f"{kind}.{name}": p.detach()
+            for kind, model in models.items()
+            if model is not None
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+    def _take_state(self, step: int) -> None:
+        """Note what a step changes beside the weights: random states, the ends of the files. With
+        the weights it is the state of the run after `step` steps.
+        """
+        self.state = {
+            "step": step,
+            "generators": {name: g.get_state() for name, g in self.generators.items()},
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "metrics": self._metrics.tell(),
+            "samples": self._samples.tell(),
+            "first_metrics": self.first_metrics,
+            "best": self.best,
+            "warned": sorted(self.warned),
+        }
+        self.weights_moved = False
+
+    def _checkpoint(self) -> None:
+        """Write checkpoint/, for --resume. It is complete before it takes its name, and the one
+        before it is kept as checkpoint.old/: whenever the process dies, one of them is whole.
+        Raises Fault.
+        """
+        new, path, old = (self.folder / f"checkpoint{end}" for end in (".new", "", ".old"))
+        state = self.state | {"weights": self._trained(), "optimizer": self.optimizer.state_dict()}
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            torch.save(state, new / "state.pt")
+            record = {"step": state["step"], "crc32": _crc32(new / "state.pt")}
+            (new / "record.json").write_text(json.dumps(record) + "\n")
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+            new.rename(path)
+        except (OSError, RuntimeError) as e:  # torch says RuntimeError for a full disk
+            shutil.rmtree(new, ignore_errors=True)  # half of it would fill the disk
+            # torch reports a full disk as "unexpected pos".
+            reason = e.strerror if isinstance(e, OSError) else "is the disk full?"
+            raise Fault(f"{path} can't be written ({reason}): make room for it") from e
+
+    def _newest_checkpoint(self) -> dict[str, Any] | None:
+        """The newest state that is whole, or None before the first. Raises InputError."""
+        damaged = False
+        for end in ("", ".new", ".old"):  # .new is whole where the process died between renames
+            path = self.folder / f"checkpoint{end}"
+            if not path.exists():
+                continue
+            try:
+                record = json.loads((path / "record.json").read_text())
+                if record["crc32"] != _crc32(path / "state.pt"):
+                    raise ValueError("its checksum is wrong")
+                # weights_only: a checkpoint is data, nothing in it is run.
+                state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+                print(f"{path} is whole: going on after {state['step']} steps.")
+                return state
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+                RuntimeError,
+                UnpicklingError,
+            ) as e:
+                damaged |= end != ".new"
+                print(f"{path} is damaged, it is left out: {first_line(e)}")
+        if damaged:
+            raise InputError(f"--resume: {self.folder} has no checkpoint that is whole")
+        print(f"--resume: {self.folder} has no checkpoint yet, the run starts at step 0.")
+        return None
+
+    def _put_back(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state. Raises InputError."""
+        if state["step"] > self.config.num_steps:
+            steps = f"{self.folder} has {state['step']} steps already"
+            raise InputError(f"--num_steps {self.config.num_steps}: {steps}")
+        trained = self._trained()
+        shapes = {name: p.shape for name, p in state["weights"].items()}
+        if shapes != {name: p.shape for name, p in trained.items()}:
+            raise InputError(f"--resume: {self.folder}/checkpoint belongs to another model")
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, generator in self.generators.items():
+            generator.set_state(state["generators"][name])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        self.first_step = self.steps_done = state["step"]
+        self.first_metrics, self.best = state["first_metrics"], state["best"]
+        self.warned = set(state["warned"])
+
+    def _note_move(self, *args: object) -> None:
+        self.weights_moved = True
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        """The first signal lets the step end; the second is what it always was."""
+        self.signal = number
+        self._restore_handlers()
+        tqdm.write("finishing the step, then saving; once more stops at once")
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
     def _description(self) -> str:
         """What this run is, and every setting that has a value."""
@@ -403,66 +564,101 @@ class Run:
             + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")
         )
 
-    def log(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Append one line to metrics.jsonl, at once: a later fault doesn't lose it."""
-        line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
-        self._metrics.flush()
-        self.steps_done = min(step + 1, self.config.num_steps)
-        if self.aside:
-            shutil.rmtree(self.aside)
-            self.aside = None
 
-    @torch.no_grad()
-    def evaluate(self, step: int) -> dict[str, float | None]:
-        """Sample one completion of each held-out prompt: record all, print the first few.
+def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[tuple[str, str]]:
+    """What is likely to go wrong, seen from the metrics of all steps so far, the last step last:
+    (name, one line with cause and remedy) each.
+    """
+    now, found = history[-1], []
+    kls = [m["objective/kl"] for m in history[-10:] if m["objective/kl"] is not None]
+    if len(kls) == 10:
+        # The sampled KL may be negative by chance; its mean over ten steps hardly.
+        error = statistics.stdev(kls) / len(kls) ** 0.5
+        if statistics.mean(kls) < -0.02 - 4 * error:
+            text = "the KL is negative beyond chance: what is sampled is not what is trained;"
+            found += [("negative KL", f"{text} look at temperature, top_k and dropout")]
+    if kls and kls[-1] > 10:
+        text = f"the KL is {kls[-1]:.0f}: the policy has left the reference, and what the reward"
+        remedy = "doesn't measure is lost; raise --kl_coef or lower --learning_rate"
+        found += [("large KL", f"{text} {remedy}")]
+    deviation = now["val/ratio_max_dev_first"]
+    if deviation > (0.5 if bf16 else 0.01):
+        text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
+        found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
+    flat = now.get("reward/frac_flat_groups", 0)
+    if flat > 0.5:
+        text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
+        remedy = "prompts too easy or too hard, or too few generations (--num_generations)"
+        found += [("flat groups", f"{text} {remedy}")]
+    truncated = now["length/truncated_frac"]
+    if truncated > 0.5:
+        text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
+        found += [("truncated", f"{text} the reward means unfinished text")]
+    last = history[-5:]
+    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
+        text = "the mean reward has been the same for five steps: is the reward function constant?"
+        found += [("constant reward", f"{text} python tasks.py --inspect shows it")]
+    return found
 
-        The random numbers are the same every time and not those of training: two evaluations
-        differ by the policy alone, and evaluating more often changes no run.
-        """
-        rows = self.task.heldout[: self.config.num_eval_prompts]
-        generator = torch.Generator(self.policy.device).manual_seed(self.config.seed + 1)
-        sampling = self.sampling | {"generator": generator}
-        scores, texts = [], []
-        for start in range(0, len(rows), self.config.rollout_batch_size):
-            part = rows[start : start + self.config.rollout_batch_size]
-            prompt_ids, prompt_mask = encode_prompts(self.tokenizer, part, self.policy.device)
-            rollout = generate(self.policy, prompt_ids, prompt_mask, **sampling)
-            part_scores, part_texts = score(self.task, part, rollout, self.tokenizer)
-            scores += part_scores.tolist()
-            texts += part_texts
-        known = [value for value in scores if not math.isnan(value)]
-        metrics = {
-            "eval/reward": sum(known) / max(1, len(known)),
-            "eval/accuracy": verify(self.task, rows, texts),
-        }
-        self.first_metrics = self.first_metrics or metrics
-        title = "  ".join(
-            f"{name} {value:.3f}" + (f" (was {self.first_metrics[name]:.3f})" if step > 0 else "")
-            for name, value in metrics.items()
-            if value is not None
-        )
-        lines = [f"step {step}: {title}"]
-        for index, (row, text, value) in enumerate(zip(rows, texts, scores, strict=True)):
-            sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}
-            self._samples.write(json.dumps({"step": step} | sample, ensure_ascii=False) + "\n")
-            if index < 4:
-                prompt = row["prompt"]
-                prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-                shown = " ".join(f"{prompt} \N{RIGHTWARDS ARROW} {text}".split())
-                lines.append(f"  {value:5.2f}  {textwrap.shorten(shown, 90, placeholder=' ...')}")
-        self._samples.flush()
-        tqdm.write("\n".join(lines))  # print would tear the progress bar
-        return metrics
+
+def _trackers(config: Any) -> list[Callable]:
+    """The services that are asked to follow the run. Raises InputError."""
+    return [_tensorboard] * config.tensorboard + [_wandb] * config.wandb
+
+
+def _tensorboard(folder: Path, config: Any) -> Callable[[int, dict[str, float]], None]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        raise InputError("--tensorboard: pip install tensorboard") from e
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def track(step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return track
+
+
+def _wandb(folder: Path, config: Any) -> Callable[[int, dict[str, float]], None]:
+    try:
+        import wandb
+    except ImportError as e:
+        raise InputError("--wandb: pip install wandb") from e
+    name = folder.resolve().name
+    resume = "allow" if config.resume else None  # else the run would go on with one of this name
+    settings = dataclasses.asdict(config)
+    tracked = wandb.init(project="plainrlhf", id=name, name=name, resume=resume, config=settings)
+    return lambda step, metrics: tracked.log(metrics, step=step)
+
+
+def _opened(path: Path, length: int | None) -> BinaryIO:
+    """The file, new, or cut to the length that it had at a checkpoint, to be appended to.
+
+    Raises InputError where it has become shorter.
+    """
+    if length is None:
+        return path.open("wb")
+    file = path.open("r+b")
+    if file.seek(0, os.SEEK_END) < length:
+        raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
+    file.truncate(length)
+    file.seek(length)
+    return file
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def _finite(x: float | None) -> float | None:
     """JSON has neither NaN nor infinity: they become null."""
     return x if x is None or math.isfinite(x) else None
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of the docstring, and shows the defaults."""
 
 
 def keep_freed_memory() -> None:
@@ -489,8 +685,10 @@ def run_main(main: Callable[[], None]) -> None:
         code, message = 2, f"error: {e}"
     except Fault as e:
         code, message = 1, f"error: {e}"
-    except torch.OutOfMemoryError as e:
-        code, message = 1, f"error: {first_line(e)} Lower --micro_batch_size, --rollout_batch_size"
+    except torch.OutOfMemoryError as e:  # in a run: see Run.__exit__
+        code, message = 1, f"error: {first_line(e)} Choose a smaller model"
+    except Interrupted as e:
+        code, message = e.code, str(e)
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     else:

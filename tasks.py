@@ -8,6 +8,10 @@ string, or chat messages) and any further columns. A reward function has TRL's s
 and may name any column of the prompts as a parameter, or `completion_ids` for the sampled token
 ids. Where the prompts are chat messages, each completion is `[{"role": "assistant", "content":
 text}]`, as in TRL.
+
+Look at a reward before you train on it: what the model gets now, and for what,
+
+  python tasks.py --inspect --prompts my_prompts.jsonl --reward my_rewards.py:my_function
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ import math
 import random
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +90,6 @@ def add_prompt(a: int, b: int, chat: bool) -> Prompt:
     return [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
 
 
-def add_reward(completions: list, answer: list[str], **columns) -> list[float]:
-    """1 where the last number of the completion is the answer, else 0."""
-    numbers = [re.findall(r"-?\d+", re.sub(r"(?<=\d),(?=\d)", "", text_of(c))) for c in completions]
-    return [float(bool(n) and int(n[-1]) == int(a)) for n, a in zip(numbers, answer, strict=True)]
-
-
 POSITIVE = frozenset(
     """amazing amazingly appealing astonishing awesome beautiful beautifully best brilliant
     captivating charming classic clever compelling delight delighted delightful deserves
@@ -142,6 +142,53 @@ def sentiment_reward(completions: list, **columns) -> list[float]:
     return [float(max(-3, min(3, count))) for count in counts]
 
 
+# --- Rewards to start from: --reward exact_match brevity --reward_weights 1 0.1 ---
+
+
+def exact_match(completions: list, answer: list, **columns) -> list[float]:
+    """1 where the completion is the answer, but for white space around it, else 0."""
+    return [
+        float(text_of(c).strip() == str(a).strip())
+        for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def numeric_match(completions: list, answer: list, **columns) -> list[float]:
+    """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
+    texts = [re.sub(r"(?<=\d),(?=\d)", "", text_of(c)) for c in completions]
+    numbers = [re.findall(r"-?\d+(?:\.\d+)?", text) for text in texts]
+    return [
+        float(bool(n) and Decimal(n[-1]) == Decimal(str(a)))
+        for n, a in zip(numbers, answer, strict=True)
+    ]
+
+
+def format_match(completions: list, pattern: list[str], **columns) -> list[float]:
+    """1 where the whole completion matches the regular expression in the column pattern, else 0."""
+    return [
+        float(re.fullmatch(p, text_of(c), re.DOTALL) is not None)
+        for c, p in zip(completions, pattern, strict=True)
+    ]
+
+
+def brevity(completions: list, **columns) -> list[float]:
+    """Minus the number of words, in hundreds."""
+    return [-len(text_of(c).split()) / 100 for c in completions]
+
+
+def no_repetition(completions: list, **columns) -> list[float]:
+    """Minus the share of runs of four words that have come before: 0 none, towards -1 all."""
+    shares = []
+    for words in (text_of(c).lower().split() for c in completions):
+        runs = list(zip(words, words[1:], words[2:], words[3:]))
+        shares.append(len(set(runs)) / len(runs) - 1 if runs else 0.0)
+    return shares
+
+
+READY_MADE = {f.__name__: f for f in (exact_match, numeric_match, format_match, brevity)}
+READY_MADE |= {"no_repetition": no_repetition, "sentiment": sentiment_reward}
+
+
 def text_of(completion: str | list[dict[str, str]]) -> str:
     """The text of a completion, whether it is a string or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -150,8 +197,14 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 # --- Your own prompts and rewards ---
 
 
-def read_prompts(path: str | Path) -> list[dict]:
-    """Read prompts from JSON lines. Raises InputError with the file and line of the first fault."""
+def read_prompts(path: str | Path, split: str = "train") -> list[dict]:
+    """Read prompts from a file of JSON lines, or whatever else the library datasets reads: CSV and
+    Parquet files, folders, datasets by name, of which `split` is taken. Raises InputError with the
+    place of the first fault.
+    """
+    suffix = Path(path).suffix
+    if suffix in (".csv", ".parquet") or Path(path).is_dir() or not (suffix or Path(path).exists()):
+        return _from_datasets(str(path), split)
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -173,6 +226,29 @@ def read_prompts(path: str | Path) -> list[dict]:
     return rows
 
 
+def _from_datasets(name: str, split: str) -> list[dict]:
+    try:
+        import datasets
+    except ImportError as e:
+        remedy = "pip install datasets, or give a file of JSON lines"
+        raise InputError(f"--prompts {name}: {remedy}") from e
+    datasets.disable_progress_bars()
+    kind = Path(name).suffix[1:]
+    try:
+        if kind in ("csv", "parquet"):
+            rows = datasets.load_dataset(kind, data_files=name, split="train").to_list()
+        else:
+            rows = datasets.load_dataset(name, split=split).to_list()
+    except Exception as e:  # whatever a file or a hub out of reach makes it raise
+        raise InputError(f"--prompts {name} --split {split}: {first_line(e)}") from e
+    for number, row in enumerate(rows, 1):
+        if fault := _fault_of_row(row):
+            raise InputError(f"{name}, row {number}: {fault}; give it a column prompt")
+    if not rows:
+        raise InputError(f"{name}: holds no prompts")
+    return rows
+
+
 ROW_FORMAT = 'each line must be like {"prompt": "..."} or {"prompt": [{"role": .., "content": ..}]}'
 
 
@@ -191,10 +267,15 @@ def _fault_of_row(row: object) -> str | None:
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Load `my_rewards.py:my_function`. This runs the file, as the user asked."""
+    """Load `my_rewards.py:my_function`, which runs the file, as the user asked; or take one of
+    READY_MADE by its name.
+    """
+    if spec in READY_MADE:
+        return READY_MADE[spec]
     path, _, name = spec.rpartition(":")
     if not path or not name:
-        raise InputError(f"--reward {spec}: write it as FILE.py:FUNCTION")
+        known = ", ".join(READY_MADE)
+        raise InputError(f"--reward {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
     if not Path(path).is_file():
         raise InputError(f"--reward {spec}: there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
@@ -276,18 +357,18 @@ def check_answers(path: str, rows: list[dict]) -> None:
 
 
 def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Task:
-    """Build the task that the flags --task, --digits, --prompts, --reward, --reward_weights,
-    --reward_model name.
+    """Build the task that the flags --task, --digits, --prompts, --split, --reward,
+    --reward_weights, --reward_model name.
     """
     chat = tokenizer.chat_template is not None
     if config.task == "add":
         train, heldout = add_prompts(config.digits, chat)
-        task = Task(train, heldout, [add_reward], [], verifier=add_reward)
+        task = Task(train, heldout, [numeric_match], [], verifier=numeric_match)
     else:
         train, heldout = sentiment_prompts()
         task = Task(train, heldout, [sentiment_reward], [])
     if config.prompts:
-        rows = read_prompts(config.prompts)
+        rows = read_prompts(config.prompts, config.split)
         random.Random(0).shuffle(rows)
         # A single prompt is a legitimate first experiment: it is then evaluated on what it was
         # trained on.
@@ -461,3 +542,109 @@ def _call_reward(
         if there and not math.isfinite(value):
             raise InputError(f"the reward function {name} returned {value} for {text[:60]!r}")
     return scores
+
+
+# --- Looking at a reward ---
+
+
+def describe_scores(scores: torch.Tensor) -> list[str]:
+    """Lines that describe scores (N, G) of G completions for each of N prompts, NaN left out."""
+    known = scores[~scores.isnan()]
+    quantiles = known.quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1])).tolist()
+    low, *_, high = quantiles
+    names = ("min", "10%", "median", "90%", "max")
+    shown = "  ".join(f"{name} {q:.3g}" for name, q in zip(names, quantiles))
+    lines = [f"{len(known)} scores: mean {known.mean():.3g}, std {known.std():.3g}; {shown}"]
+    if scores.isnan().any():
+        lines.append(f"{int(scores.isnan().sum())} completions got no score (None)")
+    counts = known.histc(10, low, high if high > low else low + 1).long().tolist()
+    for i, count in enumerate(counts):
+        edge = low + i * (high - low) / 10
+        lines.append(f"  {edge:8.3g}  {'#' * round(50 * count / max(counts))} {count}")
+    flat = (scores == scores[:, :1]).all(1).float().mean()
+    lines.append(f"{flat:.0%} of the prompts give all their completions the same score")
+    if high > low and not scores.isnan().any():
+        lines.append(f"the prompt alone explains {explained_by_prompt(scores):.0%} of the variance")
+    return lines
+
+
+def explained_by_prompt(scores: torch.Tensor) -> float:
+    """The share of the variance of scores (N, G) that lies between prompts: what no baseline of the
+    group, and no better completion, can change. The intraclass correlation ICC(1) of Shrout and
+    Fleiss 1979, which isn't fooled by small G; 0 where that is negative.
+    """
+    num_generations = scores.shape[1]
+    between = num_generations * scores.mean(1).var()
+    within = scores.var(dim=1).mean()
+    share = (between - within) / (between + (num_generations - 1) * within)
+    return max(0.0, float(share))
+
+
+def inspect_reward(args: list[str] | None = None) -> None:
+    """Sample completions, score them, and print what the scores look like. Nothing is trained."""
+    from common import eos_token_ids, load_policy, pick_device
+    from flags import flag, parse_flags
+    from sampling import generate
+
+    @dataclass
+    class Config:
+        inspect: bool = flag(False, "this is it", "look at a reward")
+        model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub")
+        task: str | None = flag(None, "add or sentiment; default: add for tiny")
+        digits: int = flag(2, "digits of the numbers of the task add")
+        prompts: str | None = flag(None, "JSON lines, CSV, Parquet, or the name of a dataset")
+        split: str = flag("train", "of a dataset")
+        reward: list[str] = flag([], "FILE.py:FUNCTION, or the name of a ready-made one")
+        reward_weights: list[float] = flag([], "one per reward, the reward model's last; default 1")
+        reward_model: str | None = flag(None, "sequence classifier with one label")
+        num_prompts: int = flag(32, "sampled from those to train on")
+        num_generations: int = flag(8, "completions of each")
+        max_new_tokens: int = flag(64, "longest completion")
+        temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
+        seed: int = flag(0, "of every random draw")
+        device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
+
+    config = parse_flags(Config, __doc__, args)
+    if not config.inspect:
+        raise InputError("tasks.py alone does nothing: python tasks.py --inspect looks at a reward")
+    if config.num_generations < 2 or config.num_prompts < 2:
+        raise InputError("--inspect compares: choose --num_prompts and --num_generations 2 or more")
+    config.task = config.task or ("add" if config.model == "tiny" else "sentiment")
+    device = pick_device(config.device)
+    model, tokenizer = load_policy(config.model).to(device), load_tokenizer(config.model)
+    task = load_task(config, tokenizer, device)
+    rows = prompt_batch(task.train, 0, min(config.num_prompts, len(task.train)), config.seed)
+    ids, mask = encode_prompts(tokenizer, rows, device)
+    rollout = generate(
+        model,
+        ids,
+        mask,
+        num_generations=config.num_generations,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id or 0,
+        generator=torch.Generator(device).manual_seed(config.seed),
+    )
+    scores, texts = score(task, rows, rollout, tokenizer)
+    if scores.isnan().all():
+        raise InputError("the reward returned None for every completion")
+    print("\n".join(describe_scores(scores.view(-1, config.num_generations))))
+    lengths = rollout.completion_mask.sum(1).float().cpu()
+    ended = rollout.finished.float().mean()
+    print(f"{ended:.0%} of the completions ended by themselves; mean length {lengths.mean():.0f}")
+    known = (~scores.isnan()).nonzero().squeeze(1).tolist()
+    order = sorted(known, key=lambda i: scores[i].item())
+    for title, some in (("lowest", order[:4]), ("highest", order[::-1][:4])):
+        print(f"{title}:")
+        for i in some:
+            prompt = rows[i // config.num_generations]["prompt"]
+            prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            line = " ".join(f"{prompt} \N{RIGHTWARDS ARROW} {texts[i]}".split())
+            print(f"  {scores[i].item():7.3g}  {textwrap.shorten(line, 200, placeholder=' ...')}")
+
+
+if __name__ == "__main__":
+    from runs import run_main
+
+    run_main(inspect_reward)

@@ -26,7 +26,7 @@ TABLE = REPOSITORY / "docs" / "mutations.md"
 # The quick ones first: most bugs are caught within a second of the tests' start.
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
 test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
-test_tasks""".split()
+test_tasks test_plot test_faults test_resume""".split()
 PITFALLS = Path(__file__).with_name("test_pitfalls.py")
 STUCK = "the tests"  # don't start, or don't end: no test has caught anything
 EQUIVALENT: dict[str, str] = {}
@@ -214,7 +214,7 @@ MUTATIONS = [
     ("runs.py", "1 - rollout.finished.float().mean().item()", "rollout.finished.float().mean().item()", "the share of those that did end"),
     ("runs.py", "manual_seed(self.config.seed + 1)", "manual_seed(self.config.seed)", "evaluation with the random numbers of training"),
     ("runs.py", "self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer", "self.script, self.config, self.policy, self.tokenizer = script, config, __import__('copy').deepcopy(policy), tokenizer", "the model from before the training is saved"),
-    ("runs.py", "allow_abbrev=False", "allow_abbrev=True", "a flag that lacks letters is another flag"),
+    ("flags.py", "allow_abbrev=False", "allow_abbrev=True", "a flag that lacks letters is another flag"),
     ("tasks.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of the rewards are ignored"),
     ("tasks.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "(scores * torch.tensor(task.weights)).sum(dim=1)", "one missing reward hides the others"),
     ("tasks.py", "total.masked_fill(scores.isnan().all(dim=1), math.nan)", "total", "a completion without any reward gets 0"),
@@ -233,7 +233,29 @@ MUTATIONS = [
     ("tasks.py", "return self.tokenizer(text, add_special_tokens=False).input_ids", "return self.tokenizer(text).input_ids", "two BOS before what the reward model reads"),
     ("tasks.py", 'random.Random(f"{seed},{p}")', 'random.Random(f"{seed}")', "the same order of prompts in every pass"),
     ("tasks.py", "rows[num_heldout:] or rows", "rows", "held-out prompts are trained on"),
-    ("tasks.py", "int(n[-1]) == int(a)", "int(n[0]) == int(a)", "the first number counts as the answer"),
+    ("tasks.py", "Decimal(n[-1])", "Decimal(n[0])", "the first number counts as the answer"),
+    ("flags.py", "if name not in FREE_ON_RESUME and", "if False and", "a resumed run takes other settings"),
+    ("flags.py", "if before_script != script:", "if False:", "a run of another script is resumed"),
+    ("runs.py", 'self.optimizer.load_state_dict(state["optimizer"])', "pass", "a resumed run starts with a new optimiser"),
+    ("runs.py", 'generator.set_state(state["generators"][name])', "pass", "a resumed run draws the first random numbers again"),
+    ("runs.py", 'torch.set_rng_state(state["torch"])', "pass", "a resumed run draws another dropout"),
+    ("runs.py", 'p.copy_(state["weights"][name])', "pass", "a resumed run starts with the first weights"),
+    ("runs.py", "    file.truncate(length)\n", "", "lines after the checkpoint stay"),
+    ("runs.py", 'if record["crc32"] != _crc32(path / "state.pt"):', "if False:", "a damaged checkpoint is used"),
+    ("runs.py", "weights_only=True", "weights_only=False", "what a checkpoint holds is run"),
+    ("runs.py", "and not self.weights_moved:", "and True:", "half an update is saved as a step"),
+    ("runs.py", "            torch.save(state, new / \"state.pt\")", "            torch.save(state, path / \"state.pt\" if path.exists() else new / \"state.pt\")", "a checkpoint is overwritten in place"),
+    ("runs.py", '("_greedy", {"top_k": 1})', '("_greedy", {})', "the greedy evaluation samples"),
+    ("runs.py", "value > self.best):", "value < self.best):", "the worst model is kept"),
+    ("runs.py", "if name not in self.warned:", "if True:", "a warning at every step"),
+    ("runs.py", "if kls and kls[-1] > 10:", "if kls and kls[-1] > 100:", "no warning of a large KL"),
+    ("runs.py", "< -0.02 - 4 * error", "< -0.02", "a warning of noise"),
+    ("runs.py", "if flat > 0.5:", "if flat > 0.9:", "no warning of flat groups"),
+    ("plot.py", "values.mean(0)", "values[0]", "the first seed is drawn, not the mean"),
+    ("plot.py", "(values.min(0), values.max(0))", "(values.mean(0), values.max(0))", "half a band"),
+    ("tasks.py", "share = (between - within)", "share = between", "luck counts as explained by the prompt"),
+    ("tasks.py", "len(set(runs)) / len(runs) - 1", "len(runs) / len(words) - 1", "no repetition is seen"),
+    ("tasks.py", "re.fullmatch(p, text_of(c), re.DOTALL)", "re.search(p, text_of(c), re.DOTALL)", "a part that has the format is enough"),
     ('common.py', 'order = new.argsort(descending=True, stable=True)', 'order = new.argsort(stable=True)', 'short rows first'),
     ('common.py', 'full or len(batches[-1]) == max_rows', 'full', 'micro-batches of any number of rows'),
     ('common.py', '+ (len(batches[-1]) + 1) * wider[1]', '+ (len(batches[-1]) + 1) * lengths[1]', 'a micro-batch is as wide as its last row'),

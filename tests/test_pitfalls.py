@@ -53,10 +53,10 @@ from common import (
     token_entropy,
     token_logprobs,
 )
+from flags import parse_flags
 from grpo import group_advantages, grpo_loss
 from ppo import policy_loss, shape_rewards
 from rloo import rloo_advantages, rloo_loss
-from runs import parse_flags
 from sampling import Rollout, completion_mask, draw, generate
 from tasks import RewardModel, Task, prompt_tokens, score
 

@@ -232,7 +232,8 @@ def test_a_merged_model_is_a_plain_one_that_says_the_same_as_base_and_adapter(jo
     job(lora_r=4, num_steps=2, learning_rate=0.02, merge_adapter="true")
     merged = load_policy(str(job.folder / "model"))
     assert not isinstance(merged, PeftModel) and merged.config.resid_pdrop == 0.1
-    assert sorted(p.name for p in job.folder.iterdir() if p.is_dir()) == ["adapter", "model"]
+    folders = sorted(p.name for p in job.folder.iterdir() if p.is_dir())
+    assert folders == ["adapter", "checkpoint", "model"]
     assert len(load_tokenizer(str(job.folder / "adapter"))) == 20
     adapted = load_policy(str(job.folder / "adapter"))
     assert torch.allclose(logits(merged), logits(adapted), atol=1e-5)

@@ -1,8 +1,11 @@
 """Flags, faults, metrics and files: what a user of the command line meets."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -21,16 +24,20 @@ from transformers import (
 )
 
 import common
+import grpo
 import ppo
+import rloo
+import runs
 from common import Fault, InputError, load_policy, load_tokenizer
+from flags import parse_flags
 from runs import (
     Meter,
     explained_variance,
     group_metrics,
     objective_metrics,
-    parse_flags,
     rollout_metrics,
     run_main,
+    warnings_about,
 )
 
 REPOSITORY = Path(__file__).parent.parent
@@ -56,45 +63,19 @@ def fails(args: list[str], code: int, capsys) -> str:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [
-        (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+    [  # more of them: faults.py
         (["--kl-coeff=1"], "unknown flag --kl-coeff: did you mean --kl_coef?"),
         (["--zzzzzz", "1"], "unknown flag --zzzzzz: --help lists the flags"),
-        (["--learn", "1e-3"], "unknown flag --learn:"),
-        (["stray"], "'stray' belongs to no flag"),
-        (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
-        (["--task", "sing"], "--task: invalid choice: 'sing'"),
         (["--kl_estimator", "k4"], "invalid choice: 'k4'"),
-        (["--temperature", "0"], "--temperature 0.0: must be greater than 0"),
-        (["--temperature", "nan"], "--temperature nan: must be a finite number"),
-        (["--learning_rate", "-1"], "--learning_rate -1.0: must be greater than 0"),
-        (["--temperature", "1e-46"], "--temperature 1e-46: too close to 0"),
         (["--missing_eos_penalty", "inf"], "--missing_eos_penalty inf: must be a finite number"),
         (["--reward_weights", "nan"], "--reward_weights [nan]: must be a finite number"),
-        (["--seed", "-1"], "--seed -1: must be between 0 and"),
         (["--seed", "99999999999999999999"], "--seed 99999999999999999999: must be between"),
         (["--epsilon_high", "0.3"], "unknown flag --epsilon_high: did you mean --epsilon?"),
-        (
-            ["--num_generations", "4", "--rollout_batch_size", "2"],
-            "--rollout_batch_size 2: must hold the 4 completions of a prompt",
-        ),
         (["--kl_coef", "-0.1"], "--kl_coef -0.1: must be 0 or greater"),
-        (["--lam", "1.5"], "--lam 1.5: must be between 0 and 1"),
-        (["--num_steps", "0"], "--num_steps 0: must be greater than 0"),
-        (
-            ["--prompts_per_step", "12", "--num_mini_batches", "5"],
-            "--num_mini_batches 5 doesn't divide the 12 completions of a step"
-            " (prompts_per_step * num_generations): choose 4 or 6",
-        ),
+        (["--prompts_per_step", "12", "--num_mini_batches", "5"], "choose 4 or 6"),
         (["--prompts_per_step", "4", "--num_mini_batches", "9"], "choose 4"),
         (["--digits", "0"], "--digits 0 is out of range"),
-        (["--device", "cuda:99"], "--device cuda:99"),
-        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: can't be read"),
-        (["--reward", "nowhere.py:f"], "no file nowhere.py"),
-        (["--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 rewards"),
-        (["--max_new_tokens", "128"], "--max_new_tokens 128: the model's context is 128"),
         (["--max_new_tokens", "125"], "a prompt of 6 tokens leaves no room for 125 new ones"),
-        (["--value_init", "reward_model"], "needs --reward_model"),
     ],
 )
 def test_a_flag_at_fault_gets_one_line_and_exit_code_2(args, message, capsys, tmp_path):
@@ -255,6 +236,21 @@ def test_a_model_with_a_byte_level_tokenizer_no_pad_token_and_no_chat_template_t
     assert len(lines) == 3 and json.loads(lines[0])["objective/kl"] == 0
 
 
+def test_the_help_has_groups_one_line_a_flag_and_the_defaults(capsys):
+    for script in (ppo, grpo, rloo):
+        with pytest.raises(SystemExit) as exit_:
+            script.main(["--help"])
+        lines = capsys.readouterr().out.split("\n")
+        assert exit_.value.code == 0
+        for group in ("the job", "rollout", "reward and advantage", "update", "the run"):
+            assert f"{group}:" in lines
+        flags = [line for line in lines if line.startswith("  --") and "--help" not in line]
+        assert len(flags) == len(dataclasses.fields(script.Config))
+        assert all(re.match(r"  --\w+( [A-Z0-9]+)?  +\S", line) for line in flags), flags
+        assert any("--temperature" in f and f.endswith("(1.0)") for f in flags)
+        assert max(map(len, lines)) <= 116 and "==SUPPRESS==" not in "".join(lines)
+
+
 # --- The folder of a run ---
 
 
@@ -264,7 +260,7 @@ def test_a_folder_that_holds_a_run_is_left_alone_without_overwrite(capsys, tmp_p
     ppo.main(args)
     before = (tmp_path / "run/metrics.jsonl").read_text()
     error = fails(args, 2, capsys)
-    assert "already holds a run: give --overwrite or another --output_dir" in error
+    assert "already holds a run: give --resume, --overwrite or another --output_dir" in error
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
     ppo.main([*args, "--overwrite"])
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
@@ -292,10 +288,9 @@ def test_a_run_that_failed_before_its_first_step_is_simply_done_again(
     (tmp_path / "bad.py").write_text("def bad(completions, **kw): return 1 / 0")
     fails([*args, "--reward", f"{tmp_path}/bad.py:bad"], 2, capsys)
     ppo.main(args)
-    steps = [
-        json.loads(x)["step"] for x in (tmp_path / "run/samples.jsonl").read_text().splitlines()
-    ]
-    assert steps == [0, 1]
+    samples = [json.loads(x) for x in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    found = [(sample["step"], sample["split"]) for sample in samples]
+    assert found == [(0, "heldout"), (0, "train"), (0, "train"), (1, "heldout")]
 
 
 def test_a_folder_that_holds_something_else_is_never_written_to(capsys, tmp_path, small_folder):
@@ -407,3 +402,171 @@ def test_nan_is_written_as_null_so_that_metrics_stay_json(tmp_path, small_folder
     ppo.main([*flags, "--output_dir", str(tmp_path / "run")])
     sample = (tmp_path / "run/samples.jsonl").read_text().splitlines()[0]
     assert json.loads(sample)["score"] is None and "NaN" not in sample
+
+
+# --- Evaluation, samples, warnings, trackers ---
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_held_out_prompts_are_completed_sampled_and_greedily(make_job):
+    lines = make_job(grpo)(num_steps=4, eval_every=2, reward_weights=0.5)
+    measured = [line["step"] for line in lines if "eval/reward_greedy" in line]
+    assert measured == [0, 2, 4]
+    assert all("eval/reward" in lines[i] for i in measured)
+    assert {line.get("eval/accuracy_greedy") for line in lines} == {None}
+
+
+def test_greedy_evaluation_takes_the_likeliest_token_whatever_the_seed(make_job):
+    first, second = (
+        make_job(grpo)(seed=seed, num_generations=4, num_eval_prompts=8)[0] for seed in (0, 1)
+    )
+    assert first["eval/reward_greedy"] == second["eval/reward_greedy"]
+    assert first["eval/reward"] != second["eval/reward"]
+
+
+def test_samples_from_training_are_recorded_whole_and_a_few_are_printed(make_job, capsys):
+    job = make_job(grpo)
+    job(num_steps=5, sample_every=2, eval_every=100)
+    samples = lines_of(job.folder / "samples.jsonl")
+    steps = [sample["step"] for sample in samples if sample["split"] == "train"]
+    assert steps == [0] * 8 + [2] * 8 + [4] * 8
+    output = capsys.readouterr().out
+    block = output.split("step 2: samples from training\n")[1].split("\n")
+    shown = next(s for s in samples if (s["step"], s["split"]) == (2, "train"))
+    assert block[0].startswith(f"  {shown['score']:5.2f}  {shown['prompt']}")
+    assert all(re.match(r"  +-?[\d.]+  ", line) for line in block[:4])
+
+
+def test_the_best_model_is_kept_where_asked_for(make_job, monkeypatch):
+    evaluate = runs.Run.evaluate
+    values = iter([0.1, 0.0, 0.7, 0.0, 0.3, 0.0, 0.2, 0.0])  # sampled, greedy
+    monkeypatch.setattr(runs, "verify", lambda *args: next(values))
+    kept = []
+
+    def spy(self, step):
+        found = evaluate(self, step)
+        kept.append({k: p.detach().clone() for k, p in self.policy.named_parameters()})
+        return found
+
+    monkeypatch.setattr(runs.Run, "evaluate", spy)
+    job = make_job(grpo)
+    job(num_steps=3, eval_every=1, save_best="true", learning_rate=1e-2)
+    saved = AutoModelForCausalLM.from_pretrained(job.folder / "model")
+    found = dict(saved.named_parameters())
+    for index, weights in enumerate(kept):
+        same = all(torch.equal(found[name], p) for name, p in weights.items())
+        assert same == (index == 1), index
+
+
+STEP = {
+    "objective/kl": 0.1,
+    "objective/scores": 0.5,
+    "val/ratio_max_dev_first": 0.0,
+    "reward/frac_flat_groups": 0.1,
+    "length/truncated_frac": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ([{"objective/kl": -0.1 - 0.01 * (i % 2)} for i in range(10)], "negative KL"),
+        ([{"objective/kl": 10.5}], "large KL"),
+        ([{"val/ratio_max_dev_first": 0.02}], "ratio"),
+        ([{"reward/frac_flat_groups": 0.6}], "flat groups"),
+        ([{"length/truncated_frac": 0.6}], "truncated"),
+        ([{}] * 5, "constant reward"),
+    ],
+)
+def test_each_warning_has_a_cause_and_a_remedy(changes, name):
+    varied = [STEP | {"objective/scores": i / 10} | c for i, c in enumerate(changes)]
+    history = [STEP | c for c in changes] if name == "constant reward" else varied
+    [(found, text)] = warnings_about(history, bf16=False)
+    assert found == name and "\n" not in text
+    assert any(word in text for word in ("--", "look at", "prompts too"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"objective/kl": None}] * 3,
+        [{"objective/kl": (-1) ** i * 0.5 - 0.02} for i in range(10)],  # noise
+        [{"objective/kl": 9.9}],
+        [{"val/ratio_max_dev_first": 0.009}],
+        [{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}],
+        [{}] * 4,
+    ],
+)
+def test_no_warning_without_a_cause(changes):
+    history = [STEP | {"objective/scores": i / 10} | c for i, c in enumerate(changes)]
+    assert warnings_about(history, bf16=False) == []
+
+
+def test_rounding_to_bfloat16_is_no_reason_to_warn_of_the_ratio():
+    history = [STEP | {"val/ratio_max_dev_first": 0.3}]
+    assert warnings_about(history, bf16=True) == []
+
+
+def test_a_warning_is_given_once_and_without_groups_there_are_no_flat_ones(make_job, capsys):
+    make_job(ppo)(num_steps=3, temperature=0.001)  # always the same tokens, to the limit
+    output = capsys.readouterr().out
+    assert output.count("warning, step 0: 100% of the completions were cut") == 1
+    assert "groups" not in output
+
+
+def test_tensorboard_gets_every_known_metric_of_every_step(make_job, monkeypatch):
+    scalars, writers = [], []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            writers.append(folder)
+
+        def add_scalar(self, name, value, step):
+            scalars.append((step, name, value))
+
+        def flush(self):
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    job = make_job(grpo)
+    lines = job(num_steps=2, kl_coef=0, tensorboard="true")
+    assert writers == [str(job.folder / "tensorboard")]
+    expected = [
+        (x["step"], k, v) for x in lines for k, v in x.items() if k != "step" and v is not None
+    ]
+    assert [s for s in scalars if s[1] != "step"] == expected
+
+
+def test_weights_and_biases_gets_every_step_under_the_name_of_the_run(make_job, monkeypatch):
+    logged, started = [], []
+    module = types.ModuleType("wandb")
+
+    def init(**options):
+        started.append(options)
+        return types.SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    lines = make_job(grpo)(num_steps=2, wandb="true")
+    assert started[0]["name"] == "run" and started[0]["config"]["num_steps"] == 2
+    assert [step for step, _ in logged] == [0, 1, 2]
+    assert logged[0][1]["objective/scores"] == lines[0]["objective/scores"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_command(name, monkeypatch, make_job):
+    module = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}[name]
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=f"--{name}: pip install {name}"):
+        make_job(grpo)(**{name: "true"})
+
+
+def test_where_matplotlib_is_there_a_run_ends_with_its_curves(make_job):
+    job = make_job(grpo)
+    job(num_steps=2)
+    assert (job.folder / "curve.png").read_bytes()[:4] == b"\x89PNG"

@@ -9,6 +9,7 @@ from conftest import in_float64, letter_tokenizer, save_model, small_gpt2, small
 from transformers import AutoModelForCausalLM
 
 import common
+import flags
 import grpo
 import ppo
 import rloo
@@ -127,7 +128,9 @@ def test_a_run_writes_every_metric_finite_and_an_evaluation_before_and_after(job
         lines[0]["objective/scores"] + lines[0]["objective/non_score_reward"], abs=1e-5
     )
     samples = [json.loads(x) for x in (job.folder / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 6 and {"step", "prompt", "completion", "score"} == set(samples[0])
+    splits = [sample["split"] for sample in samples]
+    assert splits == ["heldout"] * 2 + ["train"] * 8 + ["heldout"] * 4
+    assert {"step", "split", "prompt", "completion", "score"} == set(samples[0])
 
 
 def test_the_saved_model_is_the_trained_one_and_the_configuration_is_resolved(job):
@@ -164,7 +167,7 @@ def test_evaluations_repeat_their_random_numbers_and_share_none_with_training(jo
 
         monkeypatch.setattr(module, "generate", spy)
     job(num_steps=2, eval_every=1)
-    assert len(seeds["evaluation"]) == 3 and len(set(seeds["evaluation"])) == 1
+    assert len(seeds["evaluation"]) == 2 * 3 and len(set(seeds["evaluation"])) == 1
     assert not set(seeds["evaluation"]) & set(seeds["training"])
 
 
@@ -283,8 +286,9 @@ def test_a_nan_gradient_stops_the_run_before_it_reaches_the_weights(job, monkeyp
         return original(*args, **kwargs) * (math.nan if len(calls) > 4 else 1.0)
 
     monkeypatch.setattr(job.script, name, broken)
-    with pytest.raises(Fault, match=r"step 1: the gradient is nan; lower --learning_rate"):
+    with pytest.raises(Fault, match="step 1: the gradient is nan: lower --learning_rate") as error:
         job(num_steps=3, num_epochs=1, num_mini_batches=2, micro_batch_size=2)
+    assert "is saved up to step 1, --resume goes on from there" in str(error.value)
     model = AutoModelForCausalLM.from_pretrained(job.folder / "model")
     assert all(p.isfinite().all() for p in model.parameters())
     assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 1
@@ -296,8 +300,8 @@ def test_a_reward_that_fails_late_leaves_the_model_and_the_metrics_so_far(job):
         "calls = []\n"
         "def late(completions, **kw):\n"
         "    calls.append(1)\n"
-        "    # One call for the evaluation, then one per step.\n"
-        "    return [1.0] * len(completions) if len(calls) < 5 else 1 / 0\n"
+        "    # Two calls for the evaluation, then one per step.\n"
+        "    return [1.0] * len(completions) if len(calls) < 6 else 1 / 0\n"
     )
     with pytest.raises(InputError, match="late raised ZeroDivisionError"):
         job(num_steps=9, reward=f"{file}:late", eval_every=100)
@@ -438,11 +442,11 @@ def test_every_command_in_the_header_is_understood(script):
     text = script.__doc__.replace("\\\n", " ")
     commands = [line.split("#")[0].split() for line in text.split("\n") if "  python " in line]
     assert len(commands) >= 3
-    for _, name, *flags in commands:
+    for _, name, *args in commands:
         assert name == f"{script.__name__}.py"
-        config = runs.parse_flags(script.Config, "", flags)
-        runs.apply_defaults(config, script.TINY)
-        runs.check_flags(config)
+        config = flags.parse_flags(script.Config, "", args)
+        flags.apply_defaults(config, script.TINY)
+        flags.check_flags(config)
 
 
 def test_gradient_checkpointing_changes_no_gradient_and_leaves_the_cache_on(job, monkeypatch):

@@ -1,7 +1,9 @@
 """Prompts, rewards and what becomes of text on its way to tokens and back."""
 
 import json
+import re
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +23,13 @@ from tasks import (
     RewardModel,
     Task,
     add_prompts,
-    add_reward,
     decode,
     encode_prompts,
+    explained_by_prompt,
+    inspect_reward,
     load_reward,
     load_task,
+    numeric_match,
     prompt_batch,
     read_prompts,
     score,
@@ -41,7 +45,7 @@ CHAT_TEMPLATE = (
 
 
 def task_config(**options) -> SimpleNamespace:
-    empty = dict(
+    empty = {"split": "train"} | dict(
         task="add", digits=2, prompts=None, reward=[], reward_weights=[], reward_model=None
     )
     return SimpleNamespace(**(empty | options))
@@ -76,7 +80,7 @@ def test_chat_models_get_the_sum_as_a_message():
     ],
 )  # fmt: skip
 def test_the_verifier_reads_the_last_number(completion, expected):
-    assert add_reward([completion], ["46"]) == [expected]
+    assert numeric_match([completion], ["46"]) == [expected]
 
 
 def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
@@ -314,9 +318,9 @@ def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
 
 def test_verify_is_the_share_of_right_answers_and_none_without_a_verifier():
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
-    assert verify(Task([], [], [], [], add_reward), rows, ["2", "2"]) == 0.5
+    assert verify(Task([], [], [], [], numeric_match), rows, ["2", "2"]) == 0.5
     # Several completions of a prompt are consecutive.
-    assert verify(Task([], [], [], [], add_reward), rows, ["2", "2", "3", "3"]) == 1
+    assert verify(Task([], [], [], [], numeric_match), rows, ["2", "2", "3", "3"]) == 1
     assert verify(Task([], [], [], []), rows, ["2", "2"]) is None
 
 
@@ -434,3 +438,97 @@ def test_the_embedded_tokenizer_gives_a_token_per_character_and_back():
     text = "12+34= Hello, world!\n"
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text) and tokenizer.decode(ids) == text
+
+
+# --- Ready-made rewards, other files, inspection ---
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "expected"),
+    [
+        ("exact_match", {"answer": ["a b", 7]}, [1.0, 1.0]),
+        ("exact_match", {"answer": ["a", 70]}, [0.0, 0.0]),
+        ("numeric_match", {"answer": ["0", "7.0"]}, [0.0, 1.0]),
+        ("format_match", {"pattern": [r"\s*a.*", "a"]}, [1.0, 0.0]),
+        ("brevity", {}, [-0.02, -0.01]),
+        ("no_repetition", {}, [0.0, 0.0]),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_ready_made_reward_is_named_by_its_name(name, columns, expected, chat):
+    texts = [" a b\n", "7"]
+    completions = [[{"role": "assistant", "content": t}] for t in texts] if chat else texts
+    prompts = ["x"] * 2
+    assert load_reward(name)(prompts=prompts, completions=completions, **columns) == expected
+
+
+def test_repetition_is_the_share_of_runs_of_four_words_seen_before():
+    text = "so very good it is " * 4  # 20 words, 17 runs of four, 5 of them different
+    assert load_reward("no_repetition")(completions=[text]) == [pytest.approx(5 / 17 - 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [("it is 1,024.", 1024, 1), ("3.5", "5", 0), ("12.", 12, 1), ("-4", -4, 1), ("", 0, 0)],
+)
+def test_the_last_number_counts_with_its_decimals_and_thousands(text, answer, expected):
+    assert numeric_match([text], [answer]) == [expected]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_are_read_by_datasets_with_all_their_columns(kind, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "2, 3", "answer": 5}]
+    table, path = datasets.Dataset.from_list(rows), tmp_path / f"p.{kind}"
+    getattr(table, f"to_{kind}")(str(path))
+    assert read_prompts(path) == rows
+
+
+def test_a_dataset_by_name_is_asked_for_its_split(monkeypatch):
+    asked = []
+    module = types.ModuleType("datasets")
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return SimpleNamespace(to_list=lambda: [{"prompt": "x"}])
+
+    module.load_dataset, module.disable_progress_bars = load_dataset, lambda: None
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert read_prompts("some/where", "test") == [{"prompt": "x"}]
+    assert asked == [("some/where", "test")]
+
+
+def test_without_datasets_a_table_is_refused_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets, or give a file of JSON lines"):
+        read_prompts("some/where")
+
+
+def test_what_the_prompt_explains_is_all_none_or_the_share_that_was_put_in():
+    generator = torch.Generator().manual_seed(0)
+    of_prompt = torch.randn(2000, 1, generator=generator)
+    noise = torch.randn(2000, 4, generator=generator)
+    assert explained_by_prompt(of_prompt.expand(-1, 4)) == pytest.approx(1)
+    assert explained_by_prompt(noise) < 0.03
+    assert explained_by_prompt(of_prompt + noise) == pytest.approx(0.5, abs=0.05)
+
+
+def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(capsys, tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def length(completion_ids, completions, prompts):\n"
+        "    return [float(len(ids)) + ('9' in p) for ids, p in zip(completion_ids, prompts)]\n"
+    )
+    flags = f"--inspect --reward {tmp_path}/r.py:length --max_new_tokens 5 --num_prompts 8"
+    inspect_reward(flags.split())
+    output = capsys.readouterr().out
+    assert output.startswith("64 scores: mean ")
+    assert re.search(r"the prompt alone explains \d+% of the variance", output)
+    lowest, highest = output.split("lowest:\n")[1].split("highest:\n")
+    low, high = (
+        [float(line.split()[0]) for line in part.strip().split("\n")] for part in (lowest, highest)
+    )
+    assert len(low) == len(high) == 4 and max(low) < min(high)
+    assert "+" in lowest and "\N{RIGHTWARDS ARROW}" in lowest
+    counts = [int(n) for n in re.findall(r"^ +\S+  #* (\d+)$", output, re.MULTILINE)]
+    assert len(counts) == 10 and sum(counts) == 64

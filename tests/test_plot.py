@@ -1,0 +1,58 @@
+"""The page that plot.py draws."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+import plot
+
+NAMES = ["objective/scores", "objective/kl", "objective/entropy", "length/mean"]
+
+
+def write_run(folder: Path, seed: int, accuracy: bool = True) -> Path:
+    folder = folder / f"ppo-tiny-add-s{seed}"
+    folder.mkdir()
+    lines = []
+    for step in range(4):
+        line = {"step": step, "policy/clipfrac_avg": None} | dict.fromkeys(NAMES, step + seed)
+        if step % 2 == 0:
+            line |= {"eval/accuracy": 0.5 if accuracy else None, "eval/reward": 1.0}
+        lines.append(json.dumps(line))
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def axes_of(folders: list[Path], output: Path, monkeypatch) -> list:
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
+    )
+    plot.draw(folders, output)
+    return figures[0].axes
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_seeds_become_one_line_of_means_in_a_band(ending, tmp_path, monkeypatch):
+    folders = [write_run(tmp_path, seed) for seed in (0, 1, 5)]
+    axes = axes_of(folders, tmp_path / f"page.{ending}", monkeypatch)
+    line = axes[0].lines[0]
+    assert len(axes) == 6 and len(axes[0].lines) == 1
+    assert np.allclose(line.get_ydata(), [2, 3, 4, 5]) and list(line.get_xdata()) == [0, 1, 2, 3]
+    band = axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (0, 8)
+    assert line.get_label() == "ppo-tiny-add (3 seeds)"
+    assert not axes[4].lines, "unknown values are no curve"
+    assert list(axes[5].lines[0].get_xdata()) == [0, 2]
+    assert (tmp_path / f"page.{ending}").stat().st_size < 300_000
+    if ending == "png":
+        assert Image.open(tmp_path / "page.png").size == (1200, 620)
+
+
+def test_without_right_and_wrong_answers_the_held_out_reward_is_drawn(tmp_path, monkeypatch):
+    axes = axes_of([write_run(tmp_path, 0, accuracy=False)], tmp_path / "page.png", monkeypatch)
+    assert list(axes[5].lines[0].get_ydata()) == [1.0, 1.0]
