@@ -243,7 +243,7 @@ def _check_settings(script: str, config: Any, path: Path) -> None:
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         before_script = before.pop("script")
-    except (OSError, ValueError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise InputError(f"--resume: {path} can't be read ({first_line(e)})") from e
     if before_script != script:
         raise InputError(f"--resume: {path.parent} holds a run of {before_script}.py")

@@ -212,11 +212,14 @@ class Run:
         self.signal = None  # the number of the signal that asked to stop
         self.aside = None  # where the run that this one replaces waits
         self.state, self.weights_moved = None, False  # weights_moved: since the state was taken
+        self.saved_step = None  # of the newest checkpoint that is whole
         self.bar = None
         optimizer.register_step_post_hook(self._note_move)
         state = self._newest_checkpoint() if config.resume else None
         try:
-            if not config.resume and folder.exists() and any(folder.iterdir()):
+            if state is not None:
+                self._put_back(state)  # with all checks, before a file is touched
+            elif folder.exists() and any(folder.iterdir()):
                 self.aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-old-", dir=folder.parent))
                 folder.rename(self.aside / folder.name)
             folder.mkdir(parents=True, exist_ok=True)
@@ -226,11 +229,13 @@ class Run:
             settings = {"script": script} | dataclasses.asdict(config)
             (folder / "config.json.new").write_text(json.dumps(settings, indent=2) + "\n")
             (folder / "config.json.new").replace(folder / "config.json")
-        except OSError as e:
-            raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
-        if state is not None:
-            self._put_back(state)
-        self.trackers = [start(folder, config) for start in _trackers(config)]
+            self.trackers = [start(folder, config) for start in _trackers(config)]
+        except BaseException as e:
+            self._bring_back()
+            if isinstance(e, OSError):
+                text = f"--output_dir {folder}: can't be written ({e.strerror})"
+                raise InputError(text) from e
+            raise
         print(self._description())
 
     def __enter__(self) -> Run:
@@ -252,7 +257,10 @@ class Run:
                 self._checkpoint()
             if self.steps_done > 0 and not (self.config.save_best and self.best is not None):
                 self._save()
-                print(f"{self.folder}/model holds the model after {self.steps_done} steps.")
+                when = f"after {self.steps_done} steps"
+                if self.weights_moved:
+                    when = f"in the middle of step {self.state['step']}"
+                print(f"{self.folder}/model holds the model {when}.")
             if error is None and importlib.util.find_spec("matplotlib"):
                 from plot import draw
 
@@ -264,10 +272,8 @@ class Run:
         for file in (self._metrics, self._samples):
             with contextlib.suppress(OSError):  # a full disk, again
                 file.close()
-        if self.steps_done == 0 and self.aside:
-            shutil.rmtree(self.folder)
-            (self.aside / self.folder.name).rename(self.folder)
-            self.aside.rmdir()
+        if self.steps_done == 0:
+            self._bring_back()
         if error is None and failure:
             raise Fault(failure.removeprefix("; "))
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
@@ -282,16 +288,21 @@ class Run:
         if isinstance(error, (InputError, Fault, Interrupted)):
             error.args = (f"{self._where()}{error}{self._saved()}{failure}",)
 
+    def _bring_back(self) -> None:
+        """Put the run that this one was to replace back in its place."""
+        if self.aside and (self.aside / self.folder.name).exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            (self.aside / self.folder.name).rename(self.folder)
+            self.aside.rmdir()
+
     def _where(self) -> str:
         return f"step {self.state['step']}: " if self.state else ""
 
     def _saved(self) -> str:
         """What is left of the run, for the end of a message."""
-        record = self.folder / "checkpoint" / "record.json"
-        if not self.state or not record.exists():
+        if self.saved_step is None:
             return ""
-        step = json.loads(record.read_text())["step"]
-        return f"; {self.folder} is saved up to step {step}, --resume goes on from there"
+        return f"; {self.folder} is saved up to step {self.saved_step}, --resume goes on from there"
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are still to do. Between them checkpoints are written, and
@@ -476,6 +487,7 @@ class Run:
                 shutil.rmtree(old, ignore_errors=True)
                 path.rename(old)
             new.rename(path)
+            self.saved_step = state["step"]
         except (OSError, RuntimeError) as e:  # torch says RuntimeError for a full disk
             shutil.rmtree(new, ignore_errors=True)  # half of it would fill the disk
             # torch reports a full disk as "unexpected pos".
@@ -495,6 +507,7 @@ class Run:
                     raise ValueError("its checksum is wrong")
                 # weights_only: a checkpoint is data, nothing in it is run.
                 state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+                self.saved_step = state["step"]
                 print(f"{path} is whole: going on after {state['step']} steps.")
                 return state
             except (
@@ -521,12 +534,19 @@ class Run:
         shapes = {name: p.shape for name, p in state["weights"].items()}
         if shapes != {name: p.shape for name, p in trained.items()}:
             raise InputError(f"--resume: {self.folder}/checkpoint belongs to another model")
+        for name in ("metrics", "samples"):
+            path = self.folder / f"{name}.jsonl"
+            if not path.exists() or path.stat().st_size < state[name]:
+                raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
+        try:
+            for name, generator in self.generators.items():
+                generator.set_state(state["generators"][name])
+        except RuntimeError as e:
+            raise InputError("--resume: the run was on another kind of device, see --device") from e
         with torch.no_grad():
             for name, p in trained.items():
                 p.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        for name, generator in self.generators.items():
-            generator.set_state(state["generators"][name])
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
@@ -570,7 +590,8 @@ def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[t
     (name, one line with cause and remedy) each.
     """
     now, found = history[-1], []
-    kls = [m["objective/kl"] for m in history[-10:] if m["objective/kl"] is not None]
+    kls = [m["objective/kl"] for m in history[-10:] if math.isfinite(m["objective/kl"] or 0)]
+    kls = [] if now["objective/kl"] is None else kls
     if len(kls) == 10:
         # The sampled KL may be negative by chance; its mean over ten steps hardly.
         error = statistics.stdev(kls) / len(kls) ** 0.5
@@ -629,20 +650,20 @@ def _wandb(folder: Path, config: Any) -> Callable[[int, dict[str, float]], None]
     name = folder.resolve().name
     resume = "allow" if config.resume else None  # else the run would go on with one of this name
     settings = dataclasses.asdict(config)
-    tracked = wandb.init(project="plainrlhf", id=name, name=name, resume=resume, config=settings)
+    try:
+        tracked = wandb.init(
+            project="plainrlhf", id=name, name=name, resume=resume, config=settings
+        )
+    except Exception as e:  # no key, no network
+        raise InputError(f"--wandb: {first_line(e)}") from e
     return lambda step, metrics: tracked.log(metrics, step=step)
 
 
 def _opened(path: Path, length: int | None) -> BinaryIO:
-    """The file, new, or cut to the length that it had at a checkpoint, to be appended to.
-
-    Raises InputError where it has become shorter.
-    """
+    """The file, new, or cut to the length that it had at a checkpoint, to be appended to."""
     if length is None:
         return path.open("wb")
     file = path.open("r+b")
-    if file.seek(0, os.SEEK_END) < length:
-        raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
     file.truncate(length)
     file.seek(length)
     return file

@@ -29,12 +29,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from common import InputError, first_line, from_hub_or_folder, load_tokenizer
+from common import InputError, first_line, from_hub_or_folder, is_flat, load_tokenizer
 from sampling import Rollout
 
 Prompt = str | list[dict[str, str]]
@@ -155,10 +155,10 @@ def exact_match(completions: list, answer: list, **columns) -> list[float]:
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
-    texts = [re.sub(r"(?<=\d),(?=\d)", "", text_of(c)) for c in completions]
+    texts = [re.sub(r"(?<=\d),(?=\d{3}\b)", "", text_of(c)) for c in completions]
     numbers = [re.findall(r"-?\d+(?:\.\d+)?", text) for text in texts]
     return [
-        float(bool(n) and Decimal(n[-1]) == Decimal(str(a)))
+        float(bool(n) and Decimal(n[-1]) == Decimal(str(a).replace(",", "")))
         for n, a in zip(numbers, answer, strict=True)
     ]
 
@@ -202,8 +202,8 @@ def read_prompts(path: str | Path, split: str = "train") -> list[dict]:
     Parquet files, folders, datasets by name, of which `split` is taken. Raises InputError with the
     place of the first fault.
     """
-    suffix = Path(path).suffix
-    if suffix in (".csv", ".parquet") or Path(path).is_dir() or not (suffix or Path(path).exists()):
+    is_lines = Path(path).suffix in (".jsonl", ".json", ".txt") or Path(path).is_file()
+    if not is_lines or Path(path).suffix in (".csv", ".parquet"):
         return _from_datasets(str(path), split)
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -557,21 +557,21 @@ def describe_scores(scores: torch.Tensor) -> list[str]:
     lines = [f"{len(known)} scores: mean {known.mean():.3g}, std {known.std():.3g}; {shown}"]
     if scores.isnan().any():
         lines.append(f"{int(scores.isnan().sum())} completions got no score (None)")
-    counts = known.histc(10, low, high if high > low else low + 1).long().tolist()
+    counts = known.histc(10, low, high).long().tolist() if high > low else []
     for i, count in enumerate(counts):
         edge = low + i * (high - low) / 10
         lines.append(f"  {edge:8.3g}  {'#' * round(50 * count / max(counts))} {count}")
-    flat = (scores == scores[:, :1]).all(1).float().mean()
+    flat = is_flat(scores).float().mean()
     lines.append(f"{flat:.0%} of the prompts give all their completions the same score")
-    if high > low and not scores.isnan().any():
+    if high > low and len(scores) > 1 and not scores.isnan().any():
         lines.append(f"the prompt alone explains {explained_by_prompt(scores):.0%} of the variance")
     return lines
 
 
 def explained_by_prompt(scores: torch.Tensor) -> float:
-    """The share of the variance of scores (N, G) that lies between prompts: what no baseline of the
-    group, and no better completion, can change. The intraclass correlation ICC(1) of Shrout and
-    Fleiss 1979, which isn't fooled by small G; 0 where that is negative.
+    """The share of the variance of scores (N, G) that lies between prompts: easy ones against hard
+    ones, which a baseline takes away, and which teaches nothing about completions. The intraclass
+    correlation ICC(1) of Shrout and Fleiss 1979, which isn't fooled by small G; 0 where negative.
     """
     num_generations = scores.shape[1]
     between = num_generations * scores.mean(1).var()
@@ -583,14 +583,14 @@ def explained_by_prompt(scores: torch.Tensor) -> float:
 def inspect_reward(args: list[str] | None = None) -> None:
     """Sample completions, score them, and print what the scores look like. Nothing is trained."""
     from common import eos_token_ids, load_policy, pick_device
-    from flags import flag, parse_flags
+    from flags import check_prompts, flag, parse_flags
     from sampling import generate
 
     @dataclass
     class Config:
         inspect: bool = flag(False, "this is it", "look at a reward")
         model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub")
-        task: str | None = flag(None, "add or sentiment; default: add for tiny")
+        task: Literal["add", "sentiment"] | None = flag(None, "add: sums; sentiment: film reviews")
         digits: int = flag(2, "digits of the numbers of the task add")
         prompts: str | None = flag(None, "JSON lines, CSV, Parquet, or the name of a dataset")
         split: str = flag("train", "of a dataset")
@@ -610,9 +610,13 @@ def inspect_reward(args: list[str] | None = None) -> None:
     if config.num_generations < 2 or config.num_prompts < 2:
         raise InputError("--inspect compares: choose --num_prompts and --num_generations 2 or more")
     config.task = config.task or ("add" if config.model == "tiny" else "sentiment")
+    for name in ("max_new_tokens", "temperature"):
+        if getattr(config, name) <= 0:
+            raise InputError(f"--{name} {getattr(config, name)}: must be greater than 0")
     device = pick_device(config.device)
     model, tokenizer = load_policy(config.model).to(device), load_tokenizer(config.model)
     task = load_task(config, tokenizer, device)
+    check_prompts(config, model, tokenizer, task)
     rows = prompt_batch(task.train, 0, min(config.num_prompts, len(task.train)), config.seed)
     ids, mask = encode_prompts(tokenizer, rows, device)
     rollout = generate(

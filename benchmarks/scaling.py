@@ -3,9 +3,9 @@
   python benchmarks/scaling.py           # the runs, then the picture
   python benchmarks/scaling.py --draw    # the picture alone, from scaling.json
 
-Models of random weights, whose completions all have full length. Each point is a process of its own
-and a median over its steps but the first; the points are taken in turns. The slope is that of the
-logarithms: 1 is proportional, below 1 there is a part that doesn't grow.
+Models of random weights, whose completions nearly all have full length. Each point is a process of
+its own and a median over its steps but the first; the points are taken in turns. The slope is that
+of the logarithms: 1 is proportional, below 1 there is a part that doesn't grow.
 """
 
 import argparse

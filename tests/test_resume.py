@@ -108,6 +108,30 @@ def test_resume_without_a_run_starts_one_and_without_a_checkpoint_starts_anew(he
     assert records("other") == records("run")
 
 
+def contents(folder: str) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "flags", ["--resume --num_steps 2", "--resume --gamma 0.5", "--overwrite --wandb"]
+)
+def test_a_command_that_is_refused_leaves_the_run_that_is_there_as_it_is(flags, here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(ppo, FLAGS)[0] == 0
+    before = contents(".")
+    code, lines = run(ppo, [*FLAGS, *flags.split()])
+    assert code == 2 and len(lines) == 1
+    assert contents(".") == before
+
+
+def test_an_overwrite_that_fails_at_once_says_nothing_of_what_the_old_run_saved(here):
+    assert run(ppo, FLAGS)[0] == 0
+    before = contents("run")
+    code, lines = run(ppo, [*FLAGS, "--overwrite", "--reward", "reward.py:raises"])
+    assert code == 2 and "saved" not in lines[0]
+    assert contents("run") == before
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(here, monkeypatch):
     assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
     with monkeypatch.context() as m:
