@@ -341,7 +341,7 @@ def our_steps(
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines * 2))
     (tmp_path / "fixed.py").write_text(f"def fixed(completions, **kw): return {REWARDS}\n")
     monkeypatch.setattr(script, "generate", lambda *args, **kwargs: ROLLOUT)
-    monkeypatch.setattr(script, "score", lambda *args: (torch.tensor(REWARDS), []))
+    monkeypatch.setattr(script, "score", lambda *args: (torch.tensor(REWARDS), ["x"] * ROWS))
     monkeypatch.setattr(torch.optim, "AdamW", PlainSGD)
     flags = {
         "model": folder, "prompts": tmp_path / "prompts.jsonl", "num_steps": 1,
