@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
-from common import InputError, adapter_base, context_length, first_line
+from common import InputError, first_line
+from loading import adapter_base, context_length
 from tasks import Task, prompt_tokens
 
 # TRL's names for our flags: they are accepted as well.
@@ -127,8 +128,8 @@ def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
         raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
 
 
-def check_flags(config: Any, smallest_group: int = 1) -> None:
-    """Check what can be checked before anything is loaded. Raises InputError."""
+def check_numbers(config: Any) -> None:
+    """Check each number by itself. Raises InputError."""
     for name, value in vars(config).items():
         numbers = value if isinstance(value, list) else [value]
         if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
@@ -137,7 +138,7 @@ def check_flags(config: Any, smallest_group: int = 1) -> None:
         "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
         " learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range"
         " clip_range_high clip_range_value max_grad_norm eval_every save_every sample_every"
-        " num_eval_prompts"
+        " num_eval_prompts num_prompts"
     )
     for name in positive.split():
         value = getattr(config, name, None)
@@ -155,6 +156,11 @@ def check_flags(config: Any, smallest_group: int = 1) -> None:
         )
     if not 0 <= config.seed < 2**63 - 1:
         raise InputError(f"--seed {config.seed}: must be between 0 and 2^63 - 2")
+
+
+def check_flags(config: Any, smallest_group: int = 1) -> None:
+    """Check what can be checked before anything is loaded. Raises InputError."""
+    check_numbers(config)
     if config.num_generations < smallest_group:
         raise InputError(
             f"--num_generations {config.num_generations}: must be {smallest_group} or more, a"

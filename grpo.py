@@ -41,15 +41,10 @@ from common import (
     clear_cache,
     completion_logprobs,
     disable_dropout,
-    eos_token_ids,
-    fast_at_bfloat16,
     is_flat,
     kl_estimate,
-    load_policy,
-    load_tokenizer,
     masked_mean,
     micro_batches,
-    pick_device,
     reference,
     set_up_training,
 )
@@ -61,15 +56,9 @@ from flags import (
     flag,
     parse_flags,
 )
-from runs import (
-    Meter,
-    Run,
-    group_metrics,
-    objective_metrics,
-    rollout_metrics,
-    run_main,
-    seconds_since,
-)
+from loading import eos_token_ids, fast_at_bfloat16, load_policy, load_tokenizer, pick_device
+from metrics import Meter, group_metrics, objective_metrics, rollout_metrics, seconds_since
+from runs import Run, run_main
 from sampling import concatenate, generate
 from tasks import encode_prompts, load_task, prompt_batch, score
 

@@ -28,11 +28,13 @@ PANELS = {
 
 
 def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
-    """The metrics of a run: {name: {step: value}}, unknown values left out. Raises InputError."""
+    """The metrics of a run: {name: {step: value}}, unknown values left out, and a last line that
+    is not complete: the run may be writing it. Raises InputError.
+    """
     path = Path(folder) / "metrics.jsonl"
     curves = {}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             record = json.loads(line)
             for name, value in record.items():
                 if value is not None:

@@ -37,15 +37,10 @@ from common import (
     completion_logprobs,
     completion_values,
     disable_dropout,
-    eos_token_ids,
-    fast_at_bfloat16,
     gae,
     kl_estimate,
-    load_policy,
-    load_tokenizer,
     masked_whiten,
     micro_batches,
-    pick_device,
     reference,
     set_up_training,
 )
@@ -57,15 +52,9 @@ from flags import (
     flag,
     parse_flags,
 )
-from runs import (
-    Meter,
-    Run,
-    explained_variance,
-    objective_metrics,
-    rollout_metrics,
-    run_main,
-    seconds_since,
-)
+from loading import eos_token_ids, fast_at_bfloat16, load_policy, load_tokenizer, pick_device
+from metrics import Meter, explained_variance, objective_metrics, rollout_metrics, seconds_since
+from runs import Run, run_main
 from sampling import concatenate, generate
 from tasks import Task, encode_prompts, load_task, prompt_batch, score
 

@@ -26,15 +26,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
-from common import (
-    InputError,
-    base_model,
-    context_length,
-    evaluating,
-    fast_at_bfloat16,
-    first_line,
-    model_inputs,
-)
+from common import InputError, base_model, evaluating, first_line, model_inputs
+from loading import context_length, fast_at_bfloat16
 
 
 @dataclass

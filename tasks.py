@@ -34,7 +34,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from common import InputError, first_line, from_hub_or_folder, is_flat, load_tokenizer
+from common import InputError, first_line, is_flat
+from loading import from_hub_or_folder, load_tokenizer
 from sampling import Rollout
 
 Prompt = str | list[dict[str, str]]
@@ -582,8 +583,8 @@ def explained_by_prompt(scores: torch.Tensor) -> float:
 
 def inspect_reward(args: list[str] | None = None) -> None:
     """Sample completions, score them, and print what the scores look like. Nothing is trained."""
-    from common import eos_token_ids, load_policy, pick_device
-    from flags import check_prompts, flag, parse_flags
+    from flags import check_numbers, check_prompts, flag, parse_flags
+    from loading import eos_token_ids, load_policy, pick_device
     from sampling import generate
 
     @dataclass
@@ -607,12 +608,10 @@ def inspect_reward(args: list[str] | None = None) -> None:
     config = parse_flags(Config, __doc__, args)
     if not config.inspect:
         raise InputError("tasks.py alone does nothing: python tasks.py --inspect looks at a reward")
+    check_numbers(config)
     if config.num_generations < 2 or config.num_prompts < 2:
         raise InputError("--inspect compares: choose --num_prompts and --num_generations 2 or more")
     config.task = config.task or ("add" if config.model == "tiny" else "sentiment")
-    for name in ("max_new_tokens", "temperature"):
-        if getattr(config, name) <= 0:
-            raise InputError(f"--{name} {getattr(config, name)}: must be greater than 0")
     device = pick_device(config.device)
     model, tokenizer = load_policy(config.model).to(device), load_tokenizer(config.model)
     task = load_task(config, tokenizer, device)

@@ -142,7 +142,7 @@ def clock() -> float:
 def peak_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    from runs import peak_resident_memory
+    from metrics import peak_resident_memory
 
     return peak_resident_memory() / 1e9
 
@@ -151,7 +151,7 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     """Rollouts alone: `generate` against `model.generate`, in the same dtype."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common import eos_token_ids
+    from loading import eos_token_ids
     from sampling import completion_mask, generate
     from tasks import encode_prompts
 
@@ -320,8 +320,9 @@ def plain(job: dict, bf16: bool) -> list[dict]:
     """A GRPO step as one would write it first: all rows at once, logits of all positions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common import eos_token_ids, token_logprobs
+    from common import token_logprobs
     from grpo import group_advantages, grpo_loss
+    from loading import eos_token_ids
     from sampling import completion_mask
     from tasks import encode_prompts
 
@@ -531,7 +532,7 @@ def main() -> None:
     if args.draw:
         return print(table(json.loads(Path(args.output).read_text())))
 
-    from common import fast_at_bfloat16
+    from loading import fast_at_bfloat16
 
     torch.set_num_threads(args.threads)
     has_trl = importlib.util.find_spec("trl") is not None

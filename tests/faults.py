@@ -260,6 +260,8 @@ CASES = [
     Case("a plot in an unknown format", "here --output p.xyz", "--output p.xyz", script=plot, files={"here/metrics.jsonl": '{"step": 0, "objective/kl": 1.0}\n'}),
     Case("tasks.py without a job", "", "python tasks.py --inspect", script=tasks),
     Case("an inspection of single completions", "--inspect --num_generations 1", "2 or more", script=tasks),
+    Case("an inspection of nothing", "--inspect --max_new_tokens 0", "must be greater than 0", script=tasks),
+    Case("an inspection with a negative seed", "--inspect --seed -1", "--seed -1: must be between 0", script=tasks),
 ]  # fmt: skip
 
 

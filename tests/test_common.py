@@ -25,21 +25,17 @@ from common import (
     ValueModel,
     completion_logprobs,
     completion_values,
-    context_length,
     disable_dropout,
-    eos_token_ids,
     gae,
     kl_estimate,
-    load_policy,
-    load_tokenizer,
     masked_mean,
     masked_whiten,
     micro_batches,
-    pick_device,
     set_up_training,
     token_entropy,
     token_logprobs,
 )
+from loading import context_length, eos_token_ids, load_policy, load_tokenizer, pick_device
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
 

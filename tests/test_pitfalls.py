@@ -39,13 +39,11 @@ import rloo
 from common import (
     InputError,
     ValueModel,
-    add_adapter,
     completion_logprobs,
     completion_values,
     disable_dropout,
     gae,
     kl_estimate,
-    load_policy,
     masked_mean,
     masked_whiten,
     model_inputs,
@@ -55,6 +53,7 @@ from common import (
 )
 from flags import parse_flags
 from grpo import group_advantages, grpo_loss
+from loading import add_adapter, load_policy
 from ppo import policy_loss, shape_rewards
 from rloo import rloo_advantages, rloo_loss
 from sampling import Rollout, completion_mask, draw, generate

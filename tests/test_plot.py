@@ -22,7 +22,7 @@ def write_run(folder: Path, seed: int, accuracy: bool = True) -> Path:
         if step % 2 == 0:
             line |= {"eval/accuracy": 0.5 if accuracy else None, "eval/reward": 1.0}
         lines.append(json.dumps(line))
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -56,3 +56,10 @@ def test_seeds_become_one_line_of_means_in_a_band(ending, tmp_path, monkeypatch)
 def test_without_right_and_wrong_answers_the_held_out_reward_is_drawn(tmp_path, monkeypatch):
     axes = axes_of([write_run(tmp_path, 0, accuracy=False)], tmp_path / "page.png", monkeypatch)
     assert list(axes[5].lines[0].get_ydata()) == [1.0, 1.0]
+
+
+def test_a_line_that_the_run_is_just_writing_is_left_out(tmp_path):
+    run = write_run(tmp_path, 0)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "objective/sc')
+    assert plot.read_metrics(run)["objective/scores"] == {0: 0, 1: 1, 2: 2, 3: 3}

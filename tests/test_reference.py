@@ -19,14 +19,12 @@ import rloo
 from common import (
     InputError,
     ValueModel,
-    add_adapter,
     completion_logprobs,
     completion_values,
     disable_dropout,
-    load_policy,
-    load_tokenizer,
     reference,
 )
+from loading import add_adapter, load_policy, load_tokenizer
 from runs import Run
 from sampling import generate
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import letter_tokenizer, save_model, small_gpt2
-from faults import RUN, Case, damage, folder_of, run
+from faults import RUN, Case, damage, folder_of, out_of_memory, run
 from safetensors.torch import load_file
 
 import grpo
@@ -201,6 +201,51 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(h
     assert code == 130 and lines[-1].startswith("step 3: interrupted; run is saved up to step 3")
     assert run(ppo, [*FLAGS, "--resume"])[0] == 0
     assert_same_run("run", "whole")
+
+
+def test_ctrl_c_in_the_last_step_leaves_its_evaluation_to_resume(here, monkeypatch):
+    assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
+    with monkeypatch.context() as m:
+        stop_after(5, m)
+        code, lines = run(ppo, FLAGS)
+    assert code == 130 and lines[-1].startswith("step 6: interrupted; run is saved up to step 6")
+    assert len(records("run")) == 6
+    assert run(ppo, [*FLAGS, "--resume"])[0] == 0
+    assert_same_run("run", "whole")
+
+
+def test_a_model_saved_in_the_middle_of_an_update_is_said_to_be_that(here, monkeypatch):
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: printed.append(args[0]))
+    # Two optimiser steps per rollout: call 8 is after the first of step 3.
+    with out_of_memory("policy_loss", 8, "CUDA out of memory.")():
+        assert run(ppo, FLAGS)[0] == 1
+    assert "run/model holds the model in the middle of step 3." in printed
+
+
+def test_a_run_of_another_kind_of_device_is_not_resumed(here):
+    assert run(ppo, FLAGS)[0] == 0
+    path = Path("run/checkpoint/state.pt")
+    state = torch.load(path, weights_only=True)
+    state["generators"]["sampler"] = torch.zeros(16, dtype=torch.uint8)  # as on CUDA
+    torch.save(state, path)
+    record = {"step": state["step"], "crc32": _crc32(path)}
+    (path.parent / "record.json").write_text(json.dumps(record))
+    code, lines = run(ppo, [*FLAGS, "--resume", "--num_steps", "8"])
+    assert code == 2
+    assert lines[-1] == "error: --resume: the run was on another kind of device, see --device"
+
+
+def test_records_without_a_checkpoint_survive_a_resume_that_fails(here, monkeypatch):
+    with monkeypatch.context() as m:
+        m.setattr(Run, "_checkpoint", lambda self: None)
+        stop_after(1, m)
+        assert run(ppo, FLAGS)[0] == 130
+    before = contents("run")
+    assert run(ppo, [*FLAGS, "--resume", "--reward", "reward.py:raises"])[0] == 2
+    assert contents("run") == before
+    assert run(ppo, [*FLAGS, "--resume"])[0] == 0
+    assert [x["step"] for x in records("run")] == list(range(7))
 
 
 def start(*flags: str) -> subprocess.Popen:

@@ -23,22 +23,23 @@ from transformers import (
     T5Model,
 )
 
-import common
 import grpo
+import loading
 import ppo
 import rloo
 import runs
-from common import Fault, InputError, load_policy, load_tokenizer
+from common import Fault, InputError
 from flags import parse_flags
-from runs import (
+from loading import load_policy, load_tokenizer
+from metrics import (
     Meter,
     explained_variance,
     group_metrics,
     objective_metrics,
     rollout_metrics,
-    run_main,
     warnings_about,
 )
+from runs import run_main
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -130,7 +131,7 @@ def test_a_model_that_is_nowhere_is_refused_with_the_two_ways_out(
             raise answer
         return answer
 
-    monkeypatch.setattr(common, "has_file", has_file)
+    monkeypatch.setattr(loading, "has_file", has_file)
     error = fails(["--model", "no-such-model", "--output_dir", str(tmp_path / "run")], 2, capsys)
     assert message in error and error.endswith("or use --model tiny")
 
@@ -186,9 +187,9 @@ def test_a_cached_model_without_its_tokenizer_gets_it_from_the_hub(monkeypatch, 
 
     monkeypatch.chdir(tmp_path.parent)
     name = f"./{tmp_path.name}"
-    monkeypatch.setattr(common, "_cached_folder", lambda name: str(tmp_path))
-    monkeypatch.setattr(common, "_require_on_hub", require_on_hub)
-    monkeypatch.setattr(common.Path, "exists", lambda self: False)
+    monkeypatch.setattr(loading, "_cached_folder", lambda name: str(tmp_path))
+    monkeypatch.setattr(loading, "_require_on_hub", require_on_hub)
+    monkeypatch.setattr(loading.Path, "exists", lambda self: False)
     assert len(load_tokenizer(name)) == 20 and asked == [name]
     assert len(load_tokenizer(name)) == 20 and len(asked) == 1
 
@@ -197,7 +198,7 @@ def test_without_a_hub_nothing_is_retried_for_a_minute(monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("transformers would retry here")
 
-    monkeypatch.setattr(common.AutoModelForCausalLM, "from_pretrained", never)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", never)
     with pytest.raises(InputError, match="no model hub within reach"):
         load_policy("no-such-model")
 
@@ -521,8 +522,8 @@ def test_tensorboard_gets_every_known_metric_of_every_step(make_job, monkeypatch
     scalars, writers = [], []
 
     class SummaryWriter:
-        def __init__(self, folder):
-            writers.append(folder)
+        def __init__(self, folder, purge_step):
+            writers.append((folder, purge_step))
 
         def add_scalar(self, name, value, step):
             scalars.append((step, name, value))
@@ -535,11 +536,14 @@ def test_tensorboard_gets_every_known_metric_of_every_step(make_job, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     job = make_job(grpo)
     lines = job(num_steps=2, kl_coef=0, tensorboard="true")
-    assert writers == [str(job.folder / "tensorboard")]
+    assert writers == [(str(job.folder / "tensorboard"), None)]
     expected = [
         (x["step"], k, v) for x in lines for k, v in x.items() if k != "step" and v is not None
     ]
     assert [s for s in scalars if s[1] != "step"] == expected
+    scalars.clear()
+    job(num_steps=3, kl_coef=0, tensorboard="true", overwrite="false", resume="true")
+    assert writers[1][1] == 2, "what is there of later steps would be there twice"
 
 
 def test_weights_and_biases_gets_every_step_under_the_name_of_the_run(make_job, monkeypatch):

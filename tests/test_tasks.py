@@ -18,12 +18,14 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from common import InputError, load_tokenizer
+from common import InputError
+from loading import load_tokenizer
 from tasks import (
     RewardModel,
     Task,
     add_prompts,
     decode,
+    describe_scores,
     encode_prompts,
     explained_by_prompt,
     inspect_reward,
@@ -495,8 +497,8 @@ def test_a_dataset_by_name_is_asked_for_its_split(monkeypatch):
 
     module.load_dataset, module.disable_progress_bars = load_dataset, lambda: None
     monkeypatch.setitem(sys.modules, "datasets", module)
-    assert read_prompts("some/where", "test") == [{"prompt": "x"}]
-    assert asked == [("some/where", "test")]
+    assert read_prompts("some/where-1.5", "test") == [{"prompt": "x"}]
+    assert asked == [("some/where-1.5", "test")]
 
 
 def test_without_datasets_a_table_is_refused_with_the_command(monkeypatch):
@@ -512,6 +514,18 @@ def test_what_the_prompt_explains_is_all_none_or_the_share_that_was_put_in():
     assert explained_by_prompt(of_prompt.expand(-1, 4)) == pytest.approx(1)
     assert explained_by_prompt(noise) < 0.03
     assert explained_by_prompt(of_prompt + noise) == pytest.approx(0.5, abs=0.05)
+
+
+def test_constant_scores_and_missing_ones_are_described():
+    lines = describe_scores(torch.tensor([[0.5, 0.5], [0.5, torch.nan]]))
+    assert lines[0].startswith("3 scores: mean 0.5, std 0; min 0.5")
+    assert lines[1:] == [
+        "1 completions got no score (None)",
+        "100% of the prompts give all their completions the same score",
+    ]
+    lines = describe_scores(torch.tensor([[0.0, 1.0], [0.5, torch.nan]]))
+    assert "50% of the prompts give all their completions the same score" in lines
+    assert sum("#" in line for line in lines) == 3
 
 
 def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(capsys, tmp_path):
