@@ -491,7 +491,7 @@ def _wandb(folder: Path, config: Any, first_step: int) -> Callable[[int, dict[st
     settings = dataclasses.asdict(config)
     try:
         tracked = wandb.init(
-            project="plainrlhf", id=name, name=name, resume=resume, config=settings
+            project="plainrlhf", id=name, name=name, resume=resume, config=settings, dir=folder
         )
     except Exception as e:  # no key, no network
         raise InputError(f"--wandb: {first_line(e)}") from e

@@ -12,8 +12,8 @@ from conftest import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_g
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
-import common
 import grpo
+import loading
 import ppo
 import rloo
 from common import (
@@ -324,7 +324,7 @@ def test_an_adapter_that_transformers_put_on_its_base_by_itself_is_refused(tmp_p
     """As with the name of an adapter on the hub: nothing of what it loads would train."""
     base = save_model(tmp_path / "base", small_llama(), letter_tokenizer())
     load_policy(base, lora_r=2).save_pretrained(tmp_path / "adapter")
-    monkeypatch.setattr(common, "adapter_base", lambda name: None)
+    monkeypatch.setattr(loading, "adapter_base", lambda name: None)
     with pytest.raises(InputError, match="is an adapter, download it and give its folder"):
         load_policy(str(tmp_path / "adapter"))
 

@@ -1,0 +1,271 @@
+"""A copy of one script with one bug in it, the curve that it makes, and a sealed answer.
+
+  python course/bughunt.py OUT --seed 3              # the same number, the same bug
+  python course/bughunt.py OUT --check ppo.py:212    # is this the line?
+  python course/bughunt.py --measure                 # which bugs show, in what: symptoms.json
+
+The bugs are those of tests/mutations.py that show in a metric of a short run: outside of what five
+seeds of the right code do. The seal is a salted hash: it keeps from looking, not from trying.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+COURSE = Path(__file__).resolve().parent
+REPOSITORY = COURSE.parent
+sys.path[:0] = [str(COURSE), str(REPOSITORY), str(REPOSITORY / "tests")]
+
+from labs import T_99
+from make import FILES, MODEL
+
+SYMPTOMS = COURSE / "symptoms.json"
+# Short runs whose flags bring out what the defaults leave at rest.
+SMALL = "--num_eval_prompts 256 --device cpu"
+JOBS = {
+    "ppo": f"{SMALL} --num_steps 25 --eval_every 25 --prompts_per_step 64 --gamma 0.95"
+    " --temperature 1.2 --whiten_rewards",
+    "grpo": f"{SMALL} --num_steps 50 --eval_every 50 --prompts_per_step 8 --kl_coef 0.05"
+    " --num_mini_batches 2 --temperature 1.2 --micro_batch_size 16",
+    "rloo": f"{SMALL} --num_steps 50 --eval_every 50 --prompts_per_step 16 --num_mini_batches 2"
+    " --temperature 1.2 --micro_batch_size 16",
+}
+# A bug of a shared file is put before the script in which it shows best.
+SHARED = {"gae": "ppo", "whiten": "ppo", "KL": "rloo", "value": "ppo"}
+METRICS = [
+    "objective/scores", "eval/accuracy", "objective/kl", "policy/entropy_avg", "length/mean",
+    "val/ratio_max_dev_first", "val/ratio", "policy/clipfrac_avg", "policy/approxkl_avg",
+    "val/explained_variance", "loss/value_avg", "loss/policy_avg", "grad_norm",
+    "val/num_eos_tokens", "length/truncated_frac", "lr", "objective/entropy",
+]  # fmt: skip
+
+
+def candidates() -> list[tuple[str, str, str, str, str]]:
+    """(bug, script, file, text, what it becomes) of the mutations of the mathematics."""
+    from mutations import MUTATIONS
+
+    found = []
+    for file, old, new, bug in MUTATIONS:
+        script = Path(file).stem
+        if file in ("common.py", "sampling.py"):
+            words = [script for word, script in SHARED.items() if word.lower() in bug.lower()]
+            script = words[0] if words else "grpo"
+        if script in JOBS:
+            found.append((bug, script, file, old, new))
+    return found
+
+
+def copy_of_the_code(folder: Path) -> None:
+    """The scripts, their helpers and the model, without tests and course."""
+    (folder / "tiny").mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(REPOSITORY / name, folder / name)
+    for name in MODEL:
+        if (REPOSITORY / "tiny" / name).exists():
+            shutil.copy(REPOSITORY / "tiny" / name, folder / "tiny" / name)
+
+
+def curves(script: str, seed: int, edit: tuple[str, str, str] | None = None) -> dict | None:
+    """{metric: a value per step} of the short run of a script, with an edit (file, text, what it
+    becomes); None where the run fails.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work) / "code"
+        copy_of_the_code(folder)
+        if edit is not None:
+            file, old, new = edit
+            text = (folder / file).read_text(encoding="utf-8")
+            (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+        command = [sys.executable, f"{script}.py", *JOBS[script].split(), "--output_dir", "run"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.run(
+            [*command, "--seed", str(seed)], cwd=folder, env=environment, capture_output=True
+        )
+        if process.returncode != 0:
+            return None
+        text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {name: [line[name] for line in lines if line.get(name) is not None] for name in METRICS}
+
+
+def ends(curve: list[float]) -> tuple[float, float]:
+    """The means of the first three and of the last five steps."""
+    return statistics.mean(curve[:3]), statistics.mean(curve[-5:])
+
+
+def symptom(buggy: dict, right: list[dict]) -> tuple[str, float] | None:
+    """The metric that leaves the range of the right runs most clearly, and by how many standard
+    deviations; None where none does beyond chance.
+    """
+    best = None
+    for name in METRICS:
+        rows = [run[name] for run in right if run[name]]
+        if not rows or not buggy[name] or len(buggy[name]) < 2:
+            continue
+        for end in (0, 1):
+            values = [ends(row)[end] for row in rows]
+            mean, std = statistics.mean(values), statistics.stdev(values)
+            distance = abs(ends(buggy[name])[end] - mean)
+            # Visible: also a sizeable part of what the curve itself covers.
+            span = max(map(max, rows)) - min(map(min, rows))
+            room = T_99 * std * (1 + 1 / len(values)) ** 0.5
+            if distance > max(room, 0.15 * span, 0.02 * abs(mean), 1e-6):
+                z = min(distance / (std + 0.02 * span + 1e-9), 99.0)
+                if best is None or z > 1.5 * best[1]:  # else the metric that is more telling
+                    best = name, z
+    return best
+
+
+def measure() -> None:
+    """Run all candidates, and write those with a symptom to symptoms.json."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        seeds = {s: [pool.submit(curves, s, seed) for seed in range(5)] for s in JOBS}
+        runs = [
+            (bug, script, file, pool.submit(curves, script, 0, (file, old, new)))
+            for bug, script, file, old, new in candidates()
+        ]
+        right = {script: [f.result() for f in futures] for script, futures in seeds.items()}
+        found = {"right": {}, "bugs": {}}
+        used = set()
+        for bug, script, file, future in runs:
+            buggy = future.result()
+            seen = None if buggy is None else symptom(buggy, right[script])
+            print(f"{file:12} {bug:60} {seen or ('fails' if buggy is None else '')}", flush=True)
+            if seen is not None:
+                name, z = seen
+                curve = [round(value, 4) for value in buggy[name]]
+                found["bugs"][bug] = {
+                    "script": script, "file": file, "metric": name, "z": round(z, 1), "curve": curve
+                }  # fmt: skip
+                used.add((script, name))
+    for script, name in sorted(used):
+        rows = [[round(value, 4) for value in run[name]] for run in right[script]]
+        found["right"].setdefault(script, {})[name] = rows
+    SYMPTOMS.write_text(json.dumps(found) + "\n")
+    print(f"{len(found['bugs'])} of {len(runs)} show in a metric.")
+
+
+def changed_lines(before: str, after: str) -> list[int]:
+    """The lines of `after`, from 1, that an edit has changed; of one that only takes lines away,
+    the two around the gap.
+    """
+    found = []
+    matcher = difflib.SequenceMatcher(None, before.split("\n"), after.split("\n"), autojunk=False)
+    for kind, _, _, start, end in matcher.get_opcodes():
+        if kind == "delete":
+            found += [start, start + 1]
+        elif kind != "equal":
+            found += range(start + 1, end + 1)
+    return found
+
+
+def seal(salt: str, file: str, line: int) -> str:
+    return hashlib.sha256(f"{salt} {file}:{line}".encode()).hexdigest()
+
+
+def make(out: Path, seed: int) -> None:
+    """Write the hunt number `seed` into the new folder `out`."""
+    measured = json.loads(SYMPTOMS.read_text())
+    names = sorted(measured["bugs"])
+    random.Random(0).shuffle(names)
+    bug = names[seed % len(names)]
+    about = measured["bugs"][bug]
+    [edit] = [(f, old, new) for b, _, f, old, new in candidates() if b == bug]
+    file, old, new = edit
+    copy_of_the_code(out)
+    before = (out / file).read_text(encoding="utf-8")
+    after = before.replace(old, new)
+    (out / file).write_text(after, encoding="utf-8")
+    salt = hashlib.sha256(f"{seed} {bug}".encode()).hexdigest()[:16]
+    hashes = [seal(salt, file, line) for line in changed_lines(before, after)]
+    (out / "answer.json").write_text(json.dumps({"salt": salt, "sealed": hashes}) + "\n")
+    draw(about, measured["right"][about["script"]][about["metric"]], out / "symptom.png")
+    where = [f"{about['script']}.py", "common.py", "sampling.py"]
+    (out / "README.md").write_text(
+        f"# Bug hunt {seed}\n\nOne line of {', '.join(where[:-1])} or {where[-1]} is wrong. This is"
+        f" what the short run below makes of `{about['metric']}`, beside five seeds of the right"
+        f" code:\n\n![{about['metric']} against steps](symptom.png)\n\n"
+        f"    python {about['script']}.py {JOBS[about['script']]} --output_dir run\n\n"
+        "Which line is it, what should it say, and why does it show as it does? Whoever made this"
+        " folder can check `FILE:LINE`.\n",
+        encoding="utf-8",
+    )
+
+
+def draw(about: dict, right: list[list[float]], output: Path) -> None:
+    """The buggy curve before the band of the right ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    steps = range(min(map(len, right)))
+    columns = [[row[step] for row in right] for step in steps]
+    axes.fill_between(
+        steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.3, lw=0,
+        color="tab:green", label="right, 5 seeds",
+    )  # fmt: skip
+    axes.plot(about["curve"], color="tab:red", label=f"this {about['script']}.py")
+    axes.set_xlabel("evaluation" if about["metric"].startswith("eval") else "step")
+    axes.set_ylabel(about["metric"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(output, dpi=90)
+
+
+def is_right(out: Path, answer: str) -> bool:
+    """Whether FILE:LINE is the line. Raises ValueError for another form, OSError without a hunt."""
+    sealed = json.loads((out / "answer.json").read_text())
+    file, colon, line = answer.rpartition(":")
+    if not colon or not line.isdecimal():
+        raise ValueError(f"{answer}: write it as FILE:LINE, ppo.py:212 say")
+    return seal(sealed["salt"], Path(file).name, int(line)) in sealed["sealed"]
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, nargs="?", help="the folder of the hunt")
+    parser.add_argument("--seed", type=int, default=0, help="which bug (0)")
+    parser.add_argument("--check", metavar="FILE:LINE", help="is this the line?")
+    parser.add_argument("--measure", action="store_true", help="run all bugs, write symptoms.json")
+    options = parser.parse_args(args)
+    if options.measure:
+        measure()
+        return 0
+    fault = ""
+    if options.out is None:
+        fault = "give a folder"
+    elif options.check:
+        try:
+            right = is_right(options.out, options.check)
+            print("Yes, that is the line." if right else "No, it is another line.")
+            return 0 if right else 1
+        except OSError:
+            fault = f"{options.out} holds no hunt"
+        except ValueError as e:
+            fault = str(e)
+    elif options.out.exists():
+        fault = f"{options.out} exists already, choose a new folder"
+    if fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    make(options.out, options.seed)
+    print(f"{options.out}/README.md says what to look for.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

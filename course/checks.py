@@ -1,0 +1,1109 @@
+"""What the grader checks: for each problem a list of checks with points, run on a submission.
+
+  python course/checks.py PROBLEM SPLICED_FILE RESULTS     # called by grade.py, in a subprocess
+
+A check gets two modules, the student's and the solution's, and raises where they disagree. Its
+docstring is what the student reads then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+COURSE = Path(__file__).parent
+sys.path[:0] = [str(COURSE), str(COURSE.parent)]
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from problems import BY_NAME, REPOSITORY
+from torch import Tensor, nn
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
+
+INF, NAN = math.inf, math.nan
+
+
+@dataclass
+class Check:
+    points: int
+    run: Callable[[ModuleType, ModuleType], None]
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__.replace("_", " ")
+
+    @property
+    def advice(self) -> str:
+        return " ".join(inspect.getdoc(self.run).split())
+
+
+CHECKS: dict[str, list[Check]] = {name: [] for name in BY_NAME}
+
+
+def check(problem: str, points: int) -> Callable:
+    def register(run: Callable) -> Callable:
+        CHECKS[problem].append(Check(points, run))
+        return run
+
+    return register
+
+
+# --- Comparing ---
+
+
+def same(
+    found: object, expected: Tensor, what: str, tolerance: float = 1e-5, near_0: float = 1e-5
+) -> None:
+    """Raise AssertionError that names the first entry which differs by more than the tolerance
+    times itself, plus `near_0`.
+    """
+    assert isinstance(found, Tensor), f"{what}: expected a tensor, got {type(found).__name__}"
+    shapes = f"expected shape {tuple(expected.shape)}, got {tuple(found.shape)}"
+    assert found.shape == expected.shape, f"{what}: {shapes}"
+    found, expected = found.detach().double(), expected.detach().double()
+    far = ~torch.isclose(found, expected, rtol=tolerance, atol=near_0, equal_nan=True)
+    if far.any():
+        where = tuple(far.nonzero()[0].tolist())
+        values = f"expected {expected[where]:.6g}, got {found[where]:.6g}"
+        raise AssertionError(f"{what}: {values}" + (f" at {list(where)}" if where else ""))
+
+
+def raises_value_error(what: str, call: Callable) -> None:
+    try:
+        call()
+    except ValueError:
+        return
+    raise AssertionError(f"{what} must raise ValueError")
+
+
+def unchanged(call: Callable, *inputs: Tensor) -> None:
+    before = [x.clone() for x in inputs]
+    call(*inputs)
+    for x, y in zip(inputs, before, strict=True):
+        assert torch.equal(x.nan_to_num(7), y.nan_to_num(7)), "one of the inputs has been changed"
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(*lengths: int, width: int = 7) -> Tensor:
+    """(B, width) bool: rows of the given lengths."""
+    return torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+
+
+MASK = ragged(7, 3, 1, 5, 6)
+SHAPE = MASK.shape
+
+
+def junk(x: Tensor, mask: Tensor, value: float) -> Tensor:
+    return x.masked_fill(~mask, value)
+
+
+def tiny_gpt2(dropout: float = 0.0, vocab: int = 12, **options: object) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    ids = {"bos_token_id": None, "eos_token_id": vocab - 1}
+    config = GPT2Config(vocab_size=vocab, initializer_range=0.4, **sizes, **drops, **ids)
+    return GPT2LMHeadModel(config)
+
+
+# --- token_logprobs ---
+
+
+@check("token_logprobs", 3)
+def the_log_softmax_at_the_tokens(student, right):
+    """Each value must be the logit of the token less log-sum-exp over the vocabulary."""
+    logits, tokens = randn(3, 5, 11) * 3, torch.arange(15).view(3, 5) % 11
+    expected = logits.double().log_softmax(-1)
+    expected = torch.stack([expected[b, t, tokens[b, t]] for b in range(3) for t in range(5)])
+    same(student.token_logprobs(logits, tokens), expected.view(3, 5), "log-probs")
+
+
+@check("token_logprobs", 1)
+def half_precision_is_scored_in_float32(student, right):
+    """bfloat16 logits must be converted to float32 before the softmax: it is off by percents."""
+    logits, tokens = (randn(2, 3, 500) * 2).bfloat16(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    found = student.token_logprobs(logits, tokens)
+    assert found.dtype == torch.float32, f"bfloat16 logits gave {found.dtype}"
+    same(found, right.token_logprobs(logits.float(), tokens), "log-probs")
+
+
+@check("token_logprobs", 1)
+def large_logits_overflow_nothing(student, right):
+    """Logits of 1000 must give no infinity or NaN: use log_softmax or logsumexp, not exp alone."""
+    logits, tokens = torch.tensor([[[1000.0, 0.0, -1000.0]]]), torch.tensor([[1]])
+    same(student.token_logprobs(logits, tokens), torch.tensor([[-1000.0]]), "log-probs")
+    unchanged(lambda x: student.token_logprobs(x, tokens), logits)
+
+
+# --- kl_estimate ---
+
+
+@check("kl_estimate", 2)
+def the_sign_and_value_of_k1(student, right):
+    """k1 is log policy - log reference, of samples from the policy; its sign is often turned."""
+    same(student.kl_estimate(torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), "k1"),
+         torch.tensor([[2.0]]), "k1")  # fmt: skip
+    a, b = randn(*SHAPE), randn(*SHAPE, seed=1)
+    same(student.kl_estimate(a, b, "k1"), a - b, "k1")
+
+
+@check("kl_estimate", 1)
+def k2_is_half_the_square(student, right):
+    """k2 is d squared, halved."""
+    a, b = randn(*SHAPE), randn(*SHAPE, seed=1)
+    same(student.kl_estimate(a, b, "k2"), 0.5 * (a - b) ** 2, "k2")
+
+
+@check("kl_estimate", 1)
+def k3_is_never_negative_and_has_the_ratio_the_right_way_up(student, right):
+    """k3 = exp(-d) - 1 + d, where exp(-d) is reference over policy."""
+    a, b = randn(*SHAPE), randn(*SHAPE, seed=1)
+    d = (a - b).double()
+    same(student.kl_estimate(a, b, "k3"), torch.exp(-d) - 1 + d, "k3")
+
+
+@check("kl_estimate", 1)
+def k3_keeps_its_digits_where_d_is_small(student, right):
+    """For d = 1e-3 the result is 5e-7, the difference of numbers near 1: use expm1."""
+    d = torch.tensor([[1e-3, -1e-3, 2e-4]])
+    expected = torch.expm1(-d.double()) + d.double()
+    found = student.kl_estimate(d, torch.zeros_like(d), "k3").double()
+    same(found / expected, torch.ones_like(expected), "k3 over its value", 0.01)
+
+
+@check("kl_estimate", 1)
+def an_unknown_estimator_is_refused(student, right):
+    """Any name but k1, k2 and k3 must raise ValueError, or a typing error trains without KL."""
+    x = torch.zeros(1, 1)
+    raises_value_error("estimator 'k4'", lambda: student.kl_estimate(x, x, "k4"))
+
+
+# --- completion_mask ---
+
+
+@check("completion_mask", 2)
+def eos_counts_and_nothing_after_it(student, right):
+    """The first EOS is an action and belongs to the completion; what follows doesn't."""
+    found = student.completion_mask(torch.tensor([[5, 9, 7, 9], [9, 1, 2, 3]]), [9])
+    same(found, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "mask")
+
+
+@check("completion_mask", 1)
+def without_eos_all_tokens_count(student, right):
+    """A completion that was cut at the length limit has no EOS, and all its tokens count."""
+    same(student.completion_mask(torch.tensor([[5, 6, 7]]), [9]), torch.ones(1, 3), "mask")
+
+
+@check("completion_mask", 1)
+def every_eos_id_ends_a_completion(student, right):
+    """Chat models have several EOS ids; the first of any of them ends the completion."""
+    tokens = torch.tensor([[1, 8, 9, 2], [1, 9, 8, 2], [1, 2, 3, 8]])
+    expected = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    same(student.completion_mask(tokens, [9, 8]), expected, "mask")
+
+
+@check("completion_mask", 1)
+def the_mask_is_boolean(student, right):
+    """A mask of integers indexes rows instead of choosing them: return bool."""
+    tokens = torch.tensor([[5, 9, 7]])
+    assert student.completion_mask(tokens, [9]).dtype == torch.bool, "the mask isn't bool"
+    unchanged(lambda x: student.completion_mask(x, [9]), tokens)
+
+
+# --- masked_whiten ---
+
+
+@check("masked_whiten", 2)
+def mean_0_and_variance_1_under_the_mask(student, right):
+    """Over the real entries the mean must be 0 and the variance, divided by n - 1, 1."""
+    x = randn(*SHAPE) * 3 + 5
+    found = student.masked_whiten(x, MASK)
+    real = x[MASK].double()
+    same(found[MASK], (real - real.mean()) / real.std(), "whitened values")
+
+
+@check("masked_whiten", 1)
+def what_is_off_the_mask_neither_counts_nor_stays(student, right):
+    """Padding may hold anything, even NaN or 1e6: it must not count, and becomes 0."""
+    x = randn(*SHAPE)
+    for value in (1e6, NAN):
+        found = student.masked_whiten(junk(x, MASK, value), MASK)
+        same(found, right.masked_whiten(x, MASK), f"with {value} at padding")
+
+
+@check("masked_whiten", 1)
+def without_shifting_the_mean_stays(student, right):
+    """shift_mean=False scales the distances from the mean and adds the mean again."""
+    x = randn(*SHAPE) * 2 + 3
+    found = student.masked_whiten(x, MASK, shift_mean=False)
+    same(found, right.masked_whiten(x, MASK, shift_mean=False), "whitened values")
+    same(found[MASK].mean(), x[MASK].mean(), "mean")
+
+
+@check("masked_whiten", 1)
+def a_constant_becomes_0_not_nan(student, right):
+    """A constant has variance 0: add 1e-8 under the root. The mask may be of 0 and 1, and x stays
+    as it is."""
+    found = student.masked_whiten(torch.full(SHAPE, 2.0), MASK)
+    same(found, torch.zeros(SHAPE), "whitened constant", 1e-3)
+    one = student.masked_whiten(torch.full((1, 3), 2.0), ragged(1, width=3))
+    same(one, torch.zeros(1, 3), "a single value", 1e-3)
+    x = randn(*SHAPE)
+    same(student.masked_whiten(x, MASK.long()), right.masked_whiten(x, MASK), "mask of integers")
+    unchanged(lambda x: student.masked_whiten(x, MASK), junk(x, MASK, NAN))
+
+
+# --- disable_dropout ---
+
+
+def two_forwards_agree(model: nn.Module) -> None:
+    model.train()
+    tokens = torch.arange(2, 10).repeat(2, 1)
+    with torch.no_grad():
+        first, second = (model(tokens).logits for _ in range(2))
+    assert torch.equal(first, second), "two forwards in training mode differ"
+
+
+@check("disable_dropout", 2)
+def dropout_modules_are_off_for_good(student, right):
+    """Every nn.Dropout of every model that is given must be off, also after model.train()."""
+    first, second = tiny_gpt2(0.5), nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5)).train()
+    student.disable_dropout(first, second)
+    two_forwards_agree(first)
+    x = randn(2, 3, 4, 4)
+    assert torch.equal(second(x), x), "a dropout module still changes its input"
+
+
+@check("disable_dropout", 1)
+def probabilities_kept_as_attributes_are_off(student, right):
+    """Llama keeps attention_dropout as a float, OPT skips whole layers (layerdrop)."""
+    sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(intermediate_size=16, attention_dropout=0.5, **sizes))
+    opt = OPTConfig(ffn_dim=16, dropout=0.5, layerdrop=0.5, word_embed_proj_dim=16, **sizes)
+    for model in (llama, OPTForCausalLM(opt)):
+        student.disable_dropout(model)
+        two_forwards_agree(model)
+
+
+@check("disable_dropout", 1)
+def a_probability_read_from_a_config_is_off_and_the_saved_config_stays(student, right):
+    """Falcon's attention asks its config at each call: give it a quiet copy. The config of the
+    model itself is saved with it and must not change."""
+    config = FalconConfig(
+        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        attention_dropout=0.5, hidden_dropout=0.5, new_decoder_architecture=True,
+    )  # fmt: skip
+    model = FalconForCausalLM(config)
+    student.disable_dropout(model)
+    two_forwards_agree(model)
+    assert model.config.attention_dropout == 0.5, "the model's own config has been changed"
+    llama = LlamaForCausalLM(LlamaConfig(
+        vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, attention_dropout=0.5))  # fmt: skip
+    student.disable_dropout(llama)
+    assert llama.config.attention_dropout == 0.5, "the model's own config has been changed"
+
+
+@check("disable_dropout", 1)
+def the_number_of_sites_is_returned(student, right):
+    """Count the sites that were on: 3 for three nn.Dropout of which none is 0, 0 the second
+    time."""
+    model = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2), nn.Dropout(0.2), nn.Dropout1d(0.3))
+    for expected in (3, 0):
+        found = student.disable_dropout(model)
+        assert found == expected, f"expected {expected}, got {found}"
+
+
+# --- reference ---
+
+
+def adapted(trained: bool) -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, r=2)
+    model = peft.get_peft_model(tiny_gpt2(), config)
+    if trained:
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_()
+    return model
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(2, 9).unsqueeze(0)).logits
+
+
+@check("reference", 1)
+def without_a_kl_there_is_no_reference(student, right):
+    """kl_coef 0 must give None, and copy nothing."""
+    policy = tiny_gpt2()
+    policy.__deepcopy__ = None  # copying would fail
+    ref = student.reference(policy, 0.0)
+    for _ in range(2):
+        with ref as model:
+            assert model is None, f"got a {type(model).__name__} for kl_coef 0"
+
+
+@check("reference", 2)
+def it_is_a_frozen_copy_of_the_policy_as_it_was(student, right):
+    """The reference keeps the weights of the beginning while the policy trains; it is in evaluation
+    mode and has no gradients. It can be entered often."""
+    policy = tiny_gpt2(0.5).train()
+    with torch.no_grad():
+        policy.transformer.wte.weight.mul_(1.5)  # in memory: a reload by name would miss it
+    ref = student.reference(policy, 0.1)
+    before = logits_of(policy.eval())
+    policy.train()
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(1.0)
+    for _ in range(2):
+        with ref as model:
+            same(logits_of(model), before, "logits of the reference")
+            assert not model.training, "the reference is in training mode"
+            assert not any(p.requires_grad for p in model.parameters()), "it has gradients"
+    assert policy.training and all(p.requires_grad for p in policy.parameters()), (
+        "the policy itself has been changed"
+    )
+
+
+@check("reference", 1)
+def a_new_adapter_is_switched_off_and_costs_no_memory(student, right):
+    """With an adapter whose B is still 0, the policy with its adapter off is the reference."""
+    policy = adapted(trained=False).train()
+    base = logits_of(policy)
+    ref = student.reference(policy, 0.1)
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_()
+    with ref as model:
+        same(logits_of(model), base, "logits of the reference")
+        own = {id(p) for p in policy.parameters()}
+        assert all(id(p) in own for p in model.parameters()), "the model has been copied"
+    assert (logits_of(policy) - base).abs().max() > 1e-3, "the adapter is still off afterwards"
+    assert policy.training, "the policy was in training mode, and isn't any more"
+
+
+@check("reference", 1)
+def an_adapter_that_has_been_trained_is_part_of_the_reference(student, right):
+    """If B isn't 0, the policy that the run starts from is base and adapter together."""
+    policy = adapted(trained=True)
+    before = logits_of(policy.eval())
+    ref = student.reference(policy, 0.1)
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_()
+    with ref as model:
+        same(logits_of(model), before, "logits of the reference")
+
+
+# --- generate ---
+
+EOS = [2, 7, 11]  # several, so that many rows end early
+PROMPTS = torch.tensor([[0, 0, 1, 2], [3, 4, 5, 6], [0, 0, 0, 7]])
+PROMPT_MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
+
+
+def sampled(module: ModuleType, model: nn.Module, seed: int = 0, **options: object) -> object:
+    defaults = {
+        "max_new_tokens": 5, "eos_token_ids": EOS, "pad_token_id": 0,
+        "generator": torch.Generator().manual_seed(seed),
+    }  # fmt: skip
+    return module.generate(model, PROMPTS, PROMPT_MASK, **(defaults | options))
+
+
+@check("generate", 1)
+def shapes_masks_and_padding_are_those_of_a_rollout(student, right):
+    """Completions of a prompt in consecutive rows; after the first EOS pad_token_id, mask 0 and
+    log-prob 0; finished says which rows ended with EOS."""
+    G = 16
+    found = sampled(student, tiny_gpt2(), num_generations=G, temperature=3.0)
+    assert found.tokens.shape == (3 * G, 9), f"tokens have shape {tuple(found.tokens.shape)}"
+    same(found.tokens[:, :4], PROMPTS.repeat_interleave(G, 0), "prompts")
+    completions = found.tokens[:, 4:]
+    expected = right.completion_mask(completions, EOS)
+    same(found.completion_mask, expected, "completion_mask")
+    whole = torch.cat([PROMPT_MASK.repeat_interleave(G, 0), expected], 1)
+    same(found.attention_mask, whole, "attention_mask")
+    assert (completions[~expected] == 0).all(), "not pad_token_id after EOS"
+    assert (found.logprobs[~expected] == 0).all(), "log-probs after EOS are not 0"
+    ended = (torch.isin(completions, torch.tensor(EOS)) & expected).any(1)
+    same(found.finished, ended, "finished")
+    assert 5 < ended.sum() < 3 * G and not expected.all(), "the check has lost its point"
+
+
+@check("generate", 2)
+def tokens_come_from_the_softmax_over_the_temperature(student, right):
+    """The shares of the tokens drawn must be softmax(logits / temperature), whatever the
+    checkpoint's generation_config says, and the log-probs theirs."""
+    model, G = tiny_gpt2(), 3000
+    model.generation_config.update(top_k=1, temperature=0.1, do_sample=True)
+    found = sampled(student, model, num_generations=G, max_new_tokens=2, temperature=0.6)
+    for row in range(3):
+        real = PROMPTS[row][PROMPT_MASK[row]].unsqueeze(0)
+        with torch.no_grad():
+            probs = (model.eval()(real).logits[0, -1] / 0.6).softmax(-1)
+        rows = slice(row * G, (row + 1) * G)
+        counts = torch.bincount(found.tokens[rows, 4], minlength=12) / G
+        distance = (counts - probs).abs().sum() / 2
+        assert distance < 0.05, f"the shares are off by {distance:.2f} in total variation"
+        drawn = probs.log()[found.tokens[rows, 4]]
+        same(found.logprobs[rows, 0], drawn, "log-probs as drawn", 1e-4)
+
+
+@check("generate", 1)
+def the_seed_decides_and_prompts_differ(student, right):
+    """The same generator must give the same tokens, another seed others; two completions of one
+    prompt must not be the same by construction."""
+    model = tiny_gpt2()
+    first, again, other = (
+        sampled(student, model, s, num_generations=6, temperature=2.0).tokens for s in (3, 3, 4)
+    )
+    assert torch.equal(first, again), "the same seed gave other tokens"
+    assert not torch.equal(first, other), "another seed gave the same tokens"
+    assert len(first.unique(dim=0)) > 9, "completions of one prompt are all the same"
+
+
+@check("generate", 2)
+def greedy_tokens_are_those_of_each_prompt_alone(student, right):
+    """At a temperature near 0 the result is known: the likeliest token each time. Rows that end
+    early, left padding and positions must not change it."""
+    for seed in range(3):
+        model = tiny_gpt2()
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            p.data.normal_(std=0.5)
+        found = sampled(student, model, temperature=0.001, max_new_tokens=6)
+        expected = sampled(right, model, temperature=0.001, max_new_tokens=6)
+        same(found.tokens, expected.tokens, "tokens")
+
+
+@check("generate", 1)
+def dropout_is_off_while_sampling_and_the_mode_comes_back(student, right):
+    """Sample in evaluation mode, without gradients, and leave the model in the mode it was in."""
+    model = tiny_gpt2(0.5).train()
+    found = sampled(student, model, temperature=0.001)
+    assert model.training, "the model was in training mode, and isn't any more"
+    same(found.tokens, sampled(right, model, temperature=0.001).tokens, "tokens with dropout")
+    assert not found.logprobs.requires_grad, "the log-probs have gradients"
+
+
+@check("generate", 1)
+def top_k_and_top_p_cut_the_distribution(student, right):
+    """They are there to be shown: with top_k 2 only the two likeliest tokens come."""
+    model = tiny_gpt2()
+    found = sampled(student, model, num_generations=200, max_new_tokens=1, top_k=2)
+    for row in range(3):
+        tokens = found.tokens[row * 200 : (row + 1) * 200, 4].unique()
+        assert len(tokens) <= 2, f"top_k 2 gave {len(tokens)} different tokens"
+    found = sampled(student, model, num_generations=50, max_new_tokens=1, top_p=1e-6)
+    expected = sampled(right, model, num_generations=50, max_new_tokens=1, top_k=1)
+    same(found.tokens, expected.tokens, "tokens with top_p near 0")
+
+
+# --- shape_rewards ---
+
+
+@check("shape_rewards", 2)
+def the_score_sits_on_the_last_real_token(student, right):
+    """The score belongs to the last real token, usually EOS, not to the last column."""
+    scores, kl = torch.arange(1.0, 6.0), torch.zeros(SHAPE)
+    expected = torch.zeros(SHAPE)
+    expected[torch.arange(5), MASK.sum(1) - 1] = scores
+    same(student.shape_rewards(scores, kl, MASK, 0.1), expected, "rewards")
+
+
+@check("shape_rewards", 2)
+def each_token_pays_for_its_kl(student, right):
+    """-kl_coef * kl at every real token, the last included, where the score is added to it."""
+    scores, kl = randn(5), randn(*SHAPE)
+    found = student.shape_rewards(scores, kl, MASK, 0.3)
+    same(found, right.shape_rewards(scores, kl, MASK, 0.3), "rewards")
+    same(found.sum(1), scores - 0.3 * (kl * MASK).sum(1), "sum of a row's rewards")
+
+
+@check("shape_rewards", 1)
+def padding_gets_nothing_whatever_is_there(student, right):
+    """Off the mask the KL may be NaN: fill it, a product would keep the NaN."""
+    scores, kl = randn(5), randn(*SHAPE)
+    found = student.shape_rewards(scores, junk(kl, MASK, NAN), MASK, 0.3)
+    same(found, right.shape_rewards(scores, kl, MASK, 0.3), "rewards")
+    same(student.shape_rewards(scores, kl, MASK.long(), 0.3), found, "mask of 0 and 1")
+    unchanged(lambda s, k: student.shape_rewards(s, k, MASK, 0.3), scores, kl)
+
+
+# --- gae ---
+
+
+def brute_gae(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """The definition: A_t is the sum over l of (gamma lam)^l delta_{t+l}, row by row."""
+    found = torch.zeros(r.shape, dtype=torch.float64)
+    for b, length in enumerate(mask.sum(1).tolist()):
+        values = [*v[b, :length].tolist(), 0.0]
+        deltas = [float(r[b, t]) + gamma * values[t + 1] - values[t] for t in range(length)]
+        for t in range(length):
+            found[b, t] = sum((gamma * lam) ** i * d for i, d in enumerate(deltas[t:]))
+    return found
+
+
+@check("gae", 3)
+def the_discounted_sum_of_deltas(student, right):
+    """A_t is the sum of (gamma lam)^l delta_{t+l}, with delta_t = r_t + gamma V_{t+1} - V_t, row by
+    row, ended by the last real token."""
+    r, v = (junk(randn(*SHAPE, seed=s), MASK, 0.0) for s in (0, 1))
+    for gamma, lam in ((1.0, 0.95), (0.9, 0.8), (0.5, 1.0), (0.9, 0.0)):
+        advantages, _ = student.gae(r, v, MASK, gamma, lam)
+        expected = brute_gae(r, v, MASK, gamma, lam)
+        same(advantages, expected, f"advantages for gamma {gamma}, lambda {lam}")
+
+
+@check("gae", 2)
+def an_episode_ends_with_its_last_real_token(student, right):
+    """The value model also says something at padding: it must not leak into the last token's
+    delta, nor may there be advantages after it."""
+    r, v = randn(*SHAPE), randn(*SHAPE, seed=1)
+    expected = brute_gae(r, v, MASK, 0.9, 0.8)
+    for value in (3.0, NAN):
+        found, _ = student.gae(junk(r, MASK, value), junk(v, MASK, value), MASK, 0.9, 0.8)
+        same(found, expected, f"advantages with {value} at padding")
+
+
+@check("gae", 2)
+def returns_are_advantages_plus_values(student, right):
+    """The targets of the value model are A + V, 0 off the mask, with A as it is, not whitened."""
+    r, v = randn(*SHAPE), randn(*SHAPE, seed=1)
+    advantages, returns = student.gae(r, v, MASK, 0.9, 0.8)
+    expected = brute_gae(r, v, MASK, 0.9, 0.8)
+    same(advantages, expected, "advantages")
+    same(returns, expected + junk(v, MASK, 0.0), "returns")
+
+
+@check("gae", 1)
+def the_inputs_stay_as_they_are(student, right):
+    """A mask of 0 and 1 does as well as one of bool, and no input is changed."""
+    r, v = randn(*SHAPE), randn(*SHAPE, seed=1)
+    unchanged(lambda r, v: student.gae(r, v, MASK, 0.9, 0.8), r, v)
+    found, _ = student.gae(r, v, MASK.long(), 0.9, 0.8)
+    same(found, brute_gae(r, v, MASK, 0.9, 0.8), "advantages with a mask of integers")
+
+
+# --- policy_loss ---
+
+
+@check("policy_loss", 2)
+def the_larger_of_two_losses_at_each_token(student, right):
+    """max(-A ratio, -A clipped ratio), with the ratio of new to old, for either sign of A."""
+    new, old, A = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
+    ratio = torch.exp(new.double() - old.double())
+    expected = -torch.min(A * ratio, A * ratio.clamp(0.8, 1.2))
+    same(student.policy_loss(new, old, A, 0.2), expected, "loss")
+    expected = -torch.min(A * ratio, A * ratio.clamp(0.5, 1.5))
+    same(student.policy_loss(new, old, A, 0.5), expected, "loss with clip_range 0.5")
+
+
+@check("policy_loss", 2)
+def the_clip_stops_the_gradient_only_where_moving_on_would_pay(student, right):
+    """Outside the range: no gradient for A > 0 above and A < 0 below, the full one else."""
+    old, A = torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    new = torch.tensor([[0.5, 0.5, -0.5, -0.5]], requires_grad=True)
+    student.policy_loss(new, old, A, 0.2).sum().backward()
+    ratio = new.detach().exp()
+    expected = -A * ratio * torch.tensor([[0.0, 1.0, 1.0, 0.0]])
+    same(new.grad, expected, "gradient")
+
+
+@check("policy_loss", 1)
+def the_result_is_per_token(student, right):
+    """(B, T): the loop averages it over the mask. At ratio 1 the loss is -A."""
+    x, A = randn(*SHAPE), randn(*SHAPE, seed=2)
+    same(student.policy_loss(x, x, A, 0.2), -A, "loss at ratio 1")
+    unchanged(lambda x, A: student.policy_loss(x, x, A, 0.2), x, A)
+
+
+# --- value_loss ---
+
+
+@check("value_loss", 3)
+def half_the_larger_of_two_squared_errors(student, right):
+    """0.5 * max((V - R)^2, (clipped V - R)^2), V clipped to within the range of the old value."""
+    v, old, R = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
+    clipped = torch.min(torch.max(v, old - 0.2), old + 0.2)
+    expected = 0.5 * torch.max((v - R) ** 2, (clipped - R) ** 2)
+    same(student.value_loss(v, old, R, 0.2), expected, "loss")
+
+
+@check("value_loss", 1)
+def the_clip_range_is_used(student, right):
+    """With a huge range nothing is clipped: half of the squared error."""
+    v, old, R = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
+    same(student.value_loss(v, old, R, 100.0), 0.5 * (v - R) ** 2, "loss")
+
+
+@check("value_loss", 1)
+def no_gradient_where_the_clipped_error_decides(student, right):
+    """A value that has moved away from the old one, past the clip, towards the return, has no
+    gradient."""
+    v = torch.tensor([[1.0, 0.1, -1.0]], requires_grad=True)
+    student.value_loss(v, torch.zeros(1, 3), torch.full((1, 3), 2.0), 0.2).sum().backward()
+    same(v.grad, torch.tensor([[0.0, -1.9, -3.0]]), "gradient")
+
+
+# --- group_advantages ---
+
+
+def brute_group(rewards: Tensor, G: int, scale: str) -> Tensor:
+    groups = rewards.double().view(-1, G)
+    centred = groups - groups.mean(1, keepdim=True)
+    if scale == "group":
+        centred = centred / (groups.std(1, keepdim=True) + 1e-4)
+    if scale == "batch":
+        centred = centred / (groups.std() + 1e-4)
+    return centred.flatten()
+
+
+@check("group_advantages", 2)
+def each_reward_is_compared_with_its_own_group(student, right):
+    """Groups are consecutive rows: mean and standard deviation (with n - 1) of the group, and 1e-4
+    is added to the latter."""
+    rewards = randn(12) * torch.tensor([1.0, 10.0, 0.01]).repeat_interleave(4) + 3
+    found = student.group_advantages(rewards, 4)
+    same(found, brute_group(rewards, 4, "group"), "advantages", 1e-3, 1e-3)
+
+
+@check("group_advantages", 1)
+def the_three_ways_of_scaling(student, right):
+    """ "batch" divides by the standard deviation of all rewards, "none" by nothing."""
+    rewards = randn(12) + torch.arange(3.0).repeat_interleave(4)
+    for scale in ("group", "batch", "none"):
+        found = student.group_advantages(rewards, 4, scale)
+        same(found, brute_group(rewards, 4, scale), f"advantages, scale_rewards {scale!r}", 1e-4)
+
+
+@check("group_advantages", 2)
+def equal_rewards_teach_nothing(student, right):
+    """A group of equal rewards must get exactly 0. The mean of three times 0.1 isn't 0.1 in
+    float32, and a standard deviation of about 0 blows that up."""
+    for value in (0.1, 1 / 3, 7e6 + 0.3):
+        for G in (3, 7):
+            found = student.group_advantages(torch.full((2 * G,), value), G)
+            assert (found == 0).all(), f"rewards of {value:g} gave {found.abs().max():g}"
+
+
+@check("group_advantages", 1)
+def a_missing_reward_stays_out(student, right):
+    """NaN means that the function gave no reward: advantage 0, and not in mean and deviation."""
+    rewards = torch.tensor([1.0, NAN, 3.0, 5.0, NAN, 2.0, NAN, NAN])
+    for scale in ("group", "none", "batch"):
+        expected = right.group_advantages(rewards, 4, scale)
+        same(student.group_advantages(rewards, 4, scale), expected, f"{scale!r}", 1e-4)
+
+
+@check("group_advantages", 1)
+def impossible_arguments_are_refused(student, right):
+    """Groups of one have nothing to be compared with, and a scaling must be known: ValueError."""
+    rewards = randn(4)
+    raises_value_error("groups of one", lambda: student.group_advantages(rewards, 1))
+    raises_value_error("scale 'std'", lambda: student.group_advantages(rewards, 2, "std"))
+    unchanged(lambda x: student.group_advantages(x, 2), rewards)
+
+
+# --- grpo_loss ---
+
+
+def loss_inputs(seed: int = 0) -> list[Tensor]:
+    new, old, ref = (0.4 * randn(*SHAPE, seed=seed + s) - 1 for s in range(3))
+    return [new, old, ref, randn(5, seed=seed + 3)]
+
+
+def brute_grpo(new, old, A, mask, kind, level="token", low=0.2, high=0.2, ref=None, kl=0.0):
+    """Token by token, with the loops of the definition; 9 is max_new_tokens."""
+    rows = []
+    for b, length in enumerate(mask.sum(1).tolist()):
+        log_ratios = (new[b, :length] - old[b, :length]).double()
+        if level == "sequence":
+            log_ratios = log_ratios.mean().expand(length)
+        row = []
+        for t in range(length):
+            ratio, a = log_ratios[t].exp(), A[b].double()
+            if kind == "cispo":
+                loss = -a * min(ratio.item(), high) * new[b, t].double()
+            else:
+                loss = -torch.min(a * ratio, a * ratio.clamp(1 - low, 1 + high))
+            if ref is not None:
+                d = (new[b, t] - ref[b, t]).double()
+                loss = loss + kl * ((-d).exp() - 1 + d)
+            row.append(loss)
+        rows.append(torch.stack(row))
+    if kind == "grpo":
+        return torch.stack([row.mean() for row in rows]).mean()
+    total = torch.stack([row.sum() for row in rows]).sum()
+    return total / (mask.sum() if kind in ("dapo", "cispo") else 9 * len(rows))
+
+
+def compare_grpo(student, what: str, kind: str = "grpo", **options: object) -> None:
+    """Loss and gradient against the definition."""
+    new, old, ref, A = loss_inputs()
+    names = {"low": "clip_range", "high": "clip_range_high", "kl": "kl_coef"}
+    names |= {"level": "importance_sampling_level", "ref": "ref_logprobs"}
+    if "kl" in options:
+        options["ref"] = ref
+    given = {names[k]: v for k, v in options.items()}
+    given = {"clip_range": 0.2, "loss_type": kind, "max_new_tokens": 9} | given
+    gradients = []
+    for run in (
+        lambda x: student.grpo_loss(x, old, A, MASK, **given),
+        lambda x: brute_grpo(x, old, A, MASK, kind, **options),
+    ):
+        x = new.clone().requires_grad_()
+        loss = run(x)
+        loss.backward()
+        gradients.append((loss, x.grad))
+    same(gradients[0][0], gradients[1][0], what)
+    same(gradients[0][1], gradients[1][1], f"gradient of {what}")
+
+
+@check("grpo_loss", 2)
+def the_mean_over_completions_of_their_mean_over_tokens(student, right):
+    """loss_type grpo: clipped surrogate per token, mean over the tokens of each row, then over the
+    rows."""
+    compare_grpo(student, "the loss")
+    compare_grpo(student, "the loss with clip_range_high", low=0.1, high=0.4)
+
+
+@check("grpo_loss", 2)
+def dapo_and_dr_grpo_count_tokens(student, right):
+    """dapo divides the sum over all tokens by their number, dr_grpo by rows * max_new_tokens."""
+    compare_grpo(student, "the loss of dapo", "dapo")
+    compare_grpo(student, "the loss of dr_grpo", "dr_grpo")
+
+
+@check("grpo_loss", 1)
+def cispo_bounds_the_weight_and_keeps_the_gradient(student, right):
+    """-A * min(ratio, clip_range_high) * logprobs, the weight without gradient, over tokens."""
+    compare_grpo(student, "the loss of cispo", "cispo", high=1.1)
+
+
+@check("grpo_loss", 1)
+def the_ratio_of_a_sequence_is_a_geometric_mean(student, right):
+    """importance_sampling_level "sequence" (GSPO): the exponential of the mean log-ratio."""
+    compare_grpo(student, "the loss of GSPO", level="sequence")
+
+
+@check("grpo_loss", 1)
+def the_kl_is_k3_with_its_gradient(student, right):
+    """kl_coef * k3 is added to the loss of each token, and its gradient flows."""
+    compare_grpo(student, "the loss with a KL", kl=0.7)
+    compare_grpo(student, "the loss of dapo with a KL", "dapo", kl=0.7)
+
+
+@check("grpo_loss", 1)
+def micro_batches_add_up(student, right):
+    """With num_rows and num_tokens of the whole minibatch the shares of its parts must sum to the
+    whole."""
+    new, old, _, A = loss_inputs()
+    for kind in ("grpo", "dapo", "dr_grpo", "cispo"):
+        options = {"clip_range": 0.2, "clip_range_high": 1.2, "loss_type": kind}
+        options |= {"max_new_tokens": 9}
+        whole = student.grpo_loss(new, old, A, MASK, **options)
+        options |= {"num_rows": 5, "num_tokens": MASK.sum()}
+        rows = (slice(0, 2), slice(2, 5))
+        parts = [student.grpo_loss(new[r], old[r], A[r], MASK[r], **options) for r in rows]
+        same(sum(parts), whole, f"the sum of two parts, loss_type {kind}")
+
+
+@check("grpo_loss", 1)
+def padding_and_impossible_arguments(student, right):
+    """What is off the mask has no influence, even NaN; an unknown loss_type, and dr_grpo without
+    max_new_tokens, are a ValueError."""
+    new, old, ref, A = loss_inputs()
+    expected = right.grpo_loss(new, old, A, MASK, clip_range=0.2, ref_logprobs=ref, kl_coef=0.1)
+    dirty = [junk(x, MASK, value) for x, value in ((new, 50.0), (old, -50.0), (ref, 9.0))]
+    dirty[0].requires_grad_()
+    options = {"clip_range": 0.2, "kl_coef": 0.1}
+    found = student.grpo_loss(*dirty[:2], A, MASK, ref_logprobs=dirty[2], **options)
+    same(found, expected, "the loss with other padding")
+    found.backward()
+    assert (dirty[0].grad[~MASK] == 0).all(), "there is a gradient at padding"
+    call = lambda **o: student.grpo_loss(new, old, A, MASK, clip_range=0.2, **o)  # noqa: E731
+    raises_value_error("loss_type 'x'", lambda: call(loss_type="x"))
+    raises_value_error("dr_grpo without max_new_tokens", lambda: call(loss_type="dr_grpo"))
+
+
+# --- rloo_advantages ---
+
+
+@check("rloo_advantages", 2)
+def the_baseline_is_the_mean_of_the_others(student, right):
+    """A_i = R_i - mean of the other rewards of its group, groups in consecutive rows."""
+    rewards = randn(12) + torch.arange(3.0).repeat_interleave(4)
+    rows = range(12)
+    others = [[j for j in rows if j // 4 == i // 4 and j != i] for i in rows]
+    expected = torch.stack([rewards[i] - rewards[others[i]].mean() for i in rows])
+    same(student.rloo_advantages(rewards, 4), expected, "advantages")
+    same(student.rloo_advantages(rewards, 2), right.rloo_advantages(rewards, 2), "groups of two")
+
+
+@check("rloo_advantages", 1)
+def a_missing_reward_is_nobodys_sibling(student, right):
+    """NaN gets advantage 0 and stays out of the others' mean."""
+    rewards = torch.tensor([1.0, NAN, 3.0, 5.0, NAN, 2.0, NAN, NAN])
+    expected = torch.tensor([-3.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0])
+    same(student.rloo_advantages(rewards, 4), expected, "advantages")
+
+
+@check("rloo_advantages", 1)
+def equal_rewards_and_groups_of_one(student, right):
+    """Equal rewards get exactly 0, whatever the rounding; groups of one are a ValueError."""
+    for value in (0.1, 1 / 3, 7e6 + 0.3):
+        for G in (3, 7):
+            found = student.rloo_advantages(torch.full((2 * G,), value), G)
+            assert (found == 0).all(), f"rewards of {value:g} gave {found.abs().max():g}"
+    raises_value_error("groups of one", lambda: student.rloo_advantages(randn(4), 1))
+    unchanged(lambda x: student.rloo_advantages(x, 2), randn(4))
+
+
+# --- rloo_loss ---
+
+
+@check("rloo_loss", 2)
+def one_ratio_for_each_completion(student, right):
+    """The ratio is that of whole completions: the exponential of the summed difference; the clip
+    acts on rows."""
+    new, old, _, A = loss_inputs()
+    log_ratio = ((new - old).double() * MASK).sum(1)
+    ratio = log_ratio.exp()
+    expected = -torch.min(A * ratio, A * ratio.clamp(0.8, 1.2)).mean()
+    same(student.rloo_loss(new, old, A, MASK, clip_range=0.2), expected, "loss")
+
+
+@check("rloo_loss", 2)
+def its_gradient_at_ratio_1_is_that_of_reinforce(student, right):
+    """At ratio 1 the gradient is -A/B at every real token: no division by the length."""
+    new, _, _, A = loss_inputs()
+    x = new.clone().requires_grad_()
+    student.rloo_loss(x, new, A, MASK, clip_range=0.2).backward()
+    same(x.grad, -(A / 5).unsqueeze(1) * MASK, "gradient")
+
+
+@check("rloo_loss", 1)
+def shares_add_up_and_padding_has_no_influence(student, right):
+    """num_rows is the number of rows of the whole minibatch; what is off the mask, even NaN,
+    doesn't count."""
+    new, old, _, A = loss_inputs()
+    whole = right.rloo_loss(new, old, A, MASK, clip_range=0.2)
+    rows = (slice(0, 2), slice(2, 5))
+    parts = [
+        student.rloo_loss(new[r], old[r], A[r], MASK[r], clip_range=0.2, num_rows=5) for r in rows
+    ]
+    same(sum(parts), whole, "the sum of two parts")
+    dirty = junk(new, MASK, NAN)
+    same(student.rloo_loss(dirty, old, A, MASK, clip_range=0.2), whole, "with NaN at padding")
+
+
+# --- The loops ---
+
+SMALL = (
+    "--num_steps 2 --num_eval_prompts 4 --eval_every 2 --device cpu --temperature 0.9"
+    " --learning_rate 2e-3 --rollout_batch_size 16 --micro_batch_size 8 --prompts_per_step"
+)
+# What says whether the mathematics of a step is right; times and memory differ anyway.
+TOLD = (
+    "objective/kl objective/scores objective/rlhf_reward loss/policy_avg loss/value_avg grad_norm"
+    " policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg val/ratio lr episode"
+    " val/explained_variance reward/std_within_group"
+).split()
+
+
+@functools.cache
+def trained(module: ModuleType, flags: str) -> list[dict]:
+    """The metrics of a short run of module.main."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            module.main([*f"{SMALL} {flags}".split(), "--output_dir", f"{folder}/run"])
+        text = Path(folder, "run", "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def same_training(student, right, flags: str) -> None:
+    """The metrics of two steps: the first is the arithmetic, the second what the first has done."""
+    for found, expected in zip(trained(student, flags), trained(right, flags), strict=True):
+        for name in TOLD:
+            if expected.get(name) is not None:
+                value = found.get(name)
+                assert value is not None, f"step {found['step']}: there is no {name}"
+                what = f"step {found['step']}, {name}, flags {flags!r}"
+                same(torch.tensor(value), torch.tensor(expected[name]), what, 2e-3)
+
+
+@check("ppo_loop", 2)
+def two_steps_of_ppo_have_the_metrics_of_the_solution(student, right):
+    """The KL of the sampled tokens to the reference, rewards per token, GAE, whitened
+    advantages."""
+    same_training(student, right, "16 --kl_coef 0.5 --num_epochs 2 --num_mini_batches 1")
+
+
+@check("ppo_loop", 1)
+def the_flags_of_rewards_and_advantages_are_used(student, right):
+    """whiten_rewards without shifting the mean, gamma, lam and kl_estimator come from the
+    config."""
+    flags = "--whiten_rewards --gamma 0.9 --lam 0.5 --kl_estimator k3 --num_mini_batches 1"
+    same_training(student, right, f"16 --kl_coef 0.5 --num_epochs 2 {flags}")
+
+
+@check("ppo_loop", 1)
+def without_a_reference_the_kl_is_0(student, right):
+    """kl_coef 0 builds no reference: ref_logprobs is None."""
+    same_training(student, right, "16 --kl_coef 0 --num_epochs 1 --num_mini_batches 1")
+
+
+@check("grpo_loop", 3)
+def two_updates_of_grpo_have_the_metrics_of_the_solution(student, right):
+    """One minibatch: loss, gradient norm, learning rate, and after the update the KL of the next
+    step."""
+    same_training(student, right, "4 --num_generations 4 --kl_coef 0.3 --num_epochs 1")
+
+
+@check("grpo_loop", 1)
+def the_loss_gets_its_flags_and_the_mask_its_truncated_rows(student, right):
+    """loss_type, the clip ranges, the level, max_new_tokens and mask_truncated_completions."""
+    flags = "--loss_type dr_grpo --mask_truncated_completions --max_new_tokens 3 --num_epochs 3"
+    same_training(student, right, f"4 --num_generations 4 --clip_range 0.01 {flags}")
+    flags = "--loss_type dapo --importance_sampling_level sequence --clip_range_high 0.001"
+    same_training(student, right, f"4 --num_generations 4 --num_epochs 3 {flags}")
+
+
+@check("grpo_loop", 1)
+def every_epoch_steps_once_for_each_minibatch_of_new_order(student, right):
+    """2 epochs of 2 minibatches are 4 optimiser steps per rollout, each row once per epoch, and the
+    gradient is set to zero between them."""
+    calls, steps, loss, step = [], [], student.grpo_loss, torch.optim.AdamW.step
+
+    def spy_loss(logprobs, old_logprobs, advantages, mask, **options):
+        given = options.get("num_rows"), int(options.get("num_tokens"))
+        calls.append((advantages.tolist(), int(mask.sum()), given))
+        return loss(logprobs, old_logprobs, advantages, mask, **options)
+
+    def spy_step(self, *args, **kwargs):
+        done = sum(len(part) for part in steps)
+        steps.append(calls[done:])
+        return step(self, *args, **kwargs)
+
+    student.grpo_loss, torch.optim.AdamW.step = spy_loss, spy_step
+    try:
+        flags = "4 --num_generations 4 --num_epochs 2 --num_mini_batches 2 --loss_type dapo"
+        found = trained(student, flags)
+    finally:
+        student.grpo_loss, torch.optim.AdamW.step = loss, step
+    assert len(steps) == 8, f"{len(steps)} optimiser steps in two rollouts, not 8"
+    rows = []
+    for part in steps:
+        rows.append([value for values, _, _ in part for value in values])
+        counts = {given for *_, given in part}
+        expected = (len(rows[-1]), sum(tokens for _, tokens, _ in part))
+        assert counts == {expected}, f"num_rows and num_tokens {counts}, not {expected}"
+        assert len(rows[-1]) == 8, f"a minibatch of {len(rows[-1])} rows, not 8"
+    for first in (0, 4):  # steps of a rollout: 2 minibatches, and again
+        epochs = [sorted(rows[i] + rows[i + 1]) for i in (first, first + 2)]
+        same(torch.tensor(epochs[0]), torch.tensor(epochs[1]), "advantages of the two epochs")
+    assert found[0]["val/ratio_max_dev_first"] < 1e-3, "the ratio isn't 1 before the first update"
+    reference = trained(right, flags)
+    ours, theirs = (lines[0]["grad_norm"] for lines in (found, reference))
+    assert 0.5 < ours / theirs < 2, f"the mean gradient norm is {ours:.3g}, not about {theirs:.3g}"
+
+
+@check("rloo_loop", 2)
+def two_steps_of_rloo_have_the_metrics_of_the_solution(student, right):
+    """The KL, k1 summed over the completion, is taken off the score before the baseline."""
+    same_training(student, right, "4 --num_generations 4 --kl_coef 0.5 --num_epochs 2")
+
+
+@check("rloo_loop", 1)
+def the_clip_acts_on_the_score_and_normalising_on_the_advantages(student, right):
+    """reward_clip_range clips scores and not the KL; normalize_advantages scales by those known."""
+    for flags in ("--reward_clip_range 0.1 0.6", "--normalize_advantages"):
+        same_training(student, right, f"4 --num_generations 4 --kl_coef 0.5 {flags}")
+
+
+@check("rloo_loop", 1)
+def without_a_reference_the_reward_is_the_score(student, right):
+    """kl_coef 0 builds no reference: kl is None, and logged as unknown."""
+    same_training(student, right, "4 --num_generations 4 --kl_coef 0")
+
+
+# --- Running them ---
+
+
+@functools.cache
+def solution_of(file: str) -> ModuleType:
+    return load(REPOSITORY / file, f"solution_{Path(file).stem}")
+
+
+def load(path: Path, name: str) -> ModuleType:
+    """The file as a module of its own, whatever else has that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+def fault_of(error: BaseException, path: Path) -> str:
+    """What went wrong, in one line, with the student's line where there is one."""
+    if isinstance(error, AssertionError):
+        return str(error).strip().split("\n")[0]
+    if isinstance(error, NotImplementedError):
+        return f"not written yet: NotImplementedError {error}".strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    where = f" in {frames[-1].line!r}" if frames else ""
+    text = (str(error).strip().split("\n") or [""])[0]
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def run_check(item: Check, path: Path, number: int) -> str:
+    """'' if the submission in `path` passes, else why not."""
+    torch.manual_seed(0)
+    try:
+        item.run(load(path, f"student_{path.stem}_{number}"), solution_of(path.name))
+    except (Exception, SystemExit) as e:
+        return fault_of(e, path) or "it fails"
+    return ""
+
+
+def main() -> None:
+    problem, path, results = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    with results.open("a") as file:
+        for number, item in enumerate(CHECKS[problem]):
+            fault = run_check(item, path, number)
+            file.write(json.dumps({"check": item.name, "fault": fault}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()

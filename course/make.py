@@ -1,0 +1,127 @@
+"""The starter repository of the assignment: the files of this one, without the solutions.
+
+  python course/make.py OUT                                  # all problems, a first hint each
+  python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
+  python course/make.py OUT --hints 3                        # 0: none, 3: a recipe
+
+Points are those of grade.py, expected curves those of benchmarks/learning.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from checks import CHECKS
+from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
+
+COURSE = Path(__file__).parent
+FILES = """ppo.py grpo.py rloo.py common.py loading.py metrics.py flags.py runs.py sampling.py
+tasks.py plot.py requirements.txt LICENSE""".split()
+MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+         "tokenizer_config.json"]  # fmt: skip
+
+
+def make(out: Path, problems: list[Problem], hints: int) -> None:
+    """Write the starter repository into the new folder `out`."""
+    out.mkdir(parents=True)
+    for name in FILES:
+        text = (REPOSITORY / name).read_text(encoding="utf-8")
+        own = [problem for problem in problems if problem.file == name]
+        (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
+    (out / "tiny").mkdir()
+    for name in MODEL:
+        if (REPOSITORY / "tiny" / name).exists():
+            shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)
+    (out / "tests").mkdir()
+    for problem in problems:
+        name = f"test_{problem.name}.py"
+        shutil.copy(COURSE / "public_tests" / name, out / "tests" / name)
+    shutil.copy(COURSE / "public_tests" / "conftest.py", out / "tests" / "conftest.py")
+    (out / "requirements-dev.txt").write_text("-r requirements.txt\npytest\nmatplotlib\npeft\n")
+    shutil.copy(COURSE / "handout.md", out / "handout.md")
+    shutil.copy(COURSE / "labs.py", out / "labs.py")
+    shutil.copy(COURSE / "reference.json", out / "reference.json")
+    (out / "README.md").write_text(readme(problems), encoding="utf-8")
+
+
+def readme(problems: list[Problem]) -> str:
+    """What is to be done, for how many points, and what the curves look like when it is."""
+    rows = [
+        f"| `{problem.name}` | {problem.what} | {problem.file}"
+        + (f", step {' and '.join(problem.steps)} of `main`" if problem.steps else "")
+        + f" | {sum(item.points for item in CHECKS[problem.name])} |"
+        for problem in problems
+    ]
+    total = sum(item.points for problem in problems for item in CHECKS[problem.name])
+    learning = json.loads((REPOSITORY / "benchmarks" / "learning.json").read_text())
+    curves = []
+    for script, seeds in learning.items():
+        cells = []
+        for share in SHARES:
+            values = [curve[round(share * (len(curve) - 1))][2] for curve in seeds]
+            cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
+        curves.append(f"| `python {script}.py` | {' | '.join(cells)} |")
+    head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
+    table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
+    text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))
+    return text.replace("CURVES", table).replace("FIRST", problems[0].name)
+
+
+SHARES = (0, 0.25, 0.5, 0.75, 1)
+README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
+
+Write the functions that say `raise NotImplementedError`. Each docstring has the shapes, the formula
+and its source; the headers of ppo.py, grpo.py and rloo.py have the algorithms with their papers.
+handout.md leads through it in five labs.
+
+    pip install -r requirements-dev.txt
+    python -m pytest -k FIRST         # the public tests of one problem
+    python -m pytest                  # of all
+
+Nothing needs a GPU, a network or a model download: `tiny/` holds a model of 0.6 M parameters that
+adds two-digit numbers, and gets 39% of the sums right when it samples.
+
+| problem | what | where | points |
+|---|---|---|---|
+PROBLEMS
+
+TOTAL points. The tests in tests/ are a part of those that are graded. Write plainly: the grader
+takes each function by its name and puts it among the right ones, so an error in one costs no other;
+helpers of your own in the same file come along. Don't change names and arguments.
+
+When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
+
+CURVES
+"""
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the new folder")
+    parser.add_argument("--problems", nargs="+", default=["all"], metavar="NAME", help="(all)")
+    parser.add_argument("--hints", type=int, choices=range(4), default=1, help="depth of hints (1)")
+    options = parser.parse_args(args)
+    unknown = sorted(set(options.problems) - set(BY_NAME) - {"all"})
+    fault = f"{options.out} exists already, choose a new folder" if options.out.exists() else ""
+    if unknown:
+        fault = f"--problems {unknown[0]}: choose from all, {', '.join(BY_NAME)}"
+    if fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    chosen = [p for p in PROBLEMS if "all" in options.problems or p.name in options.problems]
+    make(options.out, chosen, options.hints)
+    print(f"{options.out} has {len(chosen)} problems.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

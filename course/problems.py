@@ -1,0 +1,379 @@
+"""The problems of the assignment, and how a function is taken out of a file or put into it.
+
+Functions are found by their name through `ast`, steps of a loop by the numbers of their comments:
+no marker clutters the solution, which is the repository itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A function of a file to be written; of `main` only the steps in `steps`. The hints go from
+    the idea to a recipe.
+    """
+
+    name: str
+    file: str
+    function: str
+    what: str
+    hints: tuple[str, str, str]
+    steps: tuple[str, ...] = ()
+
+
+PROBLEMS = [
+    Problem(
+        "token_logprobs", "common.py", "token_logprobs", "log-probs of given tokens",
+        (
+            "The log-prob of a token is its logit less the log of the sum of all exponentials.",
+            "There is a function for it along the last dimension; then pick one entry per token.",
+            "Convert bfloat16 and float16 to float32 first; take the log of the softmax over the"
+            " vocabulary; pick with gather, whose index needs a last dimension of size 1.",
+        ),
+    ),
+    Problem(
+        "kl_estimate", "common.py", "kl_estimate", "k1, k2 and k3",
+        (
+            "All three are functions of d, the log-prob under the policy less that under the"
+            " reference.",
+            "k3 is the difference between two numbers that are nearly equal where d is small: how"
+            " does torch compute exp(x) - 1 without losing digits?",
+            "Write d once, then one case per estimator with the formulas above; k3 by expm1 of -d;"
+            " any other name is a ValueError that says which names there are.",
+        ),
+    ),
+    Problem(
+        "completion_mask", "sampling.py", "completion_mask", "where a completion ends",
+        (
+            "A position counts if no EOS comes strictly before it.",
+            "How many EOS come before each position? A cumulative sum counts them up to and"
+            " including it.",
+            "Mark the tokens that are any of the EOS ids; from the cumulative sum along the row"
+            " take the mark itself away; the mask is where that is 0.",
+        ),
+    ),
+    Problem(
+        "masked_whiten", "common.py", "masked_whiten", "whitening under a mask",
+        (
+            "Mean and variance over the real entries alone; what lies off the mask may be anything,"
+            " even NaN.",
+            "0 * NaN is NaN: fill, don't multiply. The variance divides by the number of entries"
+            " less 1.",
+            "Take the masked mean off and fill with 0 off the mask; the variance is the sum of the"
+            " squares over (count - 1), at least 1; multiply by 1 / sqrt(variance + 1e-8); add the"
+            " mean again where it is not to be shifted; 0 off the mask.",
+        ),
+    ),
+    Problem(
+        "disable_dropout", "common.py", "disable_dropout", "dropout off, all of it",
+        (
+            "nn.Dropout modules are only one of three places where models keep a probability.",
+            "Modules may also have it as a float attribute, or read it from a config that they"
+            " share with the model; the config that is saved must stay as it is.",
+            "For each module of each model: set p of dropout modules to 0; set float attributes"
+            " whose name has drop or jitter in it to 0, by the helper that is there; give a module"
+            " with a config of its own a shallow copy of it, made quiet the same way, but not the"
+            " whole model; count what was above 0.",
+        ),
+    ),
+    Problem(
+        "reference", "common.py", "reference", "which reference model there is",
+        (
+            "Three cases: no KL, a new adapter, everything else.",
+            "A context manager that can be entered often and gives None, the policy with its"
+            " adapter switched off, or a copy that never changes.",
+            "contextlib.nullcontext gives what you put into it. Without KL: None. With a new"
+            " adapter (there is a function that says so): the class AdapterOff. Else a copy by the"
+            " function that shares what doesn't train, in evaluation mode and without gradients.",
+        ),
+    ),
+    Problem(
+        "generate", "sampling.py", "generate", "the sampling loop",
+        (
+            "Read the prompts, then draw a token for each row, read it, and so on. First without a"
+            " cache: it is slower and right.",
+            "Everything in evaluation mode and without gradients; positions come from the mask"
+            " (model_inputs makes them); a row that has ended goes on being padding.",
+            "Repeat each prompt num_generations times; at each step run the model on all that is"
+            " there, take the logits of the last position, draw with draw() from uniform numbers of"
+            " the given generator, append the tokens and the mask; at the end completion_mask says"
+            " what is real, the rest becomes pad_token_id, log-prob 0.",
+        ),
+    ),
+    Problem(
+        "shape_rewards", "ppo.py", "shape_rewards", "PPO: rewards per token",
+        (
+            "Every real token pays for its KL; the last real one gets the score as well.",
+            "The last real token of a row is where the cumulative sum of the mask reaches its"
+            " total.",
+            "Take -kl_coef * kl and fill it with 0 off the mask; add the scores, as a column, at"
+            " the last real tokens.",
+        ),
+    ),
+    Problem(
+        "gae", "common.py", "gae", "generalised advantage estimation",
+        (
+            "The recursion runs from the last token to the first.",
+            "After the last real token of a row V and A are 0, whatever the value model says there:"
+            " fill first, then recurse.",
+            "Fill rewards and values with 0 off the mask; start with next value and next advantage"
+            " 0; for t from the end: delta, then the advantage, 0 off the mask; keep them in order;"
+            " the returns are advantages + values.",
+        ),
+    ),
+    Problem(
+        "policy_loss", "ppo.py", "policy_loss", "PPO: the clipped surrogate",
+        (
+            "The paper maximises a minimum, you minimise a maximum.",
+            "Two losses, one with the ratio, one with the clipped ratio, both times the negative"
+            " advantage.",
+            "The ratio is the exponential of the difference of the log-probs; clamp it to"
+            " 1 - clip_range .. 1 + clip_range; the larger of the two losses at each token.",
+        ),
+    ),
+    Problem(
+        "value_loss", "ppo.py", "value_loss", "PPO: the clipped value loss",
+        (
+            "As with the policy: the worse of a free and a clipped prediction.",
+            "The clipped prediction stays within clip_range_value of the old value.",
+            "Clamp the values between old_values -+ clip_range_value; half of the larger squared"
+            " error.",
+        ),
+    ),
+    Problem(
+        "ppo_loop", "ppo.py", "main", "PPO: rewards and advantages in the loop",
+        (
+            "Estimate the KL, shape the rewards, then advantages and returns.",
+            "Without a reference the KL is 0. Rewards are whitened only where asked for and without"
+            " shifting their mean; advantages are whitened always, returns never.",
+            "kl by kl_estimate where there are ref_logprobs, else zeros; shape_rewards;"
+            " masked_whiten for whiten_rewards; gae; masked_whiten of the advantages; the seconds"
+            " since rollout_started by seconds_since.",
+        ),
+        steps=("2", "3"),
+    ),
+    Problem(
+        "group_advantages", "grpo.py", "group_advantages", "GRPO: advantages in the group",
+        (
+            "The group's mean is the baseline; three ways of scaling.",
+            "Rewards may be NaN: nanmean and the helper for the standard deviation leave them out."
+            " Equal rewards must give exactly 0, whatever the rounding.",
+            "Refuse groups of one with a ValueError; reshape to (N, G); take the group's mean off;"
+            " divide by the standard deviation of the group or the batch plus 1e-4, or not at all;"
+            " 0 where the reward is NaN and in flat groups; flatten.",
+        ),
+    ),
+    Problem(
+        "grpo_loss", "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
+        (
+            "A loss per token, then one of four ways to average it over the minibatch.",
+            "importance_ratio gives the ratio at either level; the counts come from the whole"
+            " minibatch, so that shares of micro-batches add up.",
+            "Per token: the clipped surrogate, or for cispo -A * (ratio bounded above, without"
+            " gradient) * logprobs; plus kl_coef * k3; 0 off the mask. Then: grpo the mean of each"
+            " row, summed over num_rows; dapo and cispo the sum over num_tokens; dr_grpo the sum"
+            " over num_rows * max_new_tokens.",
+        ),
+    ),
+    Problem(
+        "grpo_loop", "grpo.py", "main", "GRPO: the update in the loop",
+        (
+            "Set the learning rate; for each epoch a new order of the rows, cut into minibatches,"
+            " each of them one optimiser step over micro-batches.",
+            "Gradients of micro-batches add up, so zero them after the step alone; the shares need"
+            " the counts of the whole minibatch. meter.add collects what is logged in step 5.",
+            "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
+            " grpo_loss, num_rows and num_tokens, and the mask of the loss without truncated"
+            " completions where that is asked for.",
+        ),
+        steps=("4",),
+    ),
+    Problem(
+        "rloo_advantages", "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
+        (
+            "The baseline of a completion is the mean reward of its siblings.",
+            "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling.",
+            "Refuse groups of one with a ValueError; reshape to (N, G); (nansum - own) over (number"
+            " of known - 1, at least 1); 0 where the reward is NaN and in flat groups; flatten.",
+        ),
+    ),
+    Problem(
+        "rloo_loss", "rloo.py", "rloo_loss", "RLOO: the loss",
+        (
+            "A completion is one action: one ratio per row.",
+            "sequence_ratio gives it; the clip is that of PPO, on rows.",
+            "The larger of -A * ratio and -A * clipped ratio, summed over the rows and divided by"
+            " the number of rows of the whole minibatch.",
+        ),
+    ),
+    Problem(
+        "rloo_loop", "rloo.py", "main", "RLOO: rewards and advantages in the loop",
+        (
+            "In RLOO the KL is part of the reward, summed over the completion.",
+            "The order matters: the score is clipped, the KL is not.",
+            "Clamp the scores where reward_clip_range is given; kl by k1 where there is a"
+            " reference, None else; take kl_coef times its sum over the row off; rloo_advantages;"
+            " normalize"
+            " where asked for, by the rewards that are known; the seconds since rollout_started.",
+        ),
+        steps=("2", "3"),
+    ),
+]  # fmt: skip
+BY_NAME = {problem.name: problem for problem in PROBLEMS}
+
+
+class NotFound(Exception):
+    """A file lacks a function or a step: one line that says which."""
+
+
+def function_of(source: str, name: str) -> ast.FunctionDef:
+    """The top-level function `name` of a source that parses. Raises NotFound."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise NotFound(f"there is no function {name}")
+
+
+def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
+    """The spans of lines, from 1, both ends included, that are the solution: the function's body
+    after its docstring, or the code under the numbered comments of its steps.
+    """
+    function = function_of(source, problem.function)
+    if not problem.steps:
+        has_doc = ast.get_docstring(function) is not None
+        first = function.body[int(has_doc)]
+        start = function.body[0].end_lineno + 1 if has_doc else first.lineno
+        return [(start, function.end_lineno)]
+    lines, spans = source.split("\n"), []
+    numbered = re.compile(r" +# (\d)\. ")
+    places = [
+        (n, match[1])
+        for n in range(function.lineno, function.end_lineno + 1)
+        if (match := numbered.match(lines[n - 1]))
+    ]
+    for (start, number), (end, _) in itertools.pairwise(places):
+        if number in problem.steps:
+            start += 1
+            while lines[start - 1].lstrip().startswith("#"):  # the comment of the step goes on
+                start += 1
+            end -= 1
+            while not lines[end - 1].strip():
+                end -= 1
+            spans.append((start, end))
+    if len(spans) != len(problem.steps):
+        raise NotFound(f"{problem.file} lacks one of the steps {', '.join(problem.steps)}")
+    return spans
+
+
+def to_be_set(source: str, problem: Problem, span: tuple[int, int]) -> list[str]:
+    """The names that a step gives a value and that the loop reads after it."""
+    start, end = span
+    function = function_of(source, problem.function)
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    stored = {n.id for n in names if isinstance(n.ctx, ast.Store) and start <= n.lineno <= end}
+    loaded = {n.id for n in names if isinstance(n.ctx, ast.Load) and n.lineno > end}
+    return sorted(stored & loaded)
+
+
+def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
+    """The source of a file in which the solutions of `problems` are left to the reader, with the
+    first `hints` of the hints.
+    """
+    lines = source.split("\n")
+    cuts = [(span, p) for p in problems for span in solution_lines(source, p)]
+    for (start, end), problem in sorted(cuts, key=lambda cut: cut[0], reverse=True):
+        indent = re.match(r" *", lines[start - 1])[0]
+        width = 100 - len(indent) - 2
+        new = []
+        is_first = (start, end) == solution_lines(source, problem)[0]
+        for hint in problem.hints[:hints] if is_first else ():
+            new += [f"{indent}# {line}" for line in textwrap.wrap(hint, width)]
+        message = ""
+        if problem.steps and (names := to_be_set(source, problem, (start, end))):
+            message = f'("set {", ".join(names)}")'
+        new.append(f"{indent}raise NotImplementedError{message}")
+        lines[start - 1 : end] = new
+    return "\n".join(lines)
+
+
+def top_level(source: str) -> list[tuple[ast.stmt, str]]:
+    """The statements of a file with their text. Of a file that doesn't parse, those that do: an
+    error in one function must not cost the others.
+    """
+    try:
+        parts = [source]
+        ast.parse(source)
+    except SyntaxError:
+        parts = []
+        for line in source.split("\n"):
+            starts = line[:1] not in ("", " ", "\t", "#", ")", "]", "}")
+            if starts and not (parts and parts[-1].split("\n")[-1].startswith("@")):
+                parts.append(line)
+            elif parts:
+                parts[-1] += "\n" + line
+    found = []
+    for part in parts:
+        try:
+            body = ast.parse(part).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        lines = part.split("\n")
+        for node in body:
+            decorators = getattr(node, "decorator_list", [])
+            start = min([node.lineno, *(d.lineno for d in decorators)])
+            found.append((node, "\n".join(lines[start - 1 : node.end_lineno])))
+    return found
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """The names that a top-level statement gives a meaning."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+
+
+def splice(solution: str, submission: str, function: str) -> str:
+    """The solution's file with the submission's `function` in the place of its own.
+
+    Helpers and imports of the submission come with it where it needs them and the solution has none
+    of that name; nothing else of the submission is run. So a fault in one function can't cost the
+    points of another. Raises NotFound.
+    """
+    theirs = top_level(submission)
+    found = [(n, t) for n, t in theirs if isinstance(n, ast.FunctionDef) and n.name == function]
+    if not found:
+        if re.search(rf"^def {function}\b", submission, re.MULTILINE):
+            raise NotFound(f"{function} doesn't parse, python says where: check its syntax")
+        raise NotFound(f"there is no function {function}")
+    node, text = found[-1]
+    ours = set().union(*(names_of(n) for n, _ in top_level(solution)))
+    wanted, extras = [node], {}
+    while wanted:
+        read = {n.id for n in ast.walk(wanted.pop()) if isinstance(n, ast.Name)}
+        for index, (other, other_text) in enumerate(theirs):
+            names = names_of(other)
+            if index not in extras and names & read - ours and function not in names:
+                extras[index] = other_text
+                if isinstance(other, (ast.Import, ast.ImportFrom)):
+                    # One that fails leaves a name undefined, where that is used it is said.
+                    tried = textwrap.indent(other_text, "    ")
+                    extras[index] = f"try:\n{tried}\nexcept Exception:\n    pass"
+                wanted.append(other)
+    own = function_of(solution, function)
+    start = min([own.lineno, *(d.lineno for d in own.decorator_list)])
+    lines = solution.split("\n")
+    lines[start - 1 : own.end_lineno] = [*(extras[i] for i in sorted(extras)), text]
+    return "\n".join(lines)

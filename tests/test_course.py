@@ -1,0 +1,357 @@
+"""The course kit: nothing of the solution is given away, and points go where they belong."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(REPOSITORY / "course"))
+
+import bughunt
+import checks
+import grade
+import labs
+import make
+from checks import CHECKS
+from course_answers import HARMLESS, LOOPS, WRONG
+from mutations import MUTATIONS
+from problems import BY_NAME, PROBLEMS, function_of, solution_lines, splice, top_level
+
+ANSWERS = Path(__file__).with_name("course_answers.py")
+
+
+def solution(problem) -> str:
+    return (REPOSITORY / problem.file).read_text()
+
+
+def answers() -> dict[str, tuple[str, str]]:
+    """{test id: (problem, source of a file with that answer)}; helpers and imports with each."""
+    text = ANSWERS.read_text()
+    parts = top_level(text)
+    helpers = [t for n, t in parts if not (isinstance(n, ast.FunctionDef) and "__" in n.name)]
+    found = {}
+    for node, source in parts:
+        if isinstance(node, ast.FunctionDef) and "__" in node.name:
+            problem = node.name.split("__")[0]
+            renamed = source.replace(f"def {node.name}(", f"def {problem}(", 1)
+            found[node.name] = problem, "\n\n".join([*helpers, renamed])
+    return found
+
+
+def loop_answer(way: str) -> tuple[str, str]:
+    """(problem, the script with its steps written as LOOPS has it)."""
+    problem = BY_NAME[way.split("__")[0]]
+    source, new = solution(problem), LOOPS[way]
+    if isinstance(new, dict):
+        for old, text in new.items():
+            assert source.count(old) == 1, old
+            source = source.replace(old, text)
+        return problem.name, source
+    lines = source.split("\n")
+    for (start, end), text in reversed(list(zip(solution_lines(source, problem), new))):
+        indent = " " * 12
+        lines[start - 1 : end] = textwrap.indent(textwrap.dedent(text).strip(), indent).split("\n")
+    return problem.name, "\n".join(lines)
+
+
+def graded(problem, submission: str, tmp_path: Path) -> dict[str, str]:
+    """{check: fault} of those that fail, in this process."""
+    path = tmp_path / problem.file
+    path.write_text(splice(solution(problem), submission, problem.function))
+    faults = {c.name: checks.run_check(c, path, 0) for c in CHECKS[problem.name]}
+    return {name: fault for name, fault in faults.items() if fault}
+
+
+def test_every_problem_has_points_three_hints_public_tests_and_three_other_answers():
+    assert sum(c.points for items in CHECKS.values() for c in items) == 100
+    ways = [way.split("__")[0] for way in [*answers(), *LOOPS]]
+    for problem in PROBLEMS:
+        assert len(problem.hints) == 3 and len(CHECKS[problem.name]) >= 3
+        assert (REPOSITORY / "course/public_tests" / f"test_{problem.name}.py").exists()
+        assert ways.count(problem.name) >= 3, f"{problem.name} has too few other answers"
+    assert all(c.run.__doc__ for items in CHECKS.values() for c in items)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+def test_the_solution_itself_gets_all_points(problem, tmp_path):
+    assert graded(problem, solution(problem), tmp_path) == {}
+
+
+@pytest.mark.parametrize("way", [*answers(), *LOOPS])
+def test_a_right_answer_written_differently_gets_all_points(way, tmp_path):
+    name, submission = loop_answer(way) if way in LOOPS else answers()[way]
+    assert graded(BY_NAME[name], submission, tmp_path) == {}
+
+
+def planted() -> dict[str, tuple[str, str]]:
+    """{bug: (problem, source with it)}: of the mutations those within a problem, and WRONG."""
+    found = {}
+    for problem in PROBLEMS:
+        source = solution(problem)
+        spans = solution_lines(source, problem)
+        edits = [(bug, old, new) for file, old, new, bug in MUTATIONS if file == problem.file]
+        edits += [(bug, old, new) for name, old, new, bug in WRONG if name == problem.name]
+        for bug, old, new in edits:
+            assert source.count(old) == 1, f"{bug}: {old}"
+            first = source[: source.index(old)].count("\n") + 1
+            if any(start <= first <= end for start, end in spans) and bug not in HARMLESS:
+                found[bug] = problem.name, source.replace(old, new)
+    return found
+
+
+def test_wrong_answers_lose_points(tmp_path):
+    """97% of them at least; those that no check sees are listed in the course's guide."""
+    bugs = planted()
+    unseen = []
+    for bug, (name, submission) in bugs.items():
+        if not graded(BY_NAME[name], submission, tmp_path):
+            unseen.append(bug)
+    print(len(bugs), unseen)
+    assert len(unseen) <= 0.03 * len(bugs), unseen
+
+
+# --- The starter repository ---
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("course") / "starter"
+    assert make.main([str(out), "--hints", "3"]) == 0
+    return out
+
+
+def statements(source: str) -> list[str]:
+    """The simple statements of a source, however they were laid out."""
+    kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.Raise, ast.Delete)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [ast.unparse(node) for node in nodes]
+
+
+def test_no_statement_of_a_solution_is_left_anywhere_in_the_starter(starter):
+    kept, removed = [], []
+    for name in {problem.file for problem in PROBLEMS}:
+        lines = (REPOSITORY / name).read_text().split("\n")
+        whole = statements("\n".join(lines))
+        for problem in PROBLEMS:
+            if problem.file == name:
+                for start, end in solution_lines("\n".join(lines), problem):
+                    indent = " " * (len(lines[start - 1]) - len(lines[start - 1].lstrip()))
+                    lines[start - 1 : end] = [f"{indent}raise NotImplementedError"] + [""] * (
+                        end - start
+                    )
+        rest = statements("\n".join(lines))
+        kept += rest
+        removed += [s for s in whole if whole.count(s) > rest.count(s)]
+    secret = {s for s in removed if len(s) > 15} - set(kept)
+    assert len(secret) > 120
+    for path in starter.rglob("*"):
+        if path.suffix == ".py":
+            found = secret & set(statements(path.read_text()))
+            assert not found, f"{path.name}: {found}"
+        elif path.suffix in (".md", ".txt", ".json"):
+            text = path.read_text()
+            assert not any(s in text for s in secret), path.name
+    hints = "\n".join(hint for problem in PROBLEMS for hint in problem.hints)
+    assert not any(s in hints for s in secret)
+
+
+def test_the_starter_keeps_names_arguments_and_docstrings_and_hints_of_the_depth_asked_for(
+    starter, tmp_path
+):
+    for problem in PROBLEMS:
+        ours, theirs = (
+            function_of((folder / problem.file).read_text(), problem.function)
+            for folder in (REPOSITORY, starter)
+        )
+        assert ast.unparse(ours.args) == ast.unparse(theirs.args)
+        assert ast.get_docstring(ours) == ast.get_docstring(theirs)
+        assert "raise NotImplementedError" in ast.unparse(theirs)
+    assert "Write d once" in (starter / "common.py").read_text()
+    assert make.main([str(tmp_path / "bare"), "--hints", "0", "--problems", "kl_estimate"]) == 0
+    bare = (tmp_path / "bare" / "common.py").read_text()
+    assert "raise NotImplementedError" in bare and "functions of d" not in bare
+    assert (tmp_path / "bare" / "ppo.py").read_text() == (REPOSITORY / "ppo.py").read_text()
+    assert [p.name for p in (tmp_path / "bare" / "tests").glob("test_*")] == ["test_kl_estimate.py"]
+
+
+def test_what_a_step_has_to_set_is_said(starter):
+    text = (starter / "ppo.py").read_text()
+    assert 'raise NotImplementedError("set kl, rewards")' in text
+    assert 'raise NotImplementedError("set advantages, returns, rollout_seconds")' in text
+
+
+def pytest_in(folder: Path) -> tuple[int, int]:
+    """(passed, failed) of the public tests of a starter repository."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    output = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+    ).stdout
+    counts = {kind: number for number, kind in re.findall(r"(\d+) (passed|failed)", output)}
+    return int(counts.get("passed", 0)), int(counts.get("failed", 0))
+
+
+def solve(starter: Path, out: Path) -> Path:
+    """The starter with all functions copied back."""
+    shutil.copytree(starter, out)
+    for problem in PROBLEMS:
+        path = out / problem.file
+        path.write_text(splice(path.read_text(), solution(problem), problem.function))
+    return out
+
+
+@pytest.mark.slow
+def test_solved_it_is_graded_at_100_and_unsolved_at_0(starter, tmp_path, capsys):
+    solved = solve(starter, tmp_path / "solved")
+    assert grade.main([str(solved), "--json", str(tmp_path / "results.json")]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("100 of 100 points\n"), output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["score"] == 100 and len(results["tests"]) == len(PROBLEMS)
+    assert all(test["score"] == test["max_score"] for test in results["tests"])
+    assert grade.main([str(starter)]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("\n0 of 100 points\n") and "not written yet" in output
+
+
+@pytest.mark.slow
+def test_the_public_tests_pass_when_solved_and_fail_before(starter, tmp_path):
+    passed, failed = pytest_in(starter)
+    assert passed == 0 and failed >= len(PROBLEMS)
+    assert pytest_in(solve(starter, tmp_path / "solved")) == (failed, 0)
+
+
+FAULTY = {
+    "gae": "def gae(rewards, values, mask, gamma, lam):\n    while True:\n        pass\n",
+    "kl_estimate": "def kl_estimate(a, b, estimator):\n    import os\n    os._exit(0)\n",
+    "masked_whiten": "def masked_whiten(x, mask, shift_mean=True):\n    raise SystemExit(0)\n",
+    "reference": "def reference(policy, kl_coef):\n    return undefined_helper(policy)\n",
+    "token_logprobs": "def token_logprobs(logits, tokens):\n    return (logits\n",
+}
+
+
+def test_a_submission_that_hangs_crashes_or_breaks_keeps_the_points_of_its_other_problems(
+    tmp_path, capsys
+):
+    text = (REPOSITORY / "common.py").read_text()
+    for name, faulty in FAULTY.items():  # the one that doesn't parse comes last
+        node, lines = function_of(text, name), text.split("\n")
+        lines[node.lineno - 1 : node.end_lineno] = faulty.split("\n")
+        text = "\n".join(lines)
+    (tmp_path / "common.py").write_text(f"raise SystemExit(3)\n{text}")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text("raise SystemExit('no tests today')")
+    names = [*FAULTY, "disable_dropout"]
+    flags = ["--problems", *names, "--time_limit", "20", "--json", str(tmp_path / "r.json")]
+    assert grade.main([str(tmp_path), *flags]) == 0
+    output = capsys.readouterr().out
+    results = json.loads((tmp_path / "r.json").read_text())["tests"]
+    points = {test["name"].split(":")[0]: test["score"] for test in results}
+    assert points.pop("disable_dropout") == sum(c.points for c in CHECKS["disable_dropout"])
+    assert set(points.values()) == {0}, points
+    for part in ("loop that doesn't end", "its syntax", "undefined_helper", "SystemExit"):
+        assert part in output, output
+
+
+def test_a_missing_file_or_folder_or_problem_is_one_line(tmp_path, capsys):
+    assert grade.main([str(tmp_path / "nowhere")]) == 2
+    assert grade.main([str(tmp_path), "--problems", "gea"]) == 2
+    assert make.main([str(tmp_path)]) == 2
+    assert make.main([str(tmp_path / "new"), "--problems", "gea"]) == 2
+    errors = capsys.readouterr().err.strip().split("\n")
+    assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
+    assert grade.main([str(tmp_path), "--problems", "gae"]) == 0
+    assert "common.py can't be read (No such file" in capsys.readouterr().out
+
+
+def test_lost_points_come_with_the_fault_and_advice(tmp_path, capsys):
+    text = solution(BY_NAME["shape_rewards"]).replace("(-kl_coef * kl)", "(kl_coef * kl)")
+    (tmp_path / "ppo.py").write_text(text)
+    assert grade.main([str(tmp_path), "--problems", "shape_rewards"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "2 of 5 shape_rewards" in output
+    assert "-2 each token pays for its kl: rewards: expected" in output
+    assert "-kl_coef * kl at every real token" in output
+
+
+# --- Labs and bug hunt ---
+
+
+def test_every_experiment_has_its_figures_and_bounds_in_the_reference():
+    reference = json.loads((REPOSITORY / "course/reference.json").read_text())["experiments"]
+    handout = (REPOSITORY / "course/handout.md").read_text()
+    for name, experiment in labs.EXPERIMENTS.items():
+        labels = [v.label for v in experiment.variants] or ["tiny"]
+        assert list(reference[name]) == labels
+        for figures in reference[name].values():
+            assert set(figures) == set(experiment.figures)
+            assert all(x["low"] <= x["mean"] <= x["high"] for x in figures.values())
+        assert re.search(rf"labs\.py [\w ]*{name}", handout), f"{name} is in no lab"
+
+
+def test_an_experiment_runs_and_lies_within_its_bounds():
+    found = {"tiny": {"figures": [labs.estimators(seed=7)], "curves": [[]]}}
+    reference = json.loads((REPOSITORY / "course/reference.json").read_text())["experiments"]
+    text = labs.table("estimators", found, reference)
+    assert text.count("(expected") == 7 and "NOT" not in text
+    found["tiny"]["figures"][0]["k3"] += 1
+    assert labs.table("estimators", found, reference).count("NOT within") == 1
+
+
+@pytest.mark.parametrize("name", ["top_k", "score_slot", "pad_is_eos", "temperature", "whitening"])
+def test_each_planted_mistake_of_the_labs_runs_and_changes_the_run(name):
+    experiment = labs.EXPERIMENTS[name]
+    right, wrong = (
+        next(v for v in experiment.variants if bool(v.change) == changed) for changed in (0, 1)
+    )
+    few = "--num_steps 2 --num_eval_prompts 4 --prompts_per_step 8"
+    first, second = (
+        labs.train(labs.module_of(v.script, v.change), f"{v.flags} {few}", 0)
+        for v in (right, wrong)
+    )
+    assert first[1]["policy/entropy_avg"] != second[1]["policy/entropy_avg"]
+
+
+def test_there_are_25_bugs_whose_curve_leaves_the_range_of_the_right_ones():
+    measured = json.loads((REPOSITORY / "course/symptoms.json").read_text())
+    known = {bug for _, _, _, bug in MUTATIONS}
+    assert len(measured["bugs"]) >= 25 and set(measured["bugs"]) <= known
+    for about in measured["bugs"].values():
+        right = measured["right"][about["script"]][about["metric"]]
+        assert len(right) == 5 and about["z"] > 3
+
+
+def test_a_hunt_has_one_bug_a_picture_and_a_sealed_answer(tmp_path, capsys):
+    measured = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
+    files = set()
+    for seed in range(0, len(measured), 5):
+        out = tmp_path / f"hunt{seed}"
+        assert bughunt.main([str(out), "--seed", str(seed)]) == 0
+        changed = [
+            name
+            for name in make.FILES
+            if (out / name).read_text() != (REPOSITORY / name).read_text()
+        ]
+        assert len(changed) == 1
+        files |= set(changed)
+        before, after = ((d / changed[0]).read_text() for d in (REPOSITORY, out))
+        line = bughunt.changed_lines(before, after)[0]
+        capsys.readouterr()
+        assert bughunt.main([str(out), "--check", f"{changed[0]}:{line}"]) == 0
+        assert bughunt.main([str(out), "--check", f"{changed[0]}:{line + 20}"]) == 1
+        assert capsys.readouterr().out.split("\n")[0] == "Yes, that is the line."
+        assert bughunt.main([str(out), "--check", "here"]) == 2
+        assert (out / "symptom.png").read_bytes()[:4] == b"\x89PNG"
+        said = (out / "README.md").read_text() + (out / "answer.json").read_text()
+        assert not any(bug in said for bug in measured)
+    assert len(files) > 1
+    again = tmp_path / "again"
+    assert bughunt.main([str(again), "--seed", "0"]) == 0
+    assert (again / changed[0]).exists() and bughunt.main([str(again)]) == 2
