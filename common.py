@@ -2,8 +2,8 @@
 
 Shapes: B rows (completions), P prompt positions (padded on the left), T completion positions, V
 vocabulary. A mask is 1 at the tokens that were really sampled, EOS included; it is carried from
-sampling and never inferred from token ids, because pad may equal EOS. Every function of the
-mathematics is pure.
+sampling and never inferred from token ids, because pad may equal EOS; it may be of bool or of 0 and
+1, and what stands off it has no influence, even NaN. Every function of the mathematics is pure.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With d = log policy - log reference: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (biased,
     low variance), k3 = exp(-d) - 1 + d (unbiased, never negative). Schulman, "Approximating KL
-    divergence", joschu.net, 2020.
+    divergence", joschu.net, 2020. Raises ValueError for another name.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":

@@ -214,7 +214,7 @@ def check_prompts(
 FREE_ON_RESUME = {
     *("resume", "overwrite", "output_dir", "device", "num_steps", "eval_every", "save_every"),
     *("sample_every", "save_best", "tensorboard", "wandb", "micro_batch_size"),
-    *("micro_batch_tokens", "gradient_checkpointing", "compile"),
+    *("micro_batch_tokens", "rollout_batch_size", "gradient_checkpointing", "compile"),
 }
 
 

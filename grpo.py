@@ -155,7 +155,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     [1] 4.1.2 divides by the standard deviation of the group ("group"), [2] by nothing ("none"),
     "batch" by that of all rewards. It has Bessel's correction, and 1e-4 is added. A reward of NaN
     (the function returned None) gets 0 and stays out of the statistics; the KL still holds its row.
-    Raises ValueError for groups of one: they have nothing to be compared with.
+    Raises ValueError for groups of one, which have nothing to be compared with, and for another
+    name.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
@@ -212,7 +213,7 @@ def grpo_loss(
     count the whole minibatch (default: these rows): with them the shares of micro-batches of any
     size add up to the exact gradient. clip_range_high is the clip's upper side, clip_range if None;
     for loss_type cispo it bounds the ratio itself, 1 + eps_high of [5]: give it, 5 say. dr_grpo
-    needs max_new_tokens.
+    needs max_new_tokens. Raises ValueError without them, and for another name.
     """
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0)

@@ -7,17 +7,20 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from common import is_flat, masked_mean
-from sampling import Rollout
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None
+
+if TYPE_CHECKING:
+    from sampling import Rollout
 
 
 class Meter:
@@ -63,8 +66,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def objective_metrics(
     scores: Tensor, kl: Tensor | None, logprobs: Tensor, mask: Tensor, kl_coef: float
 ) -> dict[str, float | None]:
-    """The two sides of the bargain, of the policy that sampled, the same in all scripts whatever
-    they do with them: scores (B,) as the reward gave them, NaN left out, and KL estimates (B, T)
+    """The two sides of the bargain, of the policy that sampled: scores (B,), NaN left out, before
+    any clip and in PPO less the penalty for a missing EOS; and the script's KL estimates (B, T),
     summed per completion. Without a reference the KL is unknown, not 0.
     """
     kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
@@ -96,7 +99,7 @@ def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
 def rollout_metrics(
     rollout: Rollout, rollout_seconds: float, update_seconds: float
 ) -> dict[str, float]:
-    """Lengths in tokens (EOS included), speed and peak memory of one step."""
+    """Lengths in tokens (EOS included) and speed of one step, peak memory of the run so far."""
     lengths = rollout.completion_mask.sum(1)
     memory = peak_resident_memory()
     if lengths.is_cuda:

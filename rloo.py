@@ -162,8 +162,10 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     """pi / pi_old of each completion, the product over its tokens: each (B, T) -> (B,)."""
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)
     # Summed over a long completion it can overflow exp, and where the clip asks for no gradient the
-    # backward pass would make NaN of 0 * inf. No clip range comes near exp(20).
-    return log_ratio.clamp(max=20).exp()
+    # backward pass would make NaN of 0 * inf. No clip range comes near exp(20); what is above it is
+    # taken off as a constant, so that a bad completion keeps its gradient.
+    excess = (log_ratio - 20).clamp(min=0).detach()
+    return (log_ratio - excess).exp()
 
 
 def rloo_loss(

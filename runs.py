@@ -152,7 +152,7 @@ class Run:
         )
         if out_of_memory:
             text = first_line(error).rstrip(".")
-            advice = "lower --micro_batch_tokens, --rollout_batch_size or --max_new_tokens"
+            advice = "lower --micro_batch_tokens or --rollout_batch_size"
             raise Fault(f"{self._where()}{text}; {advice}{self._saved()}{failure}")
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(signal.SIGINT, f"{self._where()}interrupted{self._saved()}{failure}")
@@ -242,7 +242,7 @@ class Run:
                 texts += part_texts
             known = [value for value in scores if not math.isnan(value)]
             metrics |= {
-                f"eval/reward{kind}": sum(known) / max(1, len(known)),
+                f"eval/reward{kind}": sum(known) / len(known) if known else None,
                 f"eval/accuracy{kind}": verify(self.task, rows, texts),
             }
             if not kind:
@@ -253,7 +253,8 @@ class Run:
             title += "; " + self._compared(step, metrics, "eval/accuracy")
         tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print would tear the bar
         value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
-        if self.config.save_best and (self.best is None or value > self.best):
+        better = value is not None and (self.best is None or value > self.best)
+        if self.config.save_best and better:
             self.best = value
             self._save()
             tqdm.write(f"  the best so far: saved as {self.folder}/model")
@@ -263,8 +264,11 @@ class Run:
         """A metric sampled and greedy, each beside what it was before the training."""
         parts = []
         for key, title in ((name, name), (f"{name}_greedy", "greedy")):
-            before = f" (was {self.first_metrics[key]:.3f})" if step > 0 else ""
-            parts.append(f"{title} {metrics[key]:.3f}{before}")
+            now, first = (
+                "unknown" if x[key] is None else f"{x[key]:.3f}"
+                for x in (metrics, self.first_metrics)
+            )
+            parts.append(f"{title} {now}" + (f" (was {first})" if step > 0 else ""))
         return ", ".join(parts)
 
     def _record(

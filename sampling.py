@@ -92,8 +92,8 @@ def generate(
     prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
     rows, the completions of one prompt in consecutive rows. bf16 decodes with a copy of the
     weights in bfloat16. static reads every token with tensors of one shape, what a CUDA graph
-    needs; default: on CUDA. top_k and top_p are off; they are there to show that they make the KL
-    negative.
+    needs; default: on CUDA. top_k and top_p are off; they are there for greedy evaluation, and to
+    show how they bias the KL.
     """
     device = prompt_ids.device
     static = can_be_static(model) and device.type == "cuda" if static is None else static

@@ -328,9 +328,10 @@ class RewardModel:
         for start in range(0, len(ids), self.batch_size):
             rows = ids[start : start + self.batch_size]
             # transformers reads the score at the last token that is not pad. With pad == EOS that
-            # drops a real EOS: pad with an id that no row contains; the mask hides it anyway.
+            # drops a real EOS: pad with an id that no row contains, if there is one; the mask hides
+            # it anyway.
             used = set(itertools.chain(*rows))
-            pad = next(i for i in range(self.model.config.vocab_size) if i not in used)
+            pad = next((i for i in range(self.model.config.vocab_size) if i not in used), 0)
             self.model.config.pad_token_id = pad
             tokens, mask = _padded(rows, pad, "right", self.model.device)
             # No position ids: the padding is on the right, and RoBERTa counts from another number.
@@ -374,7 +375,10 @@ def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.dev
         # A single prompt is a legitimate first experiment: it is then evaluated on what it was
         # trained on.
         num_heldout = min(512, max(1, len(rows) // 10))
-        task.train, task.heldout = rows[num_heldout:] or rows, rows[:num_heldout]
+        task.heldout = rows[:num_heldout]
+        # A prompt that the file has twice must not be trained on where it is held out.
+        held = {json.dumps(row["prompt"]) for row in task.heldout}
+        task.train = [row for row in rows if json.dumps(row["prompt"]) not in held] or rows
         if config.task == "add" and not (config.reward or config.reward_model):
             check_answers(config.prompts, rows)
     if config.reward or config.reward_model:

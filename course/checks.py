@@ -1,6 +1,6 @@
 """What the grader checks: for each problem a list of checks with points, run on a submission.
 
-  python course/checks.py PROBLEM SPLICED_FILE RESULTS     # called by grade.py, in a subprocess
+  python course/checks.py PROBLEM SPLICED_FILE RESULTS SUBMISSION    # called by grade.py
 
 A check gets two modules, the student's and the solution's, and raises where they disagree. Its
 docstring is what the student reads then.
@@ -42,7 +42,13 @@ from transformers import (
     OPTForCausalLM,
 )
 
-INF, NAN = math.inf, math.nan
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+NAN = math.nan
+MEMORY = 4 * 2**30  # bytes a problem may take; none of ours needs a fifth of it
 
 
 @dataclass
@@ -141,6 +147,10 @@ def the_log_softmax_at_the_tokens(student, right):
     expected = logits.double().log_softmax(-1)
     expected = torch.stack([expected[b, t, tokens[b, t]] for b in range(3) for t in range(5)])
     same(student.token_logprobs(logits, tokens), expected.view(3, 5), "log-probs")
+    gradients = [logits.clone().requires_grad_() for _ in range(2)]
+    for module, x in zip((student, right), gradients):
+        (module.token_logprobs(x, tokens) * randn(3, 5, seed=1)).sum().backward()
+    same(gradients[0].grad, gradients[1].grad, "gradient")
 
 
 @check("token_logprobs", 1)
@@ -148,7 +158,7 @@ def half_precision_is_scored_in_float32(student, right):
     """bfloat16 logits must be converted to float32 before the softmax: it is off by percents."""
     logits, tokens = (randn(2, 3, 500) * 2).bfloat16(), torch.tensor([[1, 2, 3], [4, 5, 6]])
     found = student.token_logprobs(logits, tokens)
-    assert found.dtype == torch.float32, f"bfloat16 logits gave {found.dtype}"
+    assert found.dtype in (torch.float32, torch.float64), f"bfloat16 logits gave {found.dtype}"
     same(found, right.token_logprobs(logits.float(), tokens), "log-probs")
 
 
@@ -185,6 +195,9 @@ def k3_is_never_negative_and_has_the_ratio_the_right_way_up(student, right):
     a, b = randn(*SHAPE), randn(*SHAPE, seed=1)
     d = (a - b).double()
     same(student.kl_estimate(a, b, "k3"), torch.exp(-d) - 1 + d, "k3")
+    a.requires_grad_()
+    student.kl_estimate(a, b, "k3").sum().backward()
+    same(a.grad, 1 - torch.exp(-d), "gradient of k3 with respect to the policy's log-probs")
 
 
 @check("kl_estimate", 1)
@@ -270,9 +283,9 @@ def a_constant_becomes_0_not_nan(student, right):
     """A constant has variance 0: add 1e-8 under the root. The mask may be of 0 and 1, and x stays
     as it is."""
     found = student.masked_whiten(torch.full(SHAPE, 2.0), MASK)
-    same(found, torch.zeros(SHAPE), "whitened constant", 1e-3)
+    same(found, torch.zeros(SHAPE), "whitened constant", near_0=1e-2)
     one = student.masked_whiten(torch.full((1, 3), 2.0), ragged(1, width=3))
-    same(one, torch.zeros(1, 3), "a single value", 1e-3)
+    same(one, torch.zeros(1, 3), "a single value", near_0=1e-2)
     x = randn(*SHAPE)
     same(student.masked_whiten(x, MASK.long()), right.masked_whiten(x, MASK), "mask of integers")
     unchanged(lambda x: student.masked_whiten(x, MASK), junk(x, MASK, NAN))
@@ -363,7 +376,11 @@ def logits_of(model: nn.Module) -> Tensor:
 def without_a_kl_there_is_no_reference(student, right):
     """kl_coef 0 must give None, and copy nothing."""
     policy = tiny_gpt2()
-    policy.__deepcopy__ = None  # copying would fail
+
+    def refuse(memo: dict) -> None:
+        raise AssertionError("the policy is copied")
+
+    policy.__deepcopy__ = refuse
     ref = student.reference(policy, 0.0)
     for _ in range(2):
         with ref as model:
@@ -378,6 +395,7 @@ def it_is_a_frozen_copy_of_the_policy_as_it_was(student, right):
     with torch.no_grad():
         policy.transformer.wte.weight.mul_(1.5)  # in memory: a reload by name would miss it
     ref = student.reference(policy, 0.1)
+    assert policy.training, "the policy was in training mode, and isn't any more"
     before = logits_of(policy.eval())
     policy.train()
     with torch.no_grad():
@@ -421,6 +439,9 @@ def an_adapter_that_has_been_trained_is_part_of_the_reference(student, right):
             p.data.normal_()
     with ref as model:
         same(logits_of(model), before, "logits of the reference")
+        frozen = {id(p) for p in policy.parameters() if not p.requires_grad}
+        shared = sum(id(p) in frozen for p in model.parameters())
+        assert shared >= len(frozen), "the base model's weights, which don't train, are copied"
 
 
 # --- generate ---
@@ -453,6 +474,8 @@ def shapes_masks_and_padding_are_those_of_a_rollout(student, right):
     same(found.attention_mask, whole, "attention_mask")
     assert (completions[~expected] == 0).all(), "not pad_token_id after EOS"
     assert (found.logprobs[~expected] == 0).all(), "log-probs after EOS are not 0"
+    for name in ("completion_mask", "attention_mask", "finished"):
+        assert getattr(found, name).dtype == torch.bool, f"{name} isn't bool"
     ended = (torch.isin(completions, torch.tensor(EOS)) & expected).any(1)
     same(found.finished, ended, "finished")
     assert 5 < ended.sum() < 3 * G and not expected.all(), "the check has lost its point"
@@ -826,14 +849,16 @@ def the_kl_is_k3_with_its_gradient(student, right):
 def micro_batches_add_up(student, right):
     """With num_rows and num_tokens of the whole minibatch the shares of its parts must sum to the
     whole."""
-    new, old, _, A = loss_inputs()
+    new, old, ref, A = loss_inputs()
     for kind in ("grpo", "dapo", "dr_grpo", "cispo"):
         options = {"clip_range": 0.2, "clip_range_high": 1.2, "loss_type": kind}
-        options |= {"max_new_tokens": 9}
-        whole = student.grpo_loss(new, old, A, MASK, **options)
+        options |= {"max_new_tokens": 9, "kl_coef": 0.5}
+        whole = student.grpo_loss(new, old, A, MASK, ref_logprobs=ref, **options)
         options |= {"num_rows": 5, "num_tokens": MASK.sum()}
-        rows = (slice(0, 2), slice(2, 5))
-        parts = [student.grpo_loss(new[r], old[r], A[r], MASK[r], **options) for r in rows]
+        parts = [
+            student.grpo_loss(new[r], old[r], A[r], MASK[r], ref_logprobs=ref[r], **options)
+            for r in (slice(0, 2), slice(2, 5))
+        ]
         same(sum(parts), whole, f"the sum of two parts, loss_type {kind}")
 
 
@@ -879,11 +904,11 @@ def a_missing_reward_is_nobodys_sibling(student, right):
 
 @check("rloo_advantages", 1)
 def equal_rewards_and_groups_of_one(student, right):
-    """Equal rewards get exactly 0, whatever the rounding; groups of one are a ValueError."""
+    """Equal rewards teach nothing: 0, up to rounding. Groups of one are a ValueError."""
     for value in (0.1, 1 / 3, 7e6 + 0.3):
         for G in (3, 7):
             found = student.rloo_advantages(torch.full((2 * G,), value), G)
-            assert (found == 0).all(), f"rewards of {value:g} gave {found.abs().max():g}"
+            assert (found.abs() <= 1e-6 * value).all(), f"rewards of {value:g} gave {found.max():g}"
     raises_value_error("groups of one", lambda: student.rloo_advantages(randn(4), 1))
     unchanged(lambda x: student.rloo_advantages(x, 2), randn(4))
 
@@ -952,13 +977,20 @@ def trained(module: ModuleType, flags: str) -> list[dict]:
 
 def same_training(student, right, flags: str) -> None:
     """The metrics of two steps: the first is the arithmetic, the second what the first has done."""
-    for found, expected in zip(trained(student, flags), trained(right, flags), strict=True):
+    runs = trained(student, flags), trained(right, flags)
+    lengths = [len(lines) for lines in runs]
+    assert lengths[0] == lengths[1], f"{lengths[0]} lines of metrics, not {lengths[1]}"
+    for found, expected in zip(*runs):
         for name in TOLD:
+            value = found.get(name)
+            if name in expected and expected[name] is None:
+                assert value is None, f"step {found['step']}: {name} is unknown, not {value}"
             if expected.get(name) is not None:
-                value = found.get(name)
                 assert value is not None, f"step {found['step']}: there is no {name}"
                 what = f"step {found['step']}, {name}, flags {flags!r}"
-                same(torch.tensor(value), torch.tensor(expected[name]), what, 2e-3)
+                # A token at the edge of the clip may fall on either side by rounding.
+                near_0 = 0.02 if "clipfrac" in name else 1e-5
+                same(torch.tensor(value), torch.tensor(expected[name]), what, 2e-3, near_0)
 
 
 @check("ppo_loop", 2)
@@ -986,7 +1018,8 @@ def without_a_reference_the_kl_is_0(student, right):
 def two_updates_of_grpo_have_the_metrics_of_the_solution(student, right):
     """One minibatch: loss, gradient norm, learning rate, and after the update the KL of the next
     step."""
-    same_training(student, right, "4 --num_generations 4 --kl_coef 0.3 --num_epochs 1")
+    for flags in ("", "--max_grad_norm 0.1"):
+        same_training(student, right, f"4 --num_generations 4 --kl_coef 0.3 {flags}")
 
 
 @check("grpo_loop", 1)
@@ -1005,7 +1038,8 @@ def every_epoch_steps_once_for_each_minibatch_of_new_order(student, right):
     calls, steps, loss, step = [], [], student.grpo_loss, torch.optim.AdamW.step
 
     def spy_loss(logprobs, old_logprobs, advantages, mask, **options):
-        given = options.get("num_rows"), int(options.get("num_tokens"))
+        rows, tokens = options.get("num_rows"), options.get("num_tokens")
+        given = rows or len(mask), int(mask.sum() if tokens is None else tokens)
         calls.append((advantages.tolist(), int(mask.sum()), given))
         return loss(logprobs, old_logprobs, advantages, mask, **options)
 
@@ -1031,6 +1065,8 @@ def every_epoch_steps_once_for_each_minibatch_of_new_order(student, right):
     for first in (0, 4):  # steps of a rollout: 2 minibatches, and again
         epochs = [sorted(rows[i] + rows[i + 1]) for i in (first, first + 2)]
         same(torch.tensor(epochs[0]), torch.tensor(epochs[1]), "advantages of the two epochs")
+    sets = [sorted(part) for part in rows]
+    assert sets[0] not in sets[2:4], "the second epoch has the minibatches of the first"
     assert found[0]["val/ratio_max_dev_first"] < 1e-3, "the ratio isn't 1 before the first update"
     reference = trained(right, flags)
     ours, theirs = (lines[0]["grad_norm"] for lines in (found, reference))
@@ -1077,9 +1113,10 @@ def fault_of(error: BaseException, path: Path) -> str:
     """What went wrong, in one line, with the student's line where there is one."""
     if isinstance(error, AssertionError):
         return str(error).strip().split("\n")[0]
-    if isinstance(error, NotImplementedError):
+    trace = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, NotImplementedError) and trace[-1].line.startswith("raise NotImpl"):
         return f"not written yet: NotImplementedError {error}".strip()
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    frames = [f for f in trace if f.filename == str(path)]
     where = f" in {frames[-1].line!r}" if frames else ""
     text = (str(error).strip().split("\n") or [""])[0]
     return f"{type(error).__name__}: {text}{where}"
@@ -1097,7 +1134,11 @@ def run_check(item: Check, path: Path, number: int) -> str:
 
 def main() -> None:
     problem, path, results = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    sys.path.append(sys.argv[4])  # last: modules of the submission replace no library's
     torch.set_num_threads(1)
+    if resource is not None:  # a loop that collects without end must not fill the machine
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with results.open("a") as file:
         for number, item in enumerate(CHECKS[problem]):
             fault = run_check(item, path, number)

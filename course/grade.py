@@ -12,8 +12,10 @@ container.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,9 +46,12 @@ class Result:
 def prepare(problem: Problem, submission: Path) -> tuple[str, str]:
     """(the solution's file with the submission's function, '') or ('', why that can't be made)."""
     try:
-        text = (submission / problem.file).read_bytes().decode("utf-8", "replace")
+        data = (submission / problem.file).read_bytes()
+        # What PowerShell's > writes is UTF-16.
+        encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        text = data.decode(encoding, "replace").replace("\r\n", "\n").replace("\r", "\n")
         solution = (REPOSITORY / problem.file).read_text(encoding="utf-8")
-        return splice(solution, text.replace("\r\n", "\n"), problem.function), ""
+        return splice(solution, text.replace("\0", ""), problem.function), ""
     except OSError as e:
         return "", f"{problem.file} can't be read ({e.strerror})"
     except NotFound as e:
@@ -64,10 +69,11 @@ def grade(
             path.write_text(source, encoding="utf-8")
             results.touch()
             command = [sys.executable, str(Path(__file__).with_name("checks.py"))]
-            command += [problem.name, str(path), str(results)]
-            ending = run(command, folder, submission, time_limit)
-            for line in results.read_text(encoding="utf-8").splitlines():
-                verdicts.append(json.loads(line)["fault"])
+            command += [problem.name, str(path), str(results), str(submission.resolve())]
+            ending = run(command, folder, time_limit)
+            for line in results.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # half a line
+                    verdicts.append(json.loads(line)["fault"])
     verdicts += [ending or "the process ended before this check"] * (len(checks) - len(verdicts))
     lost = [
         (item.name, item.points, fault, item.advice)
@@ -78,25 +84,26 @@ def grade(
     return Result(problem, points, lost)
 
 
-def run(command: list[str], folder: str, submission: Path, time_limit: float) -> str:
+def run(command: list[str], folder: str, time_limit: float) -> str:
     """Run the checks; how they ended, '' if by themselves."""
-    # The submission comes last on the path: its own modules are found, ours aren't replaced.
-    path = os.pathsep.join([str(REPOSITORY), str(submission.resolve())])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, text=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        errors = process.communicate(timeout=time_limit)[1]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # also what it has started
-        process.communicate()
-        return f"not done after {time_limit:g} seconds, look for a loop that doesn't end"
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+    errors = Path(folder, "stderr")
+    with errors.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=file, start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+            process.kill()
+            process.wait()
+            return f"not done after {time_limit:g} seconds, look for a loop that doesn't end"
     if process.returncode == 0:
         return ""
-    last = (errors.strip().split("\n") or [""])[-1]
+    last = errors.read_bytes()[-4000:].decode("utf-8", "replace").strip().split("\n")[-1]
     return f"the process ended with code {process.returncode}: {last}"
 
 
@@ -143,6 +150,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write Gradescope's results.json")
     parser.add_argument("--problems", nargs="+", metavar="NAME", help="these alone")
     parser.add_argument("--time_limit", type=float, default=120, help="seconds a problem (120)")
+    parser.add_argument("--workers", type=int, default=2, help="problems at a time (2)")
     options = parser.parse_args(args)
     unknown = sorted(set(options.problems or ()) - set(BY_NAME))
     fault = f"{options.submission} is not a folder" if not options.submission.is_dir() else ""
@@ -158,11 +166,13 @@ def main(args: list[str] | None = None) -> int:
     def run_one(problem: Problem, source: tuple[str, str]) -> Result:
         return grade(problem, source, options.submission, options.time_limit)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(max(1, options.workers)) as pool:
         results = list(pool.map(run_one, chosen, prepared))
-    print(report(results))
     if options.json:
         options.json.write_text(json.dumps(for_gradescope(results), indent=2) + "\n")
+    # A student's text may hold what the terminal can't show.
+    encoding = sys.stdout.encoding or "utf-8"
+    print(report(results).encode(encoding, "backslashreplace").decode(encoding))
     return 0
 
 

@@ -2,11 +2,11 @@
 
   python labs.py                          # what there is
   python labs.py dropout                  # one seed of each variant, beside what to expect
-  python labs.py dropout --seeds 5 --picture dropout.png
-  python labs.py all --seeds 5 --update   # writes reference.json, from which the bounds come
+  python labs.py dropout --seeds 5 --pictures here
+  python labs.py all --seeds 5 --update   # makes reference.json, from which the bounds come
 
-All of them train the embedded model of 0.6 M parameters on sums, without a network. A mistake is put
-into a fresh copy of the script: the files stay as they are.
+All of them train the embedded model of 0.6 M parameters on sums, without a network. A mistake is
+put into a fresh copy of the script: the files stay as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import io
 import json
 import multiprocessing
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from types import ModuleType
 HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
 REFERENCE = HERE / "reference.json"
+CURVES = HERE / "curves.json"
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -43,6 +45,7 @@ GROUPS += " --eval_every 60"
 # Of Student's t with 4 degrees of freedom, 99.5%: one more run lies within mean -+ this many
 # standard deviations of 5 runs, times sqrt(1 + 1/5), 99 times in 100.
 T_99 = 4.604
+SHARES = {"accuracy", "flat", "truncated", "clipfrac", "clip_first"}
 
 
 @dataclass
@@ -72,11 +75,6 @@ class Experiment:
 def nines(completions: list[str], **columns: object) -> list[float]:
     """How many digits are a 9: easy to get, and not what was meant."""
     return [float(text.count("9")) for text in completions]
-
-
-def long_text(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """One tenth for each token: a completion that never ends gets most."""
-    return [len(ids) / 10 for ids in completion_ids]
 
 
 # --- Mistakes, and what else no flag asks for ---
@@ -136,7 +134,7 @@ def leave_advantages_raw(module: ModuleType) -> None:
     module.masked_whiten = whiten_rewards_only
 
 
-REWARD = f"--reward {Path(__file__).resolve()}"
+REWARD = f"--reward {shlex.quote(str(Path(__file__).resolve()))}"
 EXPERIMENTS = {
     "estimators": Experiment(
         1,
@@ -146,18 +144,18 @@ EXPERIMENTS = {
         ["exact", "k1", "k2", "k3", "k1_std", "k2_std", "k3_std"],
     ),
     "dropout": Experiment(
-        1,
-        "What does dropout that is left on do before the first update, where ratio 1 and KL 0 should"
-        " be, and to what is learnt?",
+        2,
+        "What does dropout that is left on do before the first update, where ratio 1 and KL 0"
+        " should be, and to what is learnt?",
         [
-            Variant("off", "rloo", f"{GROUPS} --num_mini_batches 2"),
-            Variant("left on", "rloo", f"{GROUPS} --num_mini_batches 2 --disable_dropout false"),
+            Variant("off", "rloo", GROUPS),
+            Variant("left on", "rloo", f"{GROUPS} --disable_dropout false"),
         ],
         ["clip_first", "kl_first", "reward", "accuracy"],
         "policy/clipfrac_avg",
     ),
     "top_k": Experiment(
-        1,
+        2,
         "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
         " does it move KL and entropy? (It is often said to make the KL negative. Does it?)",
         [
@@ -168,12 +166,12 @@ EXPERIMENTS = {
         "objective/kl",
     ),
     "temperature": Experiment(
-        1,
-        "Sampled at temperature 2, log-probs at 1: a mistake that raises no error, and the ratio is"
-        " 1 all the same. Where does it show?",
+        2,
+        "Sampled at temperature 1.5, log-probs at 1: a mistake that raises no error, and the ratio"
+        " is 1 all the same. Where does it show?",
         [
-            Variant("right", "rloo", f"{GROUPS} --temperature 2"),
-            Variant("forgotten", "rloo", f"{GROUPS} --temperature 2", forget_the_temperature),
+            Variant("right", "rloo", f"{GROUPS} --temperature 1.5"),
+            Variant("forgotten", "rloo", f"{GROUPS} --temperature 1.5", forget_the_temperature),
         ],
         ["ratio_dev", "kl", "reward", "accuracy"],
         "objective/kl",
@@ -190,18 +188,14 @@ EXPERIMENTS = {
         "objective/scores",
     ),
     "missing_eos": Experiment(
-        2,
-        "A reward for long text teaches the model never to end. What does a penalty for the missing"
-        " EOS change?",
+        3,
+        "With room for 3 tokens a sum of three digits has none left for EOS. What does a penalty"
+        " for the missing EOS teach?",
         [
-            Variant(
-                f"penalty {p}",
-                "ppo",
-                f"{PPO} {REWARD}:long_text --max_new_tokens 10 --missing_eos_penalty {p}",
-            )
-            for p in (0, 1)
+            Variant(f"penalty {p}", "ppo", f"{PPO} --max_new_tokens 3 --missing_eos_penalty {p}")
+            for p in (0, 2)
         ],
-        ["truncated", "length", "reward"],
+        ["truncated", "reward", "accuracy"],
         "length/truncated_frac",
     ),
     "group_size": Experiment(
@@ -211,8 +205,8 @@ EXPERIMENTS = {
             Variant(
                 f"G = {g}",
                 "rloo",
-                f"--num_steps 60 --prompts_per_step {64 // g} --num_generations {g}"
-                " --num_eval_prompts 256 --eval_every 60",
+                f"--num_steps 80 --prompts_per_step {64 // g} --num_generations {g}"
+                " --num_eval_prompts 256 --eval_every 80 --learning_rate 3e-4",
             )
             for g in (2, 4, 8, 16, 32)
         ],
@@ -238,8 +232,8 @@ EXPERIMENTS = {
     ),
     "epochs": Experiment(
         3,
-        "1 or 4 passes over a rollout: what is gained per episode, and what does the clip have to do"
-        " with it?",
+        "1 or 4 passes over a rollout: what is gained per episode, and what does the clip have to"
+        " do with it?",
         [Variant(f"{n} epochs", "ppo", f"{PPO} --num_epochs {n}") for n in (1, 4)],
         ["accuracy", "clipfrac", "approxkl", "kl"],
     ),
@@ -335,7 +329,7 @@ def train(module: ModuleType, flags: str, seed: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             options = ["--output_dir", f"{folder}/run", "--seed", str(seed), "--device", "cpu"]
-            module.main([*flags.split(), *options])
+            module.main([*shlex.split(flags), *options])
         text = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
@@ -383,24 +377,27 @@ def estimators(seed: int) -> dict[str, float]:
     return found
 
 
-def run(names: list[str], seeds: int) -> dict[str, dict]:
-    """{experiment: {variant: {"figures": one dict per seed, "curves": one list per seed}}}."""
-    jobs = [
-        (name, index, seed)
-        for name in names
-        for index in range(max(1, len(EXPERIMENTS[name].variants)))
-        for seed in range(seeds)
-    ]
-    found = {name: {} for name in names}
+def run(name: str, seeds: int) -> dict[str, dict]:
+    """{variant: {"figures": one dict per seed, "curves": one list per seed}} of an experiment."""
+    variants = EXPERIMENTS[name].variants or [Variant("tiny", "")]
+    jobs = [(name, index, seed) for index in range(len(variants)) for seed in range(seeds)]
+    found = {variant.label: {"figures": [], "curves": []} for variant in variants}
     # Processes of one thread each: two runs at a time are faster than one on two threads.
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for (name, index, _), (figures, curve) in zip(jobs, pool.imap(run_variant, jobs)):
-            variants = EXPERIMENTS[name].variants
-            label = variants[index].label if variants else "tiny"
-            part = found[name].setdefault(label, {"figures": [], "curves": []})
-            part["figures"].append(figures)
-            part["curves"].append(curve)
+        for (_, index, _), (figures, curve) in zip(jobs, pool.imap(run_variant, jobs)):
+            found[variants[index].label]["figures"].append(figures)
+            found[variants[index].label]["curves"].append(curve)
     return found
+
+
+def curves_of(name: str, found: dict[str, dict]) -> dict[str, list]:
+    """{variant: a curve per seed}, rounded; {} for an experiment without training."""
+    if not EXPERIMENTS[name].variants:
+        return {}
+    return {
+        label: [[v if v is None else round(v, 4) for v in curve] for curve in part["curves"]]
+        for label, part in found.items()
+    }
 
 
 def summary(figures: list[dict[str, float]], names: list[str]) -> dict[str, dict[str, float]]:
@@ -413,7 +410,10 @@ def summary(figures: list[dict[str, float]], names: list[str]) -> dict[str, dict
         mean = statistics.mean(values)
         std = statistics.stdev(values) if len(values) > 1 else 0.0
         room = T_99 * std * (1 + 1 / len(values)) ** 0.5
-        found[name] = {"mean": mean, "std": std, "low": mean - room, "high": mean + room}
+        low, high = mean - room, mean + room
+        if name in SHARES:
+            low, high = max(0.0, low), min(1.0, high)
+        found[name] = {"mean": mean, "std": std, "low": low, "high": high}
         found[name] = {key: round(value, 5) for key, value in found[name].items()}
     return found
 
@@ -439,28 +439,24 @@ def table(name: str, found: dict[str, dict], reference: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[str, dict], output: Path) -> None:
-    """The curves of the experiments, a panel each, the range over the seeds as a band."""
+def draw(name: str, curves: dict[str, list[list[float | None]]], output: Path) -> None:
+    """The curves of an experiment, {variant: one per seed}, the range over the seeds as a band."""
     from matplotlib.figure import Figure
 
-    shown = [name for name in found if EXPERIMENTS[name].variants]
-    figure = Figure(
-        figsize=(6 * min(2, len(shown)), 3.6 * -(-len(shown) // 2)), layout="constrained"
-    )
-    for index, name in enumerate(shown, 1):
-        axes = figure.add_subplot(-(-len(shown) // 2), min(2, len(shown)), index)
-        for label, part in found[name].items():
-            columns = [[v for v in column if v is not None] for column in zip(*part["curves"])]
-            steps = [step for step, column in enumerate(columns) if column]
-            columns = [column for column in columns if column]
-            [line] = axes.plot(steps, [statistics.mean(c) for c in columns], lw=1.4, label=label)
-            band = [min(c) for c in columns], [max(c) for c in columns]
-            axes.fill_between(steps, *band, color=line.get_color(), alpha=0.2, lw=0)
-        axes.set_title(name, fontsize=10)
-        axes.set_ylabel(EXPERIMENTS[name].curve, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
+    figure = Figure(figsize=(6.5, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for label, seeds in curves.items():
+        columns = [[v for v in column if v is not None] for column in zip(*seeds)]
+        steps = [step for step, column in enumerate(columns) if column]
+        columns = [column for column in columns if column]
+        [line] = axes.plot(steps, [statistics.mean(c) for c in columns], lw=1.4, label=label)
+        band = [min(c) for c in columns], [max(c) for c in columns]
+        axes.fill_between(steps, *band, color=line.get_color(), alpha=0.2, lw=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel(EXPERIMENTS[name].curve)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, frameon=False)
     figure.savefig(output, dpi=90)
 
 
@@ -472,8 +468,8 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", help="experiments, lab1 .. lab5, or all"
     )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant (1)")
-    parser.add_argument("--picture", type=Path, help="draw the curves into this file")
-    parser.add_argument("--update", action="store_true", help="write the figures to reference.json")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the curves there")
+    parser.add_argument("--update", action="store_true", help="write reference.json, curves.json")
     options = parser.parse_args()
     if not options.names:
         for name, x in EXPERIMENTS.items():
@@ -490,19 +486,27 @@ def main() -> int:
     started = time.perf_counter()
     reference = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
     expected = reference.setdefault("experiments", {})
-    results = {}
+    curves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     for name in names:
-        results |= run([name], options.seeds)
-        print(table(name, results[name], {} if options.update else expected), flush=True)
+        try:
+            found = run(name, options.seeds)
+        except NotImplementedError as e:
+            print(f"error: {name} needs a function that is not written yet: {e}", file=sys.stderr)
+            return 2
+        print(table(name, found, {} if options.update else expected), flush=True)
+        if experiment_curves := curves_of(name, found):
+            curves[name] = experiment_curves
         if options.update:
             expected[name] = {
                 label: summary(part["figures"], EXPERIMENTS[name].figures)
-                for label, part in results[name].items()
+                for label, part in found.items()
             }
             REFERENCE.write_text(json.dumps(reference, indent=1) + "\n")
+            CURVES.write_text(json.dumps(curves) + "\n")
+        if options.pictures and name in curves:
+            options.pictures.mkdir(parents=True, exist_ok=True)
+            draw(name, curves[name], options.pictures / f"{name}.png")
     print(f"{time.perf_counter() - started:.0f} seconds")
-    if options.picture:
-        draw(results, options.picture)
     return 0
 
 

@@ -92,9 +92,12 @@ adds two-digit numbers, and gets 39% of the sums right when it samples.
 |---|---|---|---|
 PROBLEMS
 
-TOTAL points. The tests in tests/ are a part of those that are graded. Write plainly: the grader
-takes each function by its name and puts it among the right ones, so an error in one costs no other;
-helpers of your own in the same file come along. Don't change names and arguments.
+TOTAL points. The grader has more checks than the tests here. It takes each function by its name
+and puts it among the right ones, so an error in one costs no other; helpers of your own in the same
+file come along. Don't change names and arguments. Three rules hold everywhere: a mask may be of
+bool or of 0 and 1; what stands off the mask may be anything, even NaN, and has no influence; no
+input is changed. Where a docstring names the values that an argument may have, any other is a
+ValueError.
 
 When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import symtable
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,10 +188,12 @@ PROBLEMS = [
     Problem(
         "grpo_loop", "grpo.py", "main", "GRPO: the update in the loop",
         (
-            "Set the learning rate; for each epoch a new order of the rows, cut into minibatches,"
-            " each of them one optimiser step over micro-batches.",
+            "The learning rate falls linearly; each epoch is a new order of the rows, cut into"
+            " minibatches, each of them one optimiser step over micro-batches. The loops and the"
+            " metrics are there: fill in what they need.",
             "Gradients of micro-batches add up, so zero them after the step alone; the shares need"
-            " the counts of the whole minibatch. meter.add collects what is logged in step 5.",
+            " the counts of the whole minibatch. Where the old log-probs are the new ones, store"
+            " them in old_logprobs[rows]: the KL is measured on them in step 5.",
             "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
             " grpo_loss, num_rows and num_tokens, and the mask of the loss without truncated"
             " completions where that is asked for.",
@@ -202,8 +205,9 @@ PROBLEMS = [
         (
             "The baseline of a completion is the mean reward of its siblings.",
             "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling.",
-            "Refuse groups of one with a ValueError; reshape to (N, G); (nansum - own) over (number"
-            " of known - 1, at least 1); 0 where the reward is NaN and in flat groups; flatten.",
+            "Refuse groups of one with a ValueError; reshape to (N, G); the baseline is (nansum -"
+            " own) over (number of known - 1, at least 1), the advantage the reward less it; 0"
+            " where the reward is NaN and in flat groups; flatten.",
         ),
     ),
     Problem(
@@ -245,41 +249,73 @@ def function_of(source: str, name: str) -> ast.FunctionDef:
 
 def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
     """The spans of lines, from 1, both ends included, that are the solution: the function's body
-    after its docstring, or the code under the numbered comments of its steps.
+    after its docstring, or the code under the numbered comments of its steps. Of a step loops stay,
+    and what is measured under `torch.no_grad()`.
     """
     function = function_of(source, problem.function)
     if not problem.steps:
-        has_doc = ast.get_docstring(function) is not None
-        first = function.body[int(has_doc)]
-        start = function.body[0].end_lineno + 1 if has_doc else first.lineno
-        return [(start, function.end_lineno)]
-    lines, spans = source.split("\n"), []
+        first = function.body[int(ast.get_docstring(function) is not None)]
+        return [(_start(source, first), function.end_lineno)]
+    lines = source.split("\n")
     numbered = re.compile(r" +# (\d)\. ")
     places = [
         (n, match[1])
         for n in range(function.lineno, function.end_lineno + 1)
         if (match := numbered.match(lines[n - 1]))
     ]
+    bodies = [node.body for node in ast.walk(function) if isinstance(node, (ast.For, ast.With))]
+    spans, found = [], []
     for (start, number), (end, _) in itertools.pairwise(places):
         if number in problem.steps:
-            start += 1
-            while lines[start - 1].lstrip().startswith("#"):  # the comment of the step goes on
-                start += 1
-            end -= 1
-            while not lines[end - 1].strip():
-                end -= 1
-            spans.append((start, end))
-    if len(spans) != len(problem.steps):
+            found.append(number)
+            body = next(b for b in bodies if any(start < node.lineno < end for node in b))
+            spans += _holes(source, [node for node in body if start < node.lineno < end])
+    if tuple(found) != problem.steps:
         raise NotFound(f"{problem.file} lacks one of the steps {', '.join(problem.steps)}")
     return spans
 
 
+def _holes(source: str, body: list[ast.stmt]) -> list[tuple[int, int]]:
+    """The spans of a step's statements, those of the same level that follow each other together."""
+    spans, joins = [], False
+    for node in body:
+        if isinstance(node, ast.For):
+            spans += _holes(source, node.body)
+        is_kept = isinstance(node, ast.For) or (
+            isinstance(node, ast.With) and ast.unparse(node).startswith("with torch.no_grad()")
+        )
+        if not is_kept and joins:
+            spans[-1] = spans[-1][0], node.end_lineno
+        elif not is_kept:
+            spans.append((_start(source, node), node.end_lineno))
+        joins = not is_kept
+    return spans
+
+
+def _start(source: str, node: ast.stmt) -> int:
+    """The first line of a statement, with the comments right above it, but not that of its step,
+    whose first line has the number and whose others are indented.
+    """
+    lines, start = source.split("\n"), node.lineno
+    while re.match(r" *# (?! |\d\. )", lines[start - 2]):
+        start -= 1
+    return start
+
+
 def to_be_set(source: str, problem: Problem, span: tuple[int, int]) -> list[str]:
-    """The names that a step gives a value and that the loop reads after it."""
+    """The names that a hole gives a value, or entries of, and that the loop reads after it."""
     start, end = span
     function = function_of(source, problem.function)
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
     stored = {n.id for n in names if isinstance(n.ctx, ast.Store) and start <= n.lineno <= end}
+    stored |= {
+        node.value.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and start <= node.lineno <= end
+    }
     loaded = {n.id for n in names if isinstance(n.ctx, ast.Load) and n.lineno > end}
     return sorted(stored & loaded)
 
@@ -309,10 +345,8 @@ def top_level(source: str) -> list[tuple[ast.stmt, str]]:
     """The statements of a file with their text. Of a file that doesn't parse, those that do: an
     error in one function must not cost the others.
     """
-    try:
-        parts = [source]
-        ast.parse(source)
-    except SyntaxError:
+    parts = [source]
+    if not _parses(source):
         parts = []
         for line in source.split("\n"):
             starts = line[:1] not in ("", " ", "\t", "#", ")", "]", "}")
@@ -321,59 +355,84 @@ def top_level(source: str) -> list[tuple[ast.stmt, str]]:
             elif parts:
                 parts[-1] += "\n" + line
     found = []
-    for part in parts:
-        try:
-            body = ast.parse(part).body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
+    for part in filter(_parses, parts):
         lines = part.split("\n")
-        for node in body:
+        for node in ast.parse(part).body:
             decorators = getattr(node, "decorator_list", [])
             start = min([node.lineno, *(d.lineno for d in decorators)])
             found.append((node, "\n".join(lines[start - 1 : node.end_lineno])))
     return found
 
 
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 def names_of(node: ast.stmt) -> set[str]:
-    """The names that a top-level statement gives a meaning."""
+    """The names that a top-level statement gives a meaning: definitions, imports, also in a try or
+    an if, and plain assignments. Loops and calls at the top level are scratch code.
+    """
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return {
-        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
+    if isinstance(node, (ast.Try, ast.If)):
+        return set().union(*(names_of(n) for n in node.body), *(names_of(n) for n in node.orelse))
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    plain = isinstance(node, (ast.Assign, ast.AnnAssign))
+    return {t.id for t in targets if isinstance(t, ast.Name)} if plain else set()
+
+
+def globals_of(text: str) -> set[str]:
+    """The names that a piece of code takes from its module."""
+
+    def read(table: symtable.SymbolTable) -> set[str]:
+        top = table.get_type() == "module"
+        own = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+        known = {s.get_name() for s in table.get_symbols() if not (top or s.is_global())}
+        return (own - known).union(*(read(child) for child in table.get_children()))
+
+    return read(symtable.symtable(text, "submission", "exec"))
 
 
 def splice(solution: str, submission: str, function: str) -> str:
-    """The solution's file with the submission's `function` in the place of its own.
+    """The solution's file, with the submission's `function` at its end, where it takes the place of
+    the solution's own.
 
-    Helpers and imports of the submission come with it where it needs them and the solution has none
-    of that name; nothing else of the submission is run. So a fault in one function can't cost the
-    points of another. Raises NotFound.
+    Helpers, constants and imports of the submission come with it where it needs them: those that
+    are new, and those that have been changed, but no other problem's function; nothing else of the
+    submission is run. So a fault in one function can't cost the points of another. Raises NotFound.
     """
     theirs = top_level(submission)
-    found = [(n, t) for n, t in theirs if isinstance(n, ast.FunctionDef) and n.name == function]
+    found = [i for i, (node, _) in enumerate(theirs) if function in names_of(node)]
     if not found:
         if re.search(rf"^def {function}\b", submission, re.MULTILINE):
             raise NotFound(f"{function} doesn't parse, python says where: check its syntax")
         raise NotFound(f"there is no function {function}")
-    node, text = found[-1]
-    ours = set().union(*(names_of(n) for n, _ in top_level(solution)))
-    wanted, extras = [node], {}
-    while wanted:
-        read = {n.id for n in ast.walk(wanted.pop()) if isinstance(n, ast.Name)}
-        for index, (other, other_text) in enumerate(theirs):
-            names = names_of(other)
-            if index not in extras and names & read - ours and function not in names:
-                extras[index] = other_text
-                if isinstance(other, (ast.Import, ast.ImportFrom)):
-                    # One that fails leaves a name undefined, where that is used it is said.
-                    tried = textwrap.indent(other_text, "    ")
-                    extras[index] = f"try:\n{tried}\nexcept Exception:\n    pass"
-                wanted.append(other)
-    own = function_of(solution, function)
-    start = min([own.lineno, *(d.lineno for d in own.decorator_list)])
-    lines = solution.split("\n")
-    lines[start - 1 : own.end_lineno] = [*(extras[i] for i in sorted(extras)), text]
-    return "\n".join(lines)
+    ours = {}
+    for node, _ in top_level(solution):
+        ours |= {name: ast.dump(node) for name in names_of(node)}
+    others = {problem.function for problem in PROBLEMS} - {function}
+    taken, wanted = {found[-1]}, globals_of(theirs[found[-1]][1])
+    grown = True
+    while grown:
+        grown = False
+        for index, (node, text) in enumerate(theirs):
+            names = names_of(node) & wanted
+            is_new = any(ours.get(name) != ast.dump(node) for name in names - others)
+            if index not in taken and is_new and function not in names:
+                taken.add(index)
+                wanted |= globals_of(text)
+                grown = True
+    parts = []
+    for index in sorted(taken):
+        node, text = theirs[index]
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            # Where it fails, a name stays undefined, and that is said where it is used.
+            text = f"try:\n{textwrap.indent(text, '    ')}\nexcept Exception:\n    pass"
+        parts.append(text)
+    return "\n\n\n".join([solution.rstrip(), *parts]) + "\n"

@@ -875,6 +875,14 @@ LOOPS = {
 # --- Wrong answers, beside those of mutations.py: (problem, text, what it becomes, the mistake) ---
 
 WRONG = [
+    ("token_logprobs", "return _full(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)", "return _full(logits).detach().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)", "log-probs without gradient"),
+    ("kl_estimate", "    d = logprobs - ref_logprobs\n", "    d = (logprobs - ref_logprobs).detach()\n", "a KL without gradient"),
+    ("generate", "        completion_mask=drawn_mask,\n", "        completion_mask=drawn_mask.long(),\n", "an integer mask in the rollout"),
+    ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy.deepcopy(policy).eval()", "the base model is copied too"),
+    ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy_of(policy.eval())", "the policy is left in evaluation mode"),
+    ("rloo_loop", "            kl = None\n", "            kl = torch.zeros_like(old_logprobs)\n", "an unknown KL is 0"),
+    ("grpo_loop", "config.max_grad_norm", "1.0", "a norm of the reader's own"),
+    ("grpo_loop", "torch.randperm(batch_size, generator=shuffler)", "torch.arange(batch_size)", "the rows in their order"),
     ("token_logprobs", "tokens.unsqueeze(-1)).squeeze(-1)", "tokens.unsqueeze(-1))", "a dimension of 1 too many"),
     ("token_logprobs", "return _full(logits).log_softmax(-1)", "return _full(logits).log_softmax(1)", "softmax over time"),
     ("token_logprobs", "return _full(logits).log_softmax(-1)", "return _full(logits).exp().div(_full(logits).exp().sum(-1, keepdim=True)).log()", "exp that overflows"),
@@ -922,7 +930,6 @@ WRONG = [
     ("grpo_loop", "                    m, old, adv = loss_mask[rows]", "                    m, old, adv = mask[rows]", "truncated rows stay in the loss"),
     ("grpo_loop", "torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "torch.tensor(1.0)", "the gradient is not clipped"),
     ("rloo_advantages", "    return (groups - baseline).masked_fill(~known | is_flat(groups), 0).flatten()", "    return (baseline - groups).masked_fill(~known | is_flat(groups), 0).flatten()", "the baseline less the reward"),
-    ("rloo_advantages", "    return (groups - baseline).masked_fill(~known | is_flat(groups), 0).flatten()", "    return (groups - baseline).masked_fill(~known, 0).flatten()", "rounding in RLOO's flat groups"),
     ("rloo_loss", "ratio = sequence_ratio(logprobs, old_logprobs, mask)", "ratio = sequence_ratio(logprobs, old_logprobs, mask) ** (1 / mask.sum(1))", "a geometric mean in RLOO"),
     ("rloo_loss", "ratio = sequence_ratio(logprobs, old_logprobs, mask)", "ratio = (logprobs - old_logprobs).sum(1).exp()", "padding in RLOO's ratio"),
     ("rloo_loop", "advantages = normalize(advantages, known=~rewards.isnan())", "pass", "advantages are not normalised"),

@@ -260,6 +260,77 @@ def test_a_submission_that_hangs_crashes_or_breaks_keeps_the_points_of_its_other
         assert part in output, output
 
 
+SCRATCH = """
+mask = torch.ones(1, 3)
+advantages, returns = gae(mask, mask, mask, 1.0, 1.0)
+for t in range(3):
+    print(gae(mask, mask, mask, 1.0, 0.5))
+1 / 0
+"""
+HELPERS = """
+import nowhere_to_be_found
+
+try:
+    import numpy as np
+except ImportError:
+    np = None
+ONE = 1.0
+
+
+class Delta:
+    def __init__(self, gamma):
+        self.gamma = gamma
+
+    def of(self, r, after, v):
+        return r + helper(self.gamma * after) - v * ONE
+
+
+def helper(x):
+    return torch.as_tensor(np.multiply(x.numpy(), 1))
+"""
+DELTA = "rewards[:, t] + gamma * next_value - values[:, t]"
+FILLED = "rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)"
+FULL = "def _full(x, mask):\n    return x.masked_fill(~mask, 0)\n\n\ndef _other(x):"
+OWN_WAYS = {
+    "scratch code at the end": [("", SCRATCH)],
+    "another name, and an alias": [("def gae(", "def my_gae("), ("", "gae = my_gae\n")],
+    "a class, a helper and a constant of one's own": [
+        (DELTA, "Delta(gamma).of(rewards[:, t], next_value, values[:, t])"), ("", HELPERS)
+    ],
+    "a helper of the file, changed with its call": [
+        (FILLED, "_full(rewards, mask), _full(values, mask)"),
+        ("def _full(x: Tensor) -> Tensor:", FULL),
+    ],
+    "Windows line ends": [("\n", "\r\n")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OWN_WAYS)
+def test_a_right_answer_in_an_unusual_file_gets_all_points(way, tmp_path):
+    submission = solution(BY_NAME["gae"])
+    for old, new in OWN_WAYS[way]:
+        submission = submission.replace(old, new) if old else f"{submission}\n{new}"
+    (tmp_path / "common.py").write_bytes(submission.encode())
+    source, fault = grade.prepare(BY_NAME["gae"], tmp_path)
+    assert not fault
+    path = tmp_path / "spliced" / "common.py"
+    path.parent.mkdir()
+    path.write_text(source)
+    faults = [checks.run_check(c, path, 0) for c in CHECKS["gae"]]
+    assert not any(faults), faults
+
+
+def test_files_beside_the_submission_and_odd_encodings_cost_nothing(tmp_path, capsys):
+    """A random.py of the student must not become Python's own."""
+    for name in ("random", "types", "profile", "string"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not that one')\n")
+    text = solution(BY_NAME["rloo_loss"])
+    (tmp_path / "rloo.py").write_bytes(b"\xff\xfe" + text.encode("utf-16-le"))
+    (tmp_path / "common.py").write_text(solution(BY_NAME["gae"]), encoding="utf-8-sig")
+    assert grade.main([str(tmp_path), "--problems", "rloo_loss", "gae"]) == 0
+    assert capsys.readouterr().out.endswith("\n13 of 13 points\n")
+
+
 def test_a_missing_file_or_folder_or_problem_is_one_line(tmp_path, capsys):
     assert grade.main([str(tmp_path / "nowhere")]) == 2
     assert grade.main([str(tmp_path), "--problems", "gea"]) == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,15 @@ def test_an_overwrite_that_fails_at_once_says_nothing_of_what_the_old_run_saved(
     assert contents("run") == before
 
 
+def test_after_running_out_of_memory_the_advice_can_be_followed_on_resume(here):
+    with out_of_memory("policy_loss", 7, "CUDA out of memory.")():
+        code, lines = run(ppo, FLAGS)
+    assert code == 1 and "lower --micro_batch_tokens or --rollout_batch_size; run is" in lines[-1]
+    less = ["--micro_batch_tokens", "8", "--rollout_batch_size", "2"]
+    assert run(ppo, [*FLAGS, "--resume", *less, "--gradient_checkpointing"])[0] == 0
+    assert [x["step"] for x in records("run")] == list(range(7))
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(here, monkeypatch):
     assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
     with monkeypatch.context() as m:
@@ -201,6 +211,18 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(h
     assert code == 130 and lines[-1].startswith("step 3: interrupted; run is saved up to step 3")
     assert run(ppo, [*FLAGS, "--resume"])[0] == 0
     assert_same_run("run", "whole")
+
+
+def test_lines_that_were_written_after_the_checkpoint_are_not_there_twice(here, monkeypatch):
+    """As after a kill: the files are further than the checkpoint."""
+    assert run(ppo, FLAGS)[0] == 0
+    shutil.rmtree("run/checkpoint")  # checkpoint.old is that after step 4
+    with monkeypatch.context() as m:
+        stop_after(4, m)
+        assert run(ppo, [*FLAGS, "--resume"])[0] == 130
+    assert [x["step"] for x in records("run")] == [0, 1, 2, 3, 4]
+    text = Path("run/samples.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in text) == 4
 
 
 def test_ctrl_c_in_the_last_step_leaves_its_evaluation_to_resume(here, monkeypatch):
@@ -291,7 +313,7 @@ def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here):
         process.communicate()
         if process.returncode == 0:  # done: again from the start
             assert_same_run("run", "whole")
-            subprocess.run(["rm", "-rf", "run"], check=True)
+            shutil.rmtree("run")
         elif Path("run/checkpoint/record.json").exists():
             steps.add(json.loads(Path("run/checkpoint/record.json").read_text())["step"])
         kills += 1

@@ -171,8 +171,11 @@ def test_a_ratio_that_overflows_exp_gives_no_nan_where_the_clip_stops_the_gradie
     value = rloo_loss(logprobs, old, *args, clip_range=0.2)
     value.backward()
     assert value.item() == pytest.approx(loss) and (logprobs.grad == slope).all()
+    logprobs.grad = None
     worst = rloo_loss(logprobs, old, -torch.ones(1), torch.ones(1, 512), clip_range=0.2)
+    worst.backward()
     assert math.exp(19) < worst.item() < math.inf
+    assert (logprobs.grad > math.exp(19)).all(), "where it hurts the gradient stays"
 
 
 def test_no_function_changes_its_inputs():

@@ -420,6 +420,16 @@ def test_held_out_prompts_are_completed_sampled_and_greedily(make_job):
     assert {line.get("eval/accuracy_greedy") for line in lines} == {None}
 
 
+def test_an_evaluation_without_any_score_is_unknown_not_0(make_job, tmp_path, capsys):
+    (tmp_path / "none.py").write_text(
+        "def none(completions):\n    return [None] * len(completions)\n"
+    )
+    job = make_job(grpo)
+    lines = job(num_steps=1, reward=f"{tmp_path}/none.py:none", save_best="true")
+    assert lines[0]["eval/reward"] is None and lines[1]["eval/reward_greedy"] is None
+    assert "eval/reward unknown (was unknown)" in capsys.readouterr().out
+
+
 def test_greedy_evaluation_takes_the_likeliest_token_whatever_the_seed(make_job):
     first, second = (
         make_job(grpo)(seed=seed, num_generations=4, num_eval_prompts=8)[0] for seed in (0, 1)

@@ -134,6 +134,17 @@ def test_a_prompts_file_is_split_and_a_single_prompt_is_enough(tmp_path):
     assert not [row for row in task.heldout if row in task.train]
 
 
+def test_a_prompt_that_the_file_has_twice_is_not_on_both_sides(tmp_path):
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": f"p{i % 25}", "n": i} for i in range(50)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    config = task_config(task="sentiment", prompts=str(file))
+    task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+    held = {row["prompt"] for row in task.heldout}
+    assert len(task.heldout) == 5 and len(task.train) > 35
+    assert not [row for row in task.train if row["prompt"] in held]
+
+
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():
     rows = [{"prompt": str(i)} for i in range(10)]
     steps = [prompt_batch(rows, step, 4, seed=0) for step in range(5)]

@@ -1,0 +1,88 @@
+"""docs/details.md against the code: its line references, the tests that it names, its numbers.
+
+After lines have moved,
+
+  python tests/test_docs.py
+
+finds each snippet again, writes its line number, and names those that a file has no more or twice.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+PAGE = REPOSITORY / "docs" / "details.md"
+ENTRY = re.compile(r"^### (\d+)\. \S.*$", re.MULTILINE)
+# `text of a line` in [ppo.py, line 171](../ppo.py#L171), with a new line for a space anywhere
+# but in the snippet.
+REFERENCE = re.compile(
+    r"`(?P<snippet>[^`\n]+)`(?P<link>\s+in\s+\[(?P<file>[\w/.]+),\s+line\s+(?P<line>\d+)\]"
+    r"\(\.\./(?P<path>[\w/.]+)#L(?P<anchor>\d+)\))"
+)
+TEST = re.compile(r"`(tests/\w+\.py)::(test_\w+)`")
+
+
+def lines_with(snippet: str, file: str) -> list[int]:
+    """The numbers of the lines of a file that contain the snippet; none where it is not there."""
+    path = REPOSITORY / file
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    return [number for number, line in enumerate(lines, 1) if snippet in line]
+
+
+def renumbered(page: str) -> tuple[str, list[str]]:
+    """The page with the line numbers that are right now, and the snippets without one such line."""
+    lost = []
+
+    def write(match: re.Match) -> str:
+        found = lines_with(match["snippet"], match["path"])
+        if len(found) != 1:
+            place = f"on lines {found} of" if found else "no longer in"
+            lost.append(f"`{match['snippet']}` is {place} {match['path']}")
+            return match[0]
+        link = re.sub(r"(line\s+|#L)\d+", rf"\g<1>{found[0]}", match["link"])
+        return f"`{match['snippet']}`{link}"
+
+    return REFERENCE.sub(write, page), lost
+
+
+def test_each_reference_names_the_line_that_its_snippet_is_on():
+    page = PAGE.read_text(encoding="utf-8")
+    references = list(REFERENCE.finditer(page))
+    assert len(references) == page.count("#L"), "a reference in another form is not checked"
+    for match in references:
+        assert match["file"] == match["path"] and match["line"] == match["anchor"], match[0]
+        hint = f"{match[0]}: python tests/test_docs.py writes the numbers anew"
+        assert lines_with(match["snippet"], match["path"]) == [int(match["line"])], hint
+
+
+def test_each_test_that_is_named_exists():
+    page = PAGE.read_text(encoding="utf-8")
+    named = TEST.findall(page)
+    assert len(named) == page.count("::"), "a test named in another form is not checked"
+    for file, name in set(named):
+        assert lines_with(f"def {name}(", file), f"{file} has no {name}"
+
+
+def test_the_entries_are_numbered_without_gaps_and_each_has_a_line_and_a_test():
+    parts = ENTRY.split(PAGE.read_text(encoding="utf-8"))[1:]
+    numbers, entries = [int(n) for n in parts[::2]], parts[1::2]
+    assert len(numbers) >= 40 and numbers == list(range(1, len(numbers) + 1))
+    for number, entry in zip(numbers, entries, strict=True):
+        assert REFERENCE.search(entry), f"entry {number} names no line"
+        assert TEST.search(entry.partition("Guarded by")[2]), f"entry {number} names no test"
+
+
+def test_lines_that_moved_are_found_again_and_lost_ones_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "REPOSITORY", tmp_path)
+    (tmp_path / "a.py").write_text("x = 1\ny = 2\ny = 2\nz = 3\n")
+    moved, gone, twice = (f"`{s}` in\n[a.py, line 1](../a.py#L9)." for s in ("z =", "w", "y"))
+    page, lost = renumbered(moved + gone + twice)
+    assert page == "`z =` in\n[a.py, line 4](../a.py#L4)." + gone + twice
+    assert lost == ["`w` is no longer in a.py", "`y` is on lines [2, 3] of a.py"]
+
+
+if __name__ == "__main__":
+    new, lost = renumbered(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(new, encoding="utf-8")
+    sys.exit("\n".join(lost) or 0)

@@ -1,0 +1,59 @@
+"""docs/metrics.md and docs/debugging.md: each key, flag, command and quoted line is real."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import grpo
+import ppo
+import rloo
+from common import InputError
+from flags import parse_flags
+from metrics import warnings_about
+from tasks import inspect_reward
+
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
+PAGES = (Path(__file__).parents[1] / f"docs/{n}.md" for n in ("metrics", "debugging", "errors"))
+METRICS, DEBUGGING, ERRORS = (page.read_text("utf-8") for page in PAGES)
+ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", METRICS, re.MULTILINE)  # (key, scripts)
+
+
+def parses(script: str, args: str) -> bool:
+    try:
+        return bool(parse_flags(SCRIPTS[script].Config, "", shlex.split(args)))
+    except InputError:
+        return False
+
+
+def test_the_page_has_each_key_of_each_script_once_and_no_other(make_job):
+    assert len(ROWS) == len({key for key, _ in ROWS})
+    for name, script in SCRIPTS.items():
+        logged = {key for line in make_job(script)() for key in line}
+        assert logged == {key for key, where in ROWS if where == "all" or name.upper() in where}
+    groups = "|".join({key.partition("/")[0] for key, _ in ROWS if "/" in key})
+    assert set(re.findall(rf"`((?:{groups})/\w+)`", DEBUGGING)) <= {key for key, _ in ROWS}
+
+
+def test_flags_and_commands_are_those_of_the_scripts(capsys):
+    text, flags = METRICS + DEBUGGING, re.compile(r"--(\w+)").findall
+    fields = {name for script in SCRIPTS.values() for name in script.Config.__dataclass_fields__}
+    assert set(flags(text)) <= fields | {"inspect"}
+    with pytest.raises(SystemExit):
+        inspect_reward(["--help"])
+    of_tasks = flags(capsys.readouterr().out)
+    for name, args in re.findall(r"`python (\w+)\.py([^`]*)`", text):
+        assert set(flags(args)) <= set(of_tasks) if name == "tasks" else parses(name, args), args
+    for args in re.findall(r"`(--\w+\s[^`]+)`", text):  # with values; or a message quoted
+        assert any(parses(name, args) for name in SCRIPTS) or args.startswith("--resume goes"), args
+
+
+def test_quoted_lines_are_what_a_run_says():
+    keys = "objective/kl val/ratio_max_dev_first reward/frac_flat_groups length/truncated_frac"
+    bad = dict(zip(keys.split(), (12.0, 0.3, 0.6, 0.6))) | {"objective/scores": 1.0}
+    histories = [bad] * 5, [bad | {"objective/kl": -0.2 - i / 100} for i in range(10)]
+    said = {text for history in histories for _, text in warnings_about(history, bf16=False)}
+    assert set(re.findall(r"^    warning, step \d+: (.*)$", DEBUGGING, re.MULTILINE)) == said
+    errors = re.findall(r"^    error: (.*)$", DEBUGGING, re.MULTILINE)
+    assert errors and all(f"| {line} |" in ERRORS for line in errors)

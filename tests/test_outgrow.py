@@ -1,0 +1,89 @@
+"""docs/outgrow.md and docs/outgrow.py: what stands for each flag in TRL, and that it does."""
+
+import inspect
+import json
+import re
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import letter_tokenizer, save_model, small_llama
+from test_trl_parity import PlainSGD
+
+import grpo
+import rloo
+from loading import load_policy
+
+sys.path.append(str(Path(__file__).parent.parent / "docs"))
+import outgrow
+
+trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
+PAGE = Path(outgrow.__file__).with_suffix(".md").read_text()
+SCRIPTS = {grpo: (trl.GRPOConfig, trl.GRPOTrainer), rloo: (trl.RLOOConfig, trl.RLOOTrainer)}
+
+
+def shown(value: object) -> str:
+    return "" if value in (None, MISSING) else json.dumps(value, default=str).strip('"')
+
+
+def row(flag: str) -> list[str]:
+    """What the page must say of a flag: its place in TRL, the default here, the default there."""
+    field, argument = outgrow.FIELDS.get(flag), outgrow.ARGUMENTS.get(flag)
+    ours, theirs = {}, {"": None} if field is None else {}  # ordered sets
+    for script, (config, trainer) in SCRIPTS.items():
+        if flag in (here := {f.name: shown(f.default) for f in fields(script.Config)}):
+            both = {"": script.PRETRAINED, "tiny ": script.TINY}
+            filled = ", ".join(name + shown(d[flag]) for name, d in both.items() if flag in d)
+            ours[here[flag] or filled] = None
+            theirs |= {shown(f.default): None for f in fields(config) if f.name == field}
+            assert {field, argument} <= {None, *dir(config), *inspect.signature(trainer).parameters}
+    place = f"`{field}`" if field else f"argument `{argument}`" if argument else "none"
+    return [f"`{flag}`", place, "; RLOO ".join(ours), "; RLOO ".join(theirs)]
+
+
+def test_the_page_has_each_flag_with_its_place_in_trl_and_both_defaults():
+    flags = {f.name for script in SCRIPTS for f in fields(script.Config)}
+    trls = {f.name: f.default for config, _ in SCRIPTS.values() for f in fields(config)}
+    fixed = [[f"`{k}`", shown(v), shown(trls[k])] for k, v in outgrow.FIXED.items() if v != trls[k]]
+    lines = re.findall(r"\n\| (`.*)", PAGE)
+    cells = [[cell.strip() for cell in line.split("|")[:-2]] for line in lines]
+    assert sorted(cells) == sorted([*map(row, flags), *fixed])
+    names = set(re.findall(r"`([a-z]+_[a-z_]+)(?:=[^`]*)?`", PAGE))
+    others = {"log_extra", "log_metric", "trainer_state", "lora_alpha", "target_modules"}
+    assert names <= {*flags, *trls, *inspect.signature(trl.GRPOTrainer).parameters, *others}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_the_script_moves_the_weights_to_where_the_run_does(script, make_job, monkeypatch):
+    rollouts, trainers, generate, job = [], [], script.generate, make_job(script)
+
+    def recorded(*args: object, **options: object) -> object:
+        return rollouts.append(generate(*args, **options)) or rollouts[-1]
+
+    class Replaying(SCRIPTS[script][1]):
+        def _generate_single_turn(self, prompt_ids: list, *others: object) -> object:
+            if not self.model.training:
+                return super()._generate_single_turn(prompt_ids, *others)
+            rollout, T = rollouts[len(trainers)], rollouts[0].completion_mask.shape[1]
+            trainers.append(self)
+            rows = list(zip(rollout.tokens, rollout.attention_mask, strict=True))
+            assert prompt_ids == [ids[:-T][real[:-T]].tolist() for ids, real in rows]
+            ids = [ids[-T:][real[-T:]].tolist() for ids, real in rows]
+            return (ids, None) if script is grpo else ids
+
+    monkeypatch.setattr(script, "generate", recorded)
+    monkeypatch.setattr(torch.optim, "AdamW", PlainSGD)  # AdamW would blow up rounding errors
+    monkeypatch.setattr(trl, Replaying.__base__.__name__, Replaying)
+    model = save_model(f"{job.model}-llama", small_llama(0.1, vocab_size=20), letter_tokenizer())
+    sizes = {"num_steps": 2, "completions": 16, "rollout_batch_size": 16, "micro_batch_size": 5}
+    metrics = job(model=model, kl_coef=0.3, learning_rate=0.5, **sizes)
+    outgrow.main([str(job.folder)])
+    args, logs = trainers[-1].args, trainers[-1].state.log_history
+    assert (args.generation_batch_size, args.gradient_accumulation_steps, args.beta) == (16, 4, 0.3)
+    assert [x["learning_rate"] for x in logs if "loss" in x] == [x["lr"] for x in metrics[:2]]
+    models = (load_policy(f"{p}") for p in (model, job.folder / "model", job.folder / "trl/model"))
+    start, ours, theirs = (torch.cat([p.flatten() for p in m.parameters()]) for m in models)
+    assert (ours - start).abs().max() > 1e-2 and (ours - theirs).abs().max() < 1e-5
