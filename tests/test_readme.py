@@ -1,0 +1,67 @@
+"""What README.md tells a reader to type: every command, with what it needs written out of it."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import byte_tokenizer, save_model, small_gpt2
+
+import grpo
+import plot
+import ppo
+import rloo
+import tasks
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+MAINS = {
+    "ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "plot": plot.main,
+    "tasks": tasks.inspect_reward,
+}  # fmt: skip
+SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 2 --max_new_tokens 4".split()
+INSPECT = "--num_prompts 2 --num_generations 2 --max_new_tokens 4".split()
+
+
+def commands() -> list[str]:
+    """The commands in blocks and in the text, without the installation before them."""
+    blocks = re.findall(r"^    (?:pip .* && )?(python .*)$", README, re.MULTILINE)
+    inline = re.findall(r"`(python [^`]*)`", README)
+    return sorted({c.split("  #")[0] for c in blocks + inline if "-m pytest" not in c})
+
+
+def file_of(name: str) -> str:
+    """The block that follows the file's name."""
+    lines = README.split(f"`{name}`\n\n")[1].split("\n")
+    block = [line[4:] for line in lines[: next(i for i, x in enumerate(lines) if not x)]]
+    return "\n".join(block) + "\n"
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_of_the_readme_runs(command, tmp_path, monkeypatch, capsys):
+    """In a folder with a small model under the name gpt2, fewer steps, and a run to be plotted."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "gpt2", small_gpt2(vocab_size=257), byte_tokenizer())
+    for name in ("my_prompts.jsonl", "my_rewards.py"):
+        Path(name).write_text(file_of(name))
+    program, *flags = shlex.split(command)[1:]
+    script = Path(program).stem
+    if "--help" in flags:
+        with pytest.raises(SystemExit) as end:
+            MAINS[script](flags)
+        assert end.value.code == 0 and "--learning_rate" in capsys.readouterr().out
+        return
+    if script == "plot":
+        ppo.main(SHORT)
+        flags = [str(path) for flag in flags for path in tmp_path.glob(flag)]
+    MAINS[script]([*flags, *{"plot": [], "tasks": INSPECT}.get(script, SHORT)])
+    if script == "tasks":
+        assert "scores: mean" in capsys.readouterr().out
+        return
+    made = "curves.png" if script == "plot" else "runs/*/model/model.safetensors"
+    assert list(tmp_path.glob(made))
+
+
+def test_the_files_that_the_readme_names_are_there():
+    names = re.findall(r"\]\(([\w./-]+)\)", README)
+    assert len(names) > 15
+    assert [name for name in names if not (Path(__file__).parent.parent / name).exists()] == []
