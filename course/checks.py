@@ -439,9 +439,6 @@ def an_adapter_that_has_been_trained_is_part_of_the_reference(student, right):
             p.data.normal_()
     with ref as model:
         same(logits_of(model), before, "logits of the reference")
-        frozen = {id(p) for p in policy.parameters() if not p.requires_grad}
-        shared = sum(id(p) in frozen for p in model.parameters())
-        assert shared >= len(frozen), "the base model's weights, which don't train, are copied"
 
 
 # --- generate ---
@@ -517,7 +514,7 @@ def the_seed_decides_and_prompts_differ(student, right):
 def greedy_tokens_are_those_of_each_prompt_alone(student, right):
     """At a temperature near 0 the result is known: the likeliest token each time. Rows that end
     early, left padding and positions must not change it."""
-    for seed in range(3):
+    for seed in range(8):
         model = tiny_gpt2()
         torch.manual_seed(seed)
         for p in model.parameters():
@@ -1018,8 +1015,7 @@ def without_a_reference_the_kl_is_0(student, right):
 def two_updates_of_grpo_have_the_metrics_of_the_solution(student, right):
     """One minibatch: loss, gradient norm, learning rate, and after the update the KL of the next
     step."""
-    for flags in ("", "--max_grad_norm 0.1"):
-        same_training(student, right, f"4 --num_generations 4 --kl_coef 0.3 {flags}")
+    same_training(student, right, "4 --num_generations 4 --kl_coef 0.3 --num_epochs 1")
 
 
 @check("grpo_loop", 1)
@@ -1044,6 +1040,9 @@ def every_epoch_steps_once_for_each_minibatch_of_new_order(student, right):
         return loss(logprobs, old_logprobs, advantages, mask, **options)
 
     def spy_step(self, *args, **kwargs):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([g for g in grads if g is not None])
+        assert 0 < norm < 0.101, f"a gradient of norm {norm:.3g} at --max_grad_norm 0.1"
         done = sum(len(part) for part in steps)
         steps.append(calls[done:])
         return step(self, *args, **kwargs)
@@ -1051,6 +1050,7 @@ def every_epoch_steps_once_for_each_minibatch_of_new_order(student, right):
     student.grpo_loss, torch.optim.AdamW.step = spy_loss, spy_step
     try:
         flags = "4 --num_generations 4 --num_epochs 2 --num_mini_batches 2 --loss_type dapo"
+        flags += " --max_grad_norm 0.1"
         found = trained(student, flags)
     finally:
         student.grpo_loss, torch.optim.AdamW.step = loss, step

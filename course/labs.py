@@ -77,6 +77,11 @@ def nines(completions: list[str], **columns: object) -> list[float]:
     return [float(text.count("9")) for text in completions]
 
 
+def short(completions: list[str], **columns: object) -> list[float]:
+    """1 for no text at all, 1/2 for one character, and so on: end early."""
+    return [1 / (1 + len(text)) for text in completions]
+
+
 # --- Mistakes, and what else no flag asks for ---
 
 
@@ -101,7 +106,8 @@ def take_eos_for_padding(module: ModuleType) -> None:
         rollout = original(model, prompt_ids, *args, **options)
         completions = rollout.tokens[:, prompt_ids.shape[1] :]
         is_eos = torch.isin(completions, torch.tensor(options["eos_token_ids"]))
-        return replace(rollout, completion_mask=rollout.completion_mask & ~is_eos)
+        seen = rollout.completion_mask & ~is_eos
+        return replace(rollout, completion_mask=seen, finished=torch.zeros_like(rollout.finished))
 
     module.generate = generate
 
@@ -249,22 +255,26 @@ EXPERIMENTS = {
     "pad_is_eos": Experiment(
         4,
         "Pad and EOS are the same id, and the mask is inferred from the ids: EOS gets no gradient."
-        " A reward for ending early: who learns it?",
+        " The reward is for short text. Who learns to end, and how can one learn it without?",
         [
-            Variant("mask carried", "grpo", f"{GROUPS} --reward brevity --max_new_tokens 10"),
+            Variant(
+                "mask carried",
+                "grpo",
+                f"{GROUPS} {REWARD}:short --temperature 1.5 --max_new_tokens 10",
+            ),
             Variant(
                 "mask inferred",
                 "grpo",
-                f"{GROUPS} --reward brevity --max_new_tokens 10",
+                f"{GROUPS} {REWARD}:short --temperature 1.5 --max_new_tokens 10",
                 take_eos_for_padding,
             ),
         ],
-        ["reward", "length", "length_first"],
-        "length/mean",
+        ["reward", "entropy", "truncated"],
     ),
     "loss_types": Experiment(
         5,
-        "GRPO, Dr. GRPO, DAPO: which changes the length of what is written, at the same reward?",
+        "GRPO, Dr. GRPO, DAPO: they weigh the tokens of long completions differently. Does it show"
+        " where completions have three or four tokens?",
         [
             Variant(
                 kind,

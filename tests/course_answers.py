@@ -878,7 +878,6 @@ WRONG = [
     ("token_logprobs", "return _full(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)", "return _full(logits).detach().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)", "log-probs without gradient"),
     ("kl_estimate", "    d = logprobs - ref_logprobs\n", "    d = (logprobs - ref_logprobs).detach()\n", "a KL without gradient"),
     ("generate", "        completion_mask=drawn_mask,\n", "        completion_mask=drawn_mask.long(),\n", "an integer mask in the rollout"),
-    ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy.deepcopy(policy).eval()", "the base model is copied too"),
     ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy_of(policy.eval())", "the policy is left in evaluation mode"),
     ("rloo_loop", "            kl = None\n", "            kl = torch.zeros_like(old_logprobs)\n", "an unknown KL is 0"),
     ("grpo_loop", "config.max_grad_norm", "1.0", "a norm of the reader's own"),

@@ -70,6 +70,16 @@ def graded(problem, submission: str, tmp_path: Path) -> dict[str, str]:
     return {name: fault for name, fault in faults.items() if fault}
 
 
+def test_the_pages_hold_what_they_promise():
+    for page in ("README.md", "handout.md"):
+        text = (REPOSITORY / "course" / page).read_text()
+        assert not re.search(r"\b[A-Z]+_[A-Z]+\b|TODO|MUTANTS|UNSEEN|HUNTS", text), page
+    text = (REPOSITORY / "course/README.md").read_text()
+    assert f"{len(planted())} wrong ones" in text
+    hunts = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
+    assert f"{len(hunts)} bugs" in text
+
+
 def test_every_problem_has_points_three_hints_public_tests_and_three_other_answers():
     assert sum(c.points for items in CHECKS.values() for c in items) == 100
     ways = [way.split("__")[0] for way in [*answers(), *LOOPS]]
@@ -151,7 +161,7 @@ def test_no_statement_of_a_solution_is_left_anywhere_in_the_starter(starter):
         kept += rest
         removed += [s for s in whole if whole.count(s) > rest.count(s)]
     secret = {s for s in removed if len(s) > 15} - set(kept)
-    assert len(secret) > 120
+    assert len(secret) > 100
     for path in starter.rglob("*"):
         if path.suffix == ".py":
             found = secret & set(statements(path.read_text()))
@@ -362,7 +372,8 @@ def test_every_experiment_has_its_figures_and_bounds_in_the_reference():
         labels = [v.label for v in experiment.variants] or ["tiny"]
         assert list(reference[name]) == labels
         for figures in reference[name].values():
-            assert set(figures) == set(experiment.figures)
+            # Without a reference, at kl_coef 0, the KL is unknown.
+            assert set(figures) in (set(experiment.figures), set(experiment.figures) - {"kl"})
             assert all(x["low"] <= x["mean"] <= x["high"] for x in figures.values())
         assert re.search(rf"labs\.py [\w ]*{name}", handout), f"{name} is in no lab"
 
