@@ -39,8 +39,8 @@ past is the KL of each token.""",
     "dropout": """Before the first update the policy is the reference, so the KL is 0, and it
 sampled what it scores, so no ratio is clipped. With dropout left on a third of the completions
 are clipped at once and the KL is -1: of what is sampled without dropout, the policy with
-dropout thinks less than the reference does. Nothing is learnt, and what was known is lost. It is one
-of the ways to a negative KL.""",
+dropout thinks less than the reference does. Nothing is learnt, and what was known is lost. It is
+one of the ways to a negative KL.""",
     "top_k": """It is often said that top_k makes the KL negative. Here it makes it larger: what
 is sampled lies where the policy has put its weight, and there it is above the reference. Either
 way it is not the KL of the policy any more. The
