@@ -51,8 +51,8 @@ the gradient is that of another distribution. The KL is less than half of the ri
 mean, and falls below 0 in single runs. Where sampling and log-probs may differ, compare the
 log-probs that `generate` recorded with those of the training forward: that test is in
 tests/test_sampling.py.""",
-    "kl_coef": """The policy learns to write nines, whatever the weight of the KL; without one it
-writes nothing else. The reward rises throughout while the right sums vanish: no number of the
+    "kl_coef": """The policy learns to write nines, whatever the weight of the KL; without one
+nearly three an answer. The reward rises throughout while the right sums vanish: no number of the
 training tells, only the held-out accuracy and the samples do. A weight of 0.5 keeps the KL at
 about 1 nat, and even that is enough to lose the sums, since a nine more or less makes a sum
 wrong.""",
@@ -73,8 +73,8 @@ a baseline, not a source.""",
 differences are within two standard deviations. What changes for sure is the size of the
 gradient, by a factor of three: `--max_grad_norm` and the learning rate mean something else
 without whitening. Adam hides most of it.""",
-    "epochs": """Four passes over the same completions get from 0.88 to 0.95 in 30 steps, for
-twice the time of two. They move the policy ten times as far within an update, clip four times
+    "epochs": """Four passes over the same completions get from 0.88 to 0.95 in 30
+steps. They move the policy ten times as far within an update, clip four times
 as many tokens, and end at a KL a quarter larger. The clip is what keeps the later passes near
 the policy that sampled.""",
     "score_slot": """At lambda 0.5 half of the score doesn't arrive at EOS itself, and the
