@@ -375,10 +375,11 @@ def load_task(config: Any, tokenizer: PreTrainedTokenizerBase, device: torch.dev
         # A single prompt is a legitimate first experiment: it is then evaluated on what it was
         # trained on.
         num_heldout = min(512, max(1, len(rows) // 10))
-        task.heldout = rows[:num_heldout]
-        # A prompt that the file has twice must not be trained on where it is held out.
-        held = {json.dumps(row["prompt"]) for row in task.heldout}
-        task.train = [row for row in rows if json.dumps(row["prompt"]) not in held] or rows
+        task.train, task.heldout = rows[num_heldout:] or rows, rows[:num_heldout]
+        # Of a prompt that the file has twice, none is held out that is trained on.
+        seen = {json.dumps(row["prompt"]) for row in task.train}
+        unseen = [row for row in task.heldout if json.dumps(row["prompt"]) not in seen]
+        task.heldout = unseen or task.heldout
         if config.task == "add" and not (config.reward or config.reward_model):
             check_answers(config.prompts, rows)
     if config.reward or config.reward_model:

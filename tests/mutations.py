@@ -232,7 +232,7 @@ MUTATIONS = [
     ("tasks.py", "self.tokenizer(prompt + text_of(completion)).input_ids", "self.tokenizer(text_of(completion)).input_ids", "the reward model reads no prompt"),
     ("tasks.py", "return self.tokenizer(text, add_special_tokens=False).input_ids", "return self.tokenizer(text).input_ids", "two BOS before what the reward model reads"),
     ("tasks.py", 'random.Random(f"{seed},{p}")', 'random.Random(f"{seed}")', "the same order of prompts in every pass"),
-    ("tasks.py", "if json.dumps(row[\"prompt\"]) not in held] or rows", "]", "held-out prompts are trained on"),
+    ("tasks.py", "rows[num_heldout:] or rows", "rows", "held-out prompts are trained on"),
     ("tasks.py", "Decimal(n[-1])", "Decimal(n[0])", "the first number counts as the answer"),
     ("flags.py", "if name not in FREE_ON_RESUME and", "if False and", "a resumed run takes other settings"),
     ("flags.py", "if before_script != script:", "if False:", "a run of another script is resumed"),
