@@ -1,7 +1,7 @@
 """Held-out accuracy of the three scripts: default settings, five seeds, by episodes and seconds.
 
   python benchmarks/learning.py          # the runs, 12 minutes on two CPU cores, then the picture
-  python benchmarks/learning.py --draw   # the picture and the table alone, from learning.json
+  python benchmarks/learning.py --draw   # the picture alone, from learning.json
 
 Seconds are those of rollout and update, without evaluations; the runs alternate, so that a machine
 that slows down slows down all three.
@@ -28,19 +28,16 @@ SEEDS = range(5)
 
 
 def train(script: str, seed: int) -> list[list[float]]:
-    """Run a script; [[episodes, seconds, held-out accuracy, peak GB so far], ...] of its
-    evaluations.
-    """
+    """Run a script; [[episodes, seconds, held-out accuracy], ...] of its evaluations."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--eval_every", "5", "--seed", str(seed), "--output_dir", f"{folder}/run"]
         command = [sys.executable, str(REPOSITORY / f"{script}.py"), *flags]
         subprocess.run(command, check=True, capture_output=True)
         text = (Path(folder) / "run" / "metrics.jsonl").read_text()
-    curve, episodes, seconds, memory = [], 0, 0.0, 0.0
+    curve, episodes, seconds = [], 0, 0.0
     for line in map(json.loads, text.splitlines()):
         if "eval/accuracy" in line:
-            memory = line.get("memory/peak_gb", memory)
-            curve.append([episodes, round(seconds, 2), line["eval/accuracy"], round(memory, 3)])
+            curve.append([episodes, round(seconds, 2), line["eval/accuracy"]])
         if "episode" in line:  # not in the last line, which is an evaluation alone
             episodes = line["episode"]
             seconds += line["time/rollout"] + line["time/update"]
@@ -74,40 +71,13 @@ def draw(results: dict[str, list[list[list[float]]]]) -> None:
     figure.savefig(PICTURE, dpi=110)
 
 
-def table(results: dict[str, list[list[list[float]]]]) -> str:
-    """What each algorithm pays for and gets, mean and standard deviation over the seeds."""
-
-    def cell(values: list[float], digits: int) -> str:
-        return f"{np.mean(values):,.{digits}f} ± {np.std(values, ddof=1):,.{digits}f}"
-
-    lines = [
-        "| | episodes to 0.90 | seconds to 0.90 | episodes to 0.95 | seconds to 0.95 | accuracy at"
-        " the end | episodes | seconds | peak GB |",
-        f"|---|{'---|' * 8}",
-    ]
-    for script, curves in results.items():
-        ends = [curve[-1] for curve in curves]
-        cells = []
-        for level in (0.9, 0.95):
-            first = [next((p for p in curve if p[2] >= level), None) for curve in curves]
-            reached = [p for p in first if p is not None]
-            missing = f" ({len(reached)} of {len(first)})" if len(reached) < len(first) else ""
-            cells += [cell([p[0] for p in reached], 0) + missing, cell([p[1] for p in reached], 1)]
-        cells += [cell([p[2] for p in ends], 3), f"{ends[0][0]:,}"]
-        cells += [cell([p[1] for p in ends], 1), cell([p[3] for p in ends], 2)]
-        lines.append(f"| {script.upper()} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draw", action="store_true", help="only draw learning.json")
     if parser.parse_args().draw:
-        results = json.loads(RESULTS.read_text())
-        draw(results)
-        print(table(results))
+        draw(json.loads(RESULTS.read_text()))
         return
     results = {script: [] for script in SCRIPTS}
     for seed in SEEDS:
@@ -122,7 +92,6 @@ def main() -> None:
             )
     RESULTS.write_text(json.dumps(results) + "\n")
     draw(results)
-    print(table(results))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from course_answers import HARMLESS, LOOPS, WRONG
 from mutations import MUTATIONS
 from problems import BY_NAME, PROBLEMS, function_of, solution_lines, splice, top_level
 
+pytestmark = pytest.mark.slow  # runs of the scripts, again and again
 ANSWERS = Path(__file__).with_name("course_answers.py")
 
 
@@ -217,7 +218,6 @@ def solve(starter: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_solved_it_is_graded_at_100_and_unsolved_at_0(starter, tmp_path, capsys):
     solved = solve(starter, tmp_path / "solved")
     assert grade.main([str(solved), "--json", str(tmp_path / "results.json")]) == 0
@@ -231,7 +231,6 @@ def test_solved_it_is_graded_at_100_and_unsolved_at_0(starter, tmp_path, capsys)
     assert output.endswith("\n0 of 100 points\n") and "not written yet" in output
 
 
-@pytest.mark.slow
 def test_the_public_tests_pass_when_solved_and_fail_before(starter, tmp_path):
     passed, failed = pytest_in(starter)
     assert passed == 0 and failed >= len(PROBLEMS)
