@@ -236,13 +236,17 @@ def test_ctrl_c_in_the_last_step_leaves_its_evaluation_to_resume(here, monkeypat
     assert_same_run("run", "whole")
 
 
-def test_a_model_saved_in_the_middle_of_an_update_is_said_to_be_that(here, monkeypatch):
+def test_half_an_update_is_no_checkpoint_and_its_model_is_said_to_be_that(here, monkeypatch):
+    assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
     printed = []
-    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: printed.append(args[0]))
     # Two optimiser steps per rollout: call 8 is after the first of step 3.
-    with out_of_memory("policy_loss", 8, "CUDA out of memory.")():
+    with monkeypatch.context() as m, out_of_memory("policy_loss", 8, "CUDA out of memory.")():
+        m.setattr("builtins.print", lambda *args, **kwargs: printed.append(args[0]))
         assert run(ppo, FLAGS)[0] == 1
+    assert "run is saved up to step 2, --resume goes on from there" in printed[-1]
     assert "run/model holds the model in the middle of step 3." in printed
+    assert run(ppo, [*FLAGS, "--resume"])[0] == 0
+    assert_same_run("run", "whole")
 
 
 def test_a_run_of_another_kind_of_device_is_not_resumed(here):
