@@ -463,6 +463,7 @@ def test_the_embedded_tokenizer_gives_a_token_per_character_and_back():
         ("exact_match", {"answer": ["a", 70]}, [0.0, 0.0]),
         ("numeric_match", {"answer": ["0", "7.0"]}, [0.0, 1.0]),
         ("format_match", {"pattern": [r"\s*a.*", "a"]}, [1.0, 0.0]),
+        ("format_match", {"pattern": [r"\s*a", r"\d"]}, [0.0, 1.0]),  # all of the text
         ("brevity", {}, [-0.02, -0.01]),
         ("no_repetition", {}, [0.0, 0.0]),
     ],
