@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ REPOSITORY = COURSE.parent
 sys.path[:0] = [str(COURSE), str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from labs import T_99
-from make import FILES, MODEL
+from make import copy_files
 
 SYMPTOMS = COURSE / "symptoms.json"
 # Short runs whose flags bring out what the defaults leave at rest.
@@ -94,23 +93,13 @@ def candidates() -> list[tuple[str, str, str, str, str]]:
     return [(bug, script, *edits[bug]) for script, bugs in BUGS.items() for bug in bugs]
 
 
-def copy_of_the_code(folder: Path) -> None:
-    """The scripts, their helpers and the model, without tests and course."""
-    (folder / "tiny").mkdir(parents=True)
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, folder / name)
-    for name in MODEL:
-        if (REPOSITORY / "tiny" / name).exists():
-            shutil.copy(REPOSITORY / "tiny" / name, folder / "tiny" / name)
-
-
 def curves(script: str, seed: int, edit: tuple[str, str, str] | None = None) -> dict | None:
     """{metric: a value per step} of the short run of a script, with an edit (file, text, what it
     becomes); None where the run fails.
     """
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "code"
-        copy_of_the_code(folder)
+        copy_files(folder, [], 0)
         if edit is not None:
             file, old, new = edit
             text = (folder / file).read_text(encoding="utf-8")
@@ -212,7 +201,7 @@ def make(out: Path, seed: int) -> None:
     about = measured["bugs"][bug]
     [edit] = [(f, old, new) for b, _, f, old, new in candidates() if b == bug]
     file, old, new = edit
-    copy_of_the_code(out)
+    copy_files(out, [], 0)
     before = (out / file).read_text(encoding="utf-8")
     after = before.replace(old, new)
     (out / file).write_text(after, encoding="utf-8")

@@ -30,15 +30,7 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenize
 
 def make(out: Path, problems: list[Problem], hints: int) -> None:
     """Write the starter repository into the new folder `out`."""
-    out.mkdir(parents=True)
-    for name in FILES:
-        text = (REPOSITORY / name).read_text(encoding="utf-8")
-        own = [problem for problem in problems if problem.file == name]
-        (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
-    (out / "tiny").mkdir()
-    for name in MODEL:
-        if (REPOSITORY / "tiny" / name).exists():
-            shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)
+    copy_files(out, problems, hints)
     (out / "tests").mkdir()
     for problem in problems:
         name = f"test_{problem.name}.py"
@@ -49,6 +41,17 @@ def make(out: Path, problems: list[Problem], hints: int) -> None:
     shutil.copy(COURSE / "labs.py", out / "labs.py")
     shutil.copy(COURSE / "reference.json", out / "reference.json")
     (out / "README.md").write_text(readme(problems), encoding="utf-8")
+
+
+def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
+    """Scripts, helpers and the model into the new folder `out`, without what solves `problems`."""
+    (out / "tiny").mkdir(parents=True)
+    for name in FILES:
+        text = (REPOSITORY / name).read_text(encoding="utf-8")
+        own = [problem for problem in problems if problem.file == name]
+        (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
+    for name in MODEL:
+        shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)
 
 
 def readme(problems: list[Problem]) -> str:
