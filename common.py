@@ -233,10 +233,15 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     length -= padding
     options = {"past_key_values": DynamicCache(config=backbone.config), "use_cache": True}
     of_prompts = states(tokens[first, :length], mask[first, :length], **options)[:, -1:]
+    # What a prompt's rows give back is added up: on a CPU by index_select alone in the same order
+    # each time, on CUDA by indexing alone. In any order, no run could be repeated.
+    on_cuda = which.device.type == "cuda"
+    of_rows = of_prompts[which] if on_cuda else of_prompts.index_select(0, which)
     if longest == 1:
-        return of_prompts[which]
-    options["past_key_values"].batch_select_indices(which)
-    return torch.cat([of_prompts[which], states(tokens[:, length:], mask, **options)], dim=1)
+        return of_rows
+    cache = options["past_key_values"]
+    (cache.batch_select_indices if on_cuda else cache.reorder_cache)(which)
+    return torch.cat([of_rows, states(tokens[:, length:], mask, **options)], dim=1)
 
 
 def completion_logprobs(

@@ -1,12 +1,14 @@
 """GRPO: group relative policy optimisation of a language model against a score.
 
-For a prompt the policy pi samples a group of G completions y_1 .. y_G; R_i is the score of y_i.
+For a prompt the policy pi samples a group of G completions y_1 .. y_G. On the left the name in the
+code; eps is clip_range.
 
-  advantage  A_i = (R_i - mean(R)) / (std(R) + 1e-4), mean and std over the group      [1] 4.1.2
-  ratio      rho_t = pi(y_t) / pi_old(y_t), of each token
-  policy     L_t = max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps))                [1] eq. 3
-  KL         k3_t = r_t - 1 - log r_t, with r_t = pi_ref(y_t) / pi(y_t)                [1] eq. 4
-  loss       mean over the completions of (mean over their tokens of L_t + kl_coef k3_t)
+  scores      R_i, the score of y_i
+  advantages  A_i = (R_i - mean(R)) / (std(R) + 1e-4), mean and std over the group     [1] 4.1.2
+  ratio       rho_t = pi(y_t) / pi_old(y_t), of each token
+  kl          k3_t = r_t - 1 - log r_t, with r_t = pi_ref(y_t) / pi(y_t)               [1] eq. 4
+  loss        L_t = max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t [1] eq. 3
+              its mean over the tokens of a completion, and of that over the completions
 
 No value model: the group is the baseline. What later papers change, a flag each:
 Dr. GRPO [2] drops the std, which favours prompts that are too easy or too hard, and divides by

@@ -1,16 +1,17 @@
 """PPO: proximal policy optimisation of a language model against a score, with a KL penalty.
 
-The policy pi samples y_1 .. y_T after a prompt; a state is what has been written so far.
+The policy pi samples y_1 .. y_T after a prompt; a state is what has been written so far. On the
+left the name in the code; eps is clip_range, eps_v clip_range_value; the values are V_t.
 
-  KL         kl_t estimates KL(pi || pi_ref) from log pi(y_t) - log pi_ref(y_t)
-  reward     r_t = -kl_coef * kl_t, and the score is added at the last token          [1] eq. 2
-  advantage  delta_t = r_t + gamma V_{t+1} - V_t                                      [2] eq. 12
-             A_t = delta_t + gamma lam A_{t+1}, whitened over the batch               [2] eq. 11
-  return     R_t = A_t + V_t, with A before whitening
-  policy     rho_t = pi(y_t) / pi_old(y_t)
-             L_pi = max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps))               [2] eq. 7
-  value      L_V = max((V_t - R_t)^2, (clip(V_t, V_old -+ eps_v) - R_t)^2) / 2        [2] eq. 9, [3]
-  loss       sum over the tokens of a minibatch of (L_pi + vf_coef L_V), over their number
+  kl          kl_t estimates KL(pi || pi_ref) from log pi(y_t) - log pi_ref(y_t)
+  rewards     r_t = -kl_coef * kl_t, and the score is added at the last token         [1] eq. 2
+  advantages  delta_t = r_t + gamma V_{t+1} - V_t                                     [2] eq. 12
+              A_t = delta_t + gamma lam A_{t+1}, whitened over the batch              [2] eq. 11
+  returns     R_t = A_t + V_t, with A before whitening
+  ratio       rho_t = pi(y_t) / pi_old(y_t)
+  pg          max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps))                     [2] eq. 7
+  vf          max((V_t - R_t)^2, (clip(V_t, V_old -+ eps_v) - R_t)^2) / 2             [2] eq. 9, [3]
+  loss        sum over the tokens of a minibatch of (pg + vf_coef vf), over their number
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.

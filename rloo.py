@@ -1,17 +1,18 @@
 """RLOO: REINFORCE with a leave-one-out baseline, of a language model against a score.
 
-For a prompt the policy pi samples G completions y_1 .. y_G; a completion is a single action.
+For a prompt the policy pi samples G completions y_1 .. y_G; a completion is a single action. On the
+left the name in the code; eps is clip_range.
 
-  KL         KL_i = sum over the tokens of y_i of log pi(y_t) - log pi_ref(y_t)        k1 in [2]
-  reward     R_i = score of y_i - kl_coef * KL_i
-  advantage  A_i = R_i - mean of the R_j of the other G - 1 completions                [1] eq. 8
-  ratio      rho_i = pi(y_i) / pi_old(y_i), of the whole completion
-  loss       mean over the completions of max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps))
+  kl          kl_t = log pi(y_t) - log pi_ref(y_t), at each token of y_i               k1 in [2]
+  rewards     R_i = score of y_i - kl_coef * sum of kl_t over y_i
+  advantages  A_i = R_i - mean of the R_j of the other G - 1 completions               [1] eq. 8
+  ratio       rho_i = pi(y_i) / pi_old(y_i), of the whole completion
+  loss        mean over the completions of max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps))
 
 With one update per rollout, the default, pi is pi_old: rho_i is 1, the clip never acts, and since
 the gradient of rho is rho times that of log pi, the line of the loss is plain REINFORCE,
 
-  loss       mean over the completions of -A_i log pi(y_i)                             [1]
+  loss        mean over the completions of -A_i log pi(y_i)                            [1]
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 

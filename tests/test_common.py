@@ -527,6 +527,28 @@ def test_a_prompt_is_read_once_for_all_its_completions_and_the_gradient_is_the_s
         assert torch.allclose(g, expected, rtol=10 * tolerance, atol=10 * tolerance)
 
 
+def test_the_gradient_is_the_same_to_the_bit_each_time_on_several_threads():
+    """Indexing sums the gradients of rows that are taken twice in whatever order threads come."""
+    model = load_policy("tiny").eval()
+    prompts = [torch.arange(6).add(k).remainder(10).tolist() for k in range(8)]
+    completions = [[k % 10, 1, 2] for k in range(64)]
+    rollout = make_rollout([prompts[k % 8] for k in range(64)], completions)
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        logprobs = completion_logprobs(model, rollout, 1.0)
+        (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(5))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_entropy_with_excluded_tokens_is_that_of_the_others():
     logits = torch.tensor([[[0.3, -1.0, -torch.inf, 2.0]]], dtype=torch.float64)
     expected = token_entropy(logits[..., [0, 1, 3]])
