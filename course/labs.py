@@ -50,12 +50,15 @@ SHARES = {"accuracy", "flat", "truncated", "clipfrac", "clip_first"}
 
 @dataclass
 class Variant:
-    """A run: a script, its flags, and for a mistake what is done to the script's module."""
+    """A run: a script, its flags, and for a mistake what is done to the script's module. Or, where
+    nothing is trained, a function from the seed to the figures.
+    """
 
     label: str
-    script: str
+    script: str = ""
     flags: str = ""
     change: Callable[[ModuleType], None] | None = None
+    measure: Callable[[int], dict[str, float]] | None = None
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Experiment:
     variants: list[Variant]
     figures: list[str]
     curve: str = "objective/scores"
+    samples: bool = False  # keep some of the last completions
 
 
 # --- Rewards that ask for something else than right sums ---
@@ -140,13 +144,96 @@ def leave_advantages_raw(module: ModuleType) -> None:
     module.masked_whiten = whiten_rewards_only
 
 
+# --- Figures without training: the tiny model at another temperature against itself at 1 ---
+
+
+def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, ...]:
+    """8 completions of each of 250 sums by the tiny model: logits (B, T, V), the tokens that were
+    drawn (B, T), the mask (B, T), and which (B,) begin with the right digit.
+    """
+    from common import completion_states, logits_from
+    from loading import eos_token_ids, load_policy, load_tokenizer
+    from sampling import generate
+    from tasks import add_prompts, encode_prompts
+
+    torch.set_num_threads(1)
+    policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
+    prompts = add_prompts()[0][:250]
+    ids, mask = encode_prompts(tokenizer, prompts, torch.device("cpu"))
+    rollout = generate(
+        policy, ids, mask, num_generations=8, max_new_tokens=16, temperature=temperature,
+        eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0,
+        generator=torch.Generator().manual_seed(seed), **options,
+    )  # fmt: skip
+    with torch.no_grad():
+        logits = logits_from(policy, completion_states(policy.base_model, rollout))
+    length = logits.shape[1]  # of the longest
+    tokens = rollout.tokens[:, ids.shape[1] :][:, :length]
+    texts = tokenizer.batch_decode(tokens)
+    answers = [prompt["answer"] for prompt in prompts for _ in range(8)]
+    right = torch.tensor([text[:1] == a[:1] for text, a in zip(texts, answers)])
+    return logits, tokens, rollout.completion_mask[:, :length], right
+
+
+def against_itself(
+    seed: int, temperature: float, top_k: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The exact KL at each token of 2,000 completions, from all probabilities, and its estimates
+    from the sampled tokens: (tokens,), {estimator: (tokens,)}.
+    """
+    from common import kl_estimate
+
+    logits, tokens, real, _ = sampled(seed, temperature, top_k=top_k)
+    ours, theirs = (logits / temperature).log_softmax(-1), logits.log_softmax(-1)
+    exact = (ours.exp() * (ours - theirs)).sum(-1)[real]
+    drawn = [x.gather(2, tokens.unsqueeze(2)).squeeze(2) for x in (ours, theirs)]
+    return exact, {name: kl_estimate(*drawn, name)[real] for name in ("k1", "k2", "k3")}
+
+
+def estimators(seed: int) -> dict[str, float]:
+    exact, estimates = against_itself(seed, 0.7)
+    found = {"exact": exact.mean().item()}
+    for name, values in estimates.items():
+        found |= {name: values.mean().item(), f"{name}_std": values.std().item()}
+    return found
+
+
+def kl_of_top_k(temperature: float, seed: int) -> dict[str, float]:
+    exact, estimates = against_itself(seed, temperature)
+    cut = against_itself(seed, temperature, top_k=5)[1]
+    found = {"exact": exact, "k1": estimates["k1"], "k1_top_k": cut["k1"], "k3_top_k": cut["k3"]}
+    return {name: values.mean().item() for name, values in found.items()}
+
+
+def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, float]:
+    """Which way a step moves the logit of EOS, over how far it moves it either way: -1 to 1. At
+    temperature 3, where lengths vary most.
+    """
+    from common import token_logprobs
+    from grpo import group_advantages, grpo_loss
+    from loading import eos_token_ids, load_policy, load_tokenizer
+
+    logits, tokens, real, right = sampled(seed, 3.0)
+    eos = eos_token_ids(load_policy("tiny"), load_tokenizer("tiny"))[0]
+    logits.requires_grad_()
+    logprobs = token_logprobs(logits / 3.0, tokens)
+    advantages = group_advantages(right.float(), 8, scale_rewards)
+    loss = grpo_loss(
+        logprobs, logprobs.detach(), advantages, real,
+        clip_range=0.2, loss_type=loss_type, max_new_tokens=16,
+    )  # fmt: skip
+    up = -torch.autograd.grad(loss, logits)[0][:, :, eos].masked_fill(~real, 0)
+    parts = {"right": up[right], "wrong": up[~right]}
+    return {name: (x.sum() / x.abs().sum()).item() for name, x in parts.items()}
+
+
 REWARD = f"--reward {shlex.quote(str(Path(__file__).resolve()))}"
 EXPERIMENTS = {
     "estimators": Experiment(
         1,
         "k1, k2 and k3 estimate the same KL from samples. Which is unbiased, which varies least?"
         " (No training: the tiny model at temperature 0.7 against itself at 1, and the exact KL.)",
-        [],
+        [Variant("tiny", measure=estimators)],
         ["exact", "k1", "k2", "k3", "k1_std", "k2_std", "k3_std"],
     ),
     "dropout": Experiment(
@@ -163,13 +250,23 @@ EXPERIMENTS = {
     "top_k": Experiment(
         2,
         "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
-        " does it move KL and entropy? (It is often said to make the KL negative. Does it?)",
+        " does it move KL and entropy, as the policy gets surer of itself?",
         [
             Variant("softmax alone", "rloo", f"{GROUPS} --temperature 1.5"),
             Variant("top_k 5", "rloo", f"{GROUPS} --temperature 1.5", top_5),
         ],
         ["entropy_first", "kl", "reward", "accuracy"],
         "objective/kl",
+    ),
+    "top_k_kl": Experiment(
+        2,
+        "top_k 5 is said to make the KL negative. When does it? (No training: the tiny model as"
+        " policy, at temperature 0.7 surer than the reference at 1, at 1.4 less sure.)",
+        [
+            Variant("surer", measure=functools.partial(kl_of_top_k, 0.7)),
+            Variant("less sure", measure=functools.partial(kl_of_top_k, 1.4)),
+        ],
+        ["exact", "k1", "k1_top_k", "k3_top_k"],
     ),
     "temperature": Experiment(
         2,
@@ -191,7 +288,7 @@ EXPERIMENTS = {
             for c in (0, 0.05, 0.5)
         ],
         ["reward", "kl", "accuracy"],
-        "objective/scores",
+        samples=True,
     ),
     "missing_eos": Experiment(
         3,
@@ -271,10 +368,21 @@ EXPERIMENTS = {
         ],
         ["reward", "entropy", "truncated"],
     ),
+    "length_bias": Experiment(
+        5,
+        "GRPO divides a completion by its length, Dr. GRPO by a constant, DAPO by all tokens. Where"
+        " the first digit alone is judged, which way does each push EOS after it, in right and in"
+        " wrong completions? (The gradient of one step; 1 would be: up, wherever EOS may be.)",
+        [
+            Variant("grpo", measure=functools.partial(push_on_eos, "grpo", "group")),
+            Variant("dr_grpo", measure=functools.partial(push_on_eos, "dr_grpo", "none")),
+            Variant("dapo", measure=functools.partial(push_on_eos, "dapo", "group")),
+        ],
+        ["right", "wrong"],
+    ),
     "loss_types": Experiment(
         5,
-        "GRPO, Dr. GRPO, DAPO: they weigh the tokens of long completions differently. Does it show"
-        " where completions have three or four tokens?",
+        "GRPO, Dr. GRPO and DAPO in training: does the length of a completion move?",
         [
             Variant(
                 kind,
@@ -333,80 +441,58 @@ def module_of(script: str, change: Callable[[ModuleType], None] | None = None) -
     return module
 
 
-def train(module: ModuleType, flags: str, seed: int) -> list[dict]:
-    """The metrics of a run of module.main, a dict per step."""
+def train(module: ModuleType, flags: str, seed: int) -> tuple[list[dict], list[str]]:
+    """The metrics of a run of module.main, a dict per step, and samples of its last step."""
     torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             options = ["--output_dir", f"{folder}/run", "--seed", str(seed), "--device", "cpu"]
             module.main([*shlex.split(flags), *options])
-        text = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+        files = [Path(folder) / "run" / f"{name}.jsonl" for name in ("metrics", "samples")]
+        metrics, samples = (
+            [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            for file in files
+        )
+    last = [x for x in samples if x["step"] == samples[-1]["step"]]
+    return metrics, [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in last[:4]]
 
 
-def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], list]:
-    """(figures, curve) of a variant of an experiment with a seed."""
+def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], list, list[str]]:
+    """(figures, curve, samples) of a variant of an experiment with a seed."""
     name, index, seed = job
     experiment = EXPERIMENTS[name]
-    if name == "estimators":
-        return estimators(seed), []
     variant = experiment.variants[index]
-    lines = train(module_of(variant.script, variant.change), variant.flags, seed)
-    return figures_of(lines), [line.get(experiment.curve) for line in lines[:-1]]
-
-
-def estimators(seed: int) -> dict[str, float]:
-    """Per-token estimates of KL(policy || reference) on 2,000 completions, and the exact KL at the
-    same positions, from all probabilities.
-    """
-    from common import completion_states, kl_estimate, logits_from
-    from loading import eos_token_ids, load_policy, load_tokenizer
-    from sampling import generate
-    from tasks import add_prompts, encode_prompts
-
-    torch.set_num_threads(1)
-    policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
-    ids, mask = encode_prompts(tokenizer, add_prompts()[0][:250], torch.device("cpu"))
-    rollout = generate(
-        policy, ids, mask, num_generations=8, max_new_tokens=5, temperature=0.7,
-        eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0,
-        generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
-    real = rollout.completion_mask
-    with torch.no_grad():
-        states = completion_states(policy.base_model, rollout)
-        logits = logits_from(policy, states)
-    tokens = rollout.tokens[:, -real.shape[1] :][:, : logits.shape[1]].unsqueeze(2)
-    real = real[:, : logits.shape[1]]
-    ours, theirs = (logits / 0.7).log_softmax(-1), logits.log_softmax(-1)
-    exact = (ours.exp() * (ours - theirs)).sum(-1)
-    found = {"exact": exact[real].mean().item()}
-    for name in ("k1", "k2", "k3"):
-        sampled = kl_estimate(ours.gather(2, tokens), theirs.gather(2, tokens), name).squeeze(2)
-        found |= {name: sampled[real].mean().item(), f"{name}_std": sampled[real].std().item()}
-    return found
+    if variant.measure is not None:
+        return variant.measure(seed), [], []
+    lines, samples = train(module_of(variant.script, variant.change), variant.flags, seed)
+    return figures_of(lines), [line.get(experiment.curve) for line in lines[:-1]], samples
 
 
 def run(name: str, seeds: int) -> dict[str, dict]:
-    """{variant: {"figures": one dict per seed, "curves": one list per seed}} of an experiment."""
-    variants = EXPERIMENTS[name].variants or [Variant("tiny", "")]
+    """{variant: {"figures": one dict per seed, "curves": one list per seed, "samples": those of the
+    first seed}} of an experiment.
+    """
+    variants = EXPERIMENTS[name].variants
     jobs = [(name, index, seed) for index in range(len(variants)) for seed in range(seeds)]
     found = {variant.label: {"figures": [], "curves": []} for variant in variants}
     # Processes of one thread each: two runs at a time are faster than one on two threads.
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for (_, index, _), (figures, curve) in zip(jobs, pool.imap(run_variant, jobs)):
-            found[variants[index].label]["figures"].append(figures)
-            found[variants[index].label]["curves"].append(curve)
+        for (_, index, _), (figures, curve, samples) in zip(jobs, pool.imap(run_variant, jobs)):
+            part = found[variants[index].label]
+            part["figures"].append(figures)
+            part["curves"].append(curve)
+            part.setdefault("samples", samples)
+        pool.close()
+        pool.join()  # a pool that is only left terminates its processes
     return found
 
 
 def curves_of(name: str, found: dict[str, dict]) -> dict[str, list]:
     """{variant: a curve per seed}, rounded; {} for an experiment without training."""
-    if not EXPERIMENTS[name].variants:
-        return {}
     return {
         label: [[v if v is None else round(v, 4) for v in curve] for curve in part["curves"]]
         for label, part in found.items()
+        if any(part["curves"])
     }
 
 
@@ -446,6 +532,8 @@ def table(name: str, found: dict[str, dict], reference: dict) -> str:
             cells.append(cell)
         lines += [f"  {label:{width}}  {cell}" for cell in cells[:1]]
         lines += [f"  {'':{width}}  {cell}" for cell in cells[1:]]
+        if experiment.samples:
+            lines += [f"  {'':{width}}  wrote {sample}" for sample in part.get("samples", [])]
     return "\n".join(lines)
 
 
@@ -511,6 +599,9 @@ def main() -> int:
                 label: summary(part["figures"], EXPERIMENTS[name].figures)
                 for label, part in found.items()
             }
+            if EXPERIMENTS[name].samples:
+                samples = {label: part["samples"] for label, part in found.items()}
+                reference.setdefault("samples", {})[name] = samples
             REFERENCE.write_text(json.dumps(reference, indent=1) + "\n")
             CURVES.write_text(json.dumps(curves) + "\n")
         if options.pictures and name in curves:

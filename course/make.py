@@ -65,10 +65,10 @@ def readme(problems: list[Problem]) -> str:
     total = sum(item.points for problem in problems for item in CHECKS[problem.name])
     learning = json.loads((REPOSITORY / "benchmarks" / "learning.json").read_text())
     curves = []
-    for script, seeds in learning.items():
+    for script, seeds in learning["tiny"].items():
         cells = []
         for share in SHARES:
-            values = [curve[round(share * (len(curve) - 1))][2] for curve in seeds]
+            values = [curve[round(share * (len(curve) - 1))]["heldout"] for curve in seeds]
             cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
         curves.append(f"| `python {script}.py` | {' | '.join(cells)} |")
     head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)

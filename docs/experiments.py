@@ -41,21 +41,25 @@ sampled what it scores, so no ratio is clipped. With dropout left on a third of 
 are clipped at once and the KL is -1: of what is sampled without dropout, the policy with
 dropout thinks less than the reference does. Nothing is learnt, and what was known is lost. It is
 one of the ways to a negative KL.""",
-    "top_k": """It is often said that top_k makes the KL negative. Here it makes it larger: what
-is sampled lies where the policy has put its weight, and there it is above the reference. Either
-way it is not the KL of the policy any more. The
-reward is that of the sampling, 0.65, not of the policy, whose accuracy without top_k is 0.47: it
-learns faster from easier samples, but what it is worth must be measured without them.""",
+    "top_k": """Training makes a policy surer than the reference, and what top_k samples lies where
+it has put its weight: the KL is larger than without. The reward is that of the sampling, 0.65, not
+of the policy, whose accuracy without top_k is 0.47: it learns faster from easier samples, but what
+it is worth must be measured without them.""",
+    "top_k_kl": """Samples from another distribution q than the policy make k1 an estimate of KL(q,
+reference) - KL(q, policy), which can be anything. Where the policy is surer than the reference it
+is too large, 0.09 instead of 0.05. Where it is less sure, as after an entropy bonus or at a higher
+temperature, it is negative, -0.04, though the KL is 0.04: of the five tokens that are left, the
+policy thinks less than the reference does. k3 can't be negative, and hides it.""",
     "temperature": """The ratio is 1, no error is raised, and half of what could be learnt isn't:
 the gradient is that of another distribution. The KL is less than half of the right one at its
 mean, and falls below 0 in single runs. Where sampling and log-probs may differ, compare the
 log-probs that `generate` recorded with those of the training forward: that test is in
 tests/test_sampling.py.""",
-    "kl_coef": """The policy learns to write nines, whatever the weight of the KL; without one
-nearly three an answer. The reward rises throughout while the right sums vanish: no number of the
-training tells, only the held-out accuracy and the samples do. A weight of 0.5 keeps the KL at
-about 1 nat, and even that is enough to lose the sums, since a nine more or less makes a sum
-wrong.""",
+    "kl_coef": """The samples say at once what happened: nines, whatever the weight of the KL;
+without one nearly three an answer. The reward rises throughout while the right sums vanish: no
+number of the training tells, only the held-out accuracy and the samples do. A weight of 0.5
+keeps the KL at about 1 nat, and even that is enough to lose the sums, since a nine more or less
+makes a sum wrong.""",
     "missing_eos": """Without the penalty six in ten completions have no room for EOS, and the
 sums are right all the same. With it the model learns to end in time: it answers with two digits
 where three are right. The penalty is obeyed, and the task is lost. Give `--max_new_tokens` room
@@ -85,15 +89,18 @@ the same: the last action should hear all of its score.""",
 the inferred one EOS has no gradient: all that can be done is to push every other token down,
 and the entropy goes up while the reward stays behind. `length/truncated_frac` is 1: nothing
 ever seems to end, a symptom that can be seen at step 0.""",
-    "loss_types": """No difference beyond the spread: completions have three or four tokens
-whatever is done, and dividing by the length, by a constant or by all tokens is then nearly the
-same. The claim that dividing by the length favours long wrong answers needs lengths that vary,
-so try it on a model that writes sentences.""",
+    "length_bias": """GRPO pushes EOS up in right completions and down in wrong ones: a right one
+gains most per token if it is short, a wrong one loses least if it is long. So right answers get
+shorter and failures longer, with nothing in the reward that asks for it. Dr. GRPO and DAPO, which
+weigh every token of the minibatch the same, push neither way by more than their spread.""",
+    "loss_types": """No difference beyond the spread. After two or three digits this model is sure
+of its EOS, whatever a step adds to it; the push that length_bias measures shows where ending is
+open, over thousands of tokens.""",
 }
 
 
-def section(name: str, figures: dict[str, dict]) -> list[str]:
-    """The lines of an experiment: question, command, figures, picture, what is seen in them."""
+def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) -> list[str]:
+    """The lines of an experiment: question, command, figures, samples, picture, what is seen."""
     experiment = EXPERIMENTS[name]
     head = " | ".join(f"`{figure}`" for figure in experiment.figures)
     rows = []
@@ -103,26 +110,38 @@ def section(name: str, figures: dict[str, dict]) -> list[str]:
             for f in experiment.figures
         ]
         rows.append(f"| {label} | {' | '.join(cells)} |")
-    runs = [f"- {v.label}: `python {v.script}.py {v.flags}`" for v in experiment.variants]
-    changes = [v for v in experiment.variants if v.change is not None]
+    trained = [v for v in experiment.variants if v.measure is None]
+    runs = [f"- {v.label}: `python {v.script}.py {v.flags}`" for v in trained]
+    changes: dict[str, list[str]] = {}
+    for v in experiment.variants:
+        if v.change is not None:
+            changes.setdefault(v.change.__name__, []).append(v.label)
     runs = [line.replace(str(COURSE), "course") for line in runs]
     if changes:
-        names = ", ".join(f"`{v.change.__name__}` of course/labs.py in {v.label}" for v in changes)
-        runs.append(f"- with {names}")
+        names = [f"`{c}` of course/labs.py in {', '.join(v)}" for c, v in changes.items()]
+        runs.append(f"- with {', '.join(names)}")
     picture = [f"![{experiment.curve} of {name}](experiments/{name}.png)", ""]
     lines = [f"## {name}", "", experiment.question, ""]
     lines += [f"    python course/labs.py {name} --seeds 5", "", *runs, *([""] if runs else [])]
     lines += [f"| | {head} |", f"|---|{'---|' * len(experiment.figures)}", *rows, ""]
-    return [*lines, *(picture if experiment.variants else []), FINDINGS[name], ""]
+    for label, texts in samples.items():
+        lines += [
+            f"Reward, prompt and completion with {label}:",
+            "",
+            *(f"    {t}" for t in texts),
+            "",
+        ]
+    return [*lines, *(picture if trained else []), FINDINGS[name], ""]
 
 
 def main() -> None:
-    reference = json.loads(REFERENCE.read_text())["experiments"]
+    reference = json.loads(REFERENCE.read_text())
     curves = json.loads(CURVES.read_text())
     lines = [INTRODUCTION, ""]
     (DOCS / "experiments").mkdir(exist_ok=True)
     for name in EXPERIMENTS:
-        lines += section(name, reference[name])
+        samples = reference["samples"].get(name, {})
+        lines += section(name, reference["experiments"][name], samples)
         if name in curves:
             draw(name, curves[name], DOCS / "experiments" / f"{name}.png")
     (DOCS / "experiments.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
