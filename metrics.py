@@ -170,7 +170,7 @@ def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[t
     flat = now.get("reward/frac_flat_groups", 0)
     if flat > 0.5:
         text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
-        remedy = "prompts too easy or too hard, or too few generations (--num_generations)"
+        remedy = "prompts solved already or too hard, or too few generations (--num_generations)"
         found += [("flat groups", f"{text} {remedy}")]
     truncated = now["length/truncated_frac"]
     if truncated > 0.5:
