@@ -11,8 +11,8 @@ code; eps is clip_range.
               its mean over the tokens of a completion, and of that over the completions
 
 No value model: the group is the baseline. What later papers change, a flag each:
-Dr. GRPO [2] drops the std, which favours prompts that are too easy or too hard, and divides by
-max_new_tokens, not by length, which favours long failures; DAPO [3] counts each token of the
+Dr. GRPO [2] doesn't divide by the std, which favours prompts that are too easy or too hard, nor by
+the length, which favours long failures, but by max_new_tokens; DAPO [3] counts each token of the
 minibatch the same, and lets good tokens rise further before it clips; GSPO [4] clips the ratio of
 the completion, exp(mean over its tokens of log rho_t); CISPO [5] bounds the weight of a token
 instead of dropping its gradient.

@@ -80,7 +80,9 @@ class Config:
     kl_coef: float | None = flag(
         None, "weight of the KL penalty; 0 builds no reference model", "reward and advantage"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "per-token estimate of the KL")
+    kl_estimator: Literal["k1", "k2", "k3"] = flag(
+        "k1", "of the KL in the reward; k2, k3 pull less"
+    )
     missing_eos_penalty: float = flag(0.0, "taken off the score of a completion without EOS")
     whiten_rewards: bool = flag(False, "scale rewards to variance 1, without shifting their mean")
     gamma: float = flag(1.0, "discount")

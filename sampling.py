@@ -2,8 +2,8 @@
 
 Our own loop over the model's forward, because `model.generate` takes top_k, repetition_penalty
 and more from the checkpoint's generation_config, and then samples from something other than
-softmax(logits / temperature). The KL would turn negative, and the importance ratio would be
-wrong. It is also twice as fast. The ideas, in the order in which they appear:
+softmax(logits / temperature). The KL would be off, even negative, and the gradient that of other
+samples. It is also twice as fast. The ideas, in the order in which they appear:
 
 - all random numbers are drawn beforehand, one per token: a row's tokens depend on nothing else;
 - where asked for, weights are rounded to bfloat16 once per call, not at every token;

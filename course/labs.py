@@ -45,7 +45,7 @@ GROUPS += " --eval_every 60"
 # Of Student's t with 4 degrees of freedom, 99.5%: one more run lies within mean -+ this many
 # standard deviations of 5 runs, times sqrt(1 + 1/5), 99 times in 100.
 T_99 = 4.604
-SHARES = {"accuracy", "flat", "truncated", "clipfrac", "clip_first"}
+SHARES = {"accuracy", "accuracy_first", "flat", "truncated", "clipfrac", "clip_first"}
 
 
 @dataclass
@@ -199,9 +199,12 @@ def estimators(seed: int) -> dict[str, float]:
 
 
 def kl_of_top_k(temperature: float, seed: int) -> dict[str, float]:
+    """From samples of the policy, and from those with top_k 5: the exact KL at the tokens of each
+    is that of the policy, without top_k.
+    """
     exact, estimates = against_itself(seed, temperature)
-    cut = against_itself(seed, temperature, top_k=5)[1]
-    found = {"exact": exact, "k1": estimates["k1"], "k1_top_k": cut["k1"], "k3_top_k": cut["k3"]}
+    exact_cut, cut = against_itself(seed, temperature, top_k=5)
+    found = {"exact": exact, "k1": estimates["k1"], "exact_top_k": exact_cut, "k1_top_k": cut["k1"]}
     return {name: values.mean().item() for name, values in found.items()}
 
 
@@ -223,6 +226,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
         clip_range=0.2, loss_type=loss_type, max_new_tokens=16,
     )  # fmt: skip
     up = -torch.autograd.grad(loss, logits)[0][:, :, eos].masked_fill(~real, 0)
+    up = up[:, 1:]  # the first token decides what is right, so EOS in its place is no length
     parts = {"right": up[right], "wrong": up[~right]}
     return {name: (x.sum() / x.abs().sum()).item() for name, x in parts.items()}
 
@@ -255,7 +259,7 @@ EXPERIMENTS = {
             Variant("softmax alone", "rloo", f"{GROUPS} --temperature 1.5"),
             Variant("top_k 5", "rloo", f"{GROUPS} --temperature 1.5", top_5),
         ],
-        ["entropy_first", "kl", "reward", "accuracy"],
+        ["entropy_first", "kl", "reward", "accuracy_first", "accuracy"],
         "objective/kl",
     ),
     "top_k_kl": Experiment(
@@ -266,7 +270,7 @@ EXPERIMENTS = {
             Variant("surer", measure=functools.partial(kl_of_top_k, 0.7)),
             Variant("less sure", measure=functools.partial(kl_of_top_k, 1.4)),
         ],
-        ["exact", "k1", "k1_top_k", "k3_top_k"],
+        ["exact", "k1", "exact_top_k", "k1_top_k"],
     ),
     "temperature": Experiment(
         2,
@@ -276,7 +280,7 @@ EXPERIMENTS = {
             Variant("right", "rloo", f"{GROUPS} --temperature 1.5"),
             Variant("forgotten", "rloo", f"{GROUPS} --temperature 1.5", forget_the_temperature),
         ],
-        ["ratio_dev", "kl", "reward", "accuracy"],
+        ["ratio_dev", "kl", "reward", "accuracy_first", "accuracy"],
         "objective/kl",
     ),
     "kl_coef": Experiment(
@@ -319,7 +323,10 @@ EXPERIMENTS = {
         3,
         "lambda 1 trusts the rewards, lambda 0 the value model. What does a value model that starts"
         " at 0 need?",
-        [Variant(f"lam {x}", "ppo", f"{PPO} --lam {x}") for x in (0.0, 0.95, 1.0)],
+        [
+            *(Variant(f"lam {x}", "ppo", f"{PPO} --lam {x}") for x in (0.0, 0.95, 1.0)),
+            Variant("lam 0.0, not whitened", "ppo", f"{PPO} --lam 0.0", leave_advantages_raw),
+        ],
         ["accuracy", "explained"],
     ),
     "whitening": Experiment(
@@ -395,7 +402,7 @@ EXPERIMENTS = {
                 ("dapo", "--loss_type dapo --clip_range_high 0.28"),
             )
         ],
-        ["accuracy", "length", "clipfrac"],
+        ["accuracy_first", "accuracy", "length", "clipfrac"],
         "length/mean",
     ),
 }
@@ -411,6 +418,7 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
 
     found = {
         "accuracy": last["eval/accuracy"],
+        "accuracy_first": steps[0]["eval/accuracy"],
         "ratio_dev": steps[0]["val/ratio_max_dev_first"],
         "clip_first": steps[0]["policy/clipfrac_avg"],
         "kl_first": steps[0]["objective/kl"],

@@ -25,41 +25,44 @@ minutes a seed on two CPU cores. Made by `python docs/experiments.py` from
 from the lowest to the highest of them.
 
 The model has 0.6 M parameters and answers four tokens: what holds here need not hold for yours, but
-you can see it happen. `accuracy` is that of sampled answers on held-out sums after the last step
-(0.39 before the first). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and `explained`
-are means of the last five steps, names that end in `_first` and `ratio_dev` are of step 0, the
-others means of all steps. [metrics.md](metrics.md) has the definitions."""
+you can see it happen. `accuracy` is that of sampled answers on held-out sums after the last step,
+at the temperature of the run (about 0.4 before the first step at temperature 1; `accuracy_first`
+where it is another). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and `explained` are
+means of the last five steps, names that end in `_first` and `ratio_dev` are of step 0, the others
+means of all steps. [metrics.md](metrics.md) has the definitions."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
-    "estimators": """k1 and k3 agree with the exact KL, k2 is a quarter too low: it is biased,
-and its small spread is no merit. k3 varies a little less than k1 here and is never negative; k1
-is what may be summed over a completion and put into a reward, because its expectation given the
-past is the KL of each token.""",
+    "estimators": """k1 and k3 agree with the exact KL, k2 is a quarter too low: it is biased, and
+its small spread is no merit. k3 varies a little less than k1 here and is never negative: a good
+number to look at, and in a loss. In a reward take k1: what acts there is the mean of k grad log
+pi, with k1 the gradient of the KL, with k2 and k3 nearly nothing close to the reference
+([details.md](details.md), 32).""",
     "dropout": """Before the first update the policy is the reference, so the KL is 0, and it
 sampled what it scores, so no ratio is clipped. With dropout left on a third of the completions
 are clipped at once and the KL is -1: of what is sampled without dropout, the policy with
-dropout thinks less than the reference does. Nothing is learnt, and what was known is lost. It is
-one of the ways to a negative KL.""",
-    "top_k": """Training makes a policy surer than the reference, and what top_k samples lies where
-it has put its weight: the KL is larger than without. The reward is that of the sampling, 0.65, not
-of the policy, whose accuracy without top_k is 0.47: it learns faster from easier samples, but what
-it is worth must be measured without them.""",
-    "top_k_kl": """Samples from another distribution q than the policy make k1 an estimate of KL(q,
-reference) - KL(q, policy), which can be anything. Where the policy is surer than the reference it
-is too large, 0.09 instead of 0.05. Where it is less sure, as after an entropy bonus or at a higher
-temperature, it is negative, -0.04, though the KL is 0.04: of the five tokens that are left, the
-policy thinks less than the reference does. k3 can't be negative, and hides it.""",
+dropout thinks less than the reference does. Nothing is learnt, and what was known is lost. It
+is one of the ways to a negative KL.""",
+    "top_k": """The KL is larger than without, for two reasons: what top_k samples lies where the
+policy has put its weight (top_k_kl measures that alone), and this policy has learnt more. The
+reward is that of the sampling, 0.65, not of the policy, whose accuracy without top_k is 0.47:
+it learns faster from easier samples, but what it is worth must be measured without them.""",
+    "top_k_kl": """Samples from another distribution q than the policy make k1 an estimate of
+KL(q, reference) - KL(q, policy), which can be anything. Where the policy is surer than the
+reference it is too large. Where it is less sure, as after an entropy bonus or at a higher
+temperature, it is negative, though the KL at the same tokens (`exact_top_k`) isn't: of the five
+tokens that are left, the policy thinks less than the reference does. k3 can't be negative, and
+hides it.""",
     "temperature": """The ratio is 1, no error is raised, and half of what could be learnt isn't:
 the gradient is that of another distribution. The KL is less than half of the right one at its
 mean, and falls below 0 in single runs. Where sampling and log-probs may differ, compare the
 log-probs that `generate` recorded with those of the training forward: that test is in
 tests/test_sampling.py.""",
     "kl_coef": """The samples say at once what happened: nines, whatever the weight of the KL;
-without one nearly three an answer. The reward rises throughout while the right sums vanish: no
-number of the training tells, only the held-out accuracy and the samples do. A weight of 0.5
-keeps the KL at about 1 nat, and even that is enough to lose the sums, since a nine more or less
-makes a sum wrong.""",
+without one nearly three an answer. At 0.05 the KL tells as well: it is above 10, where a run
+warns. At 0 it isn't measured, and at 0.5 it is about 1, healthy as KLs go, and yet the sums are
+lost, since a nine more or less makes a sum wrong: there only the samples and the held-out
+accuracy tell, while the reward rises.""",
     "missing_eos": """Without the penalty six in ten completions have no room for EOS, and the
 sums are right all the same. With it the model learns to end in time: it answers with two digits
 where three are right. The penalty is obeyed, and the task is lost. Give `--max_new_tokens` room
@@ -68,34 +71,36 @@ before you punish for reaching it.""",
 larger ones cost prompts: 32 completions of two prompts give a good baseline for a gradient that
 knows two sums. What grows with small groups is the share of flat ones, which teach nothing:
 three quarters at the end for groups of 2.""",
-    "lambda": """With lambda 0 a token hears of the score only through the value of the next one,
-and V starts at 0: accuracy falls to 0.17, because the KL penalty and noise are all there is to
-learn from. 0.95 and 1 are alike here, where an answer has four tokens. The value model explains
-next to nothing of the returns in either, and PPO learns all the same: with lambda near 1 it is
-a baseline, not a source.""",
+    "lambda": """V starts at 0. With lambda 0 the first advantages are then 0 at every token but
+the last, which has the whole score, and whitening shifts them: every digit that was drawn,
+right or wrong, gets the same negative advantage, and only EOS after a right sum a positive one.
+The first update lowers all that the policy used to say, and it hardly recovers. Without
+whitening the digits learn nothing from it, and lose nothing. 0.95 and 1 are alike here, where
+an answer has four tokens. The value model explains next to nothing of the returns in either,
+and PPO learns all the same: with lambda near 1 it is a baseline, not a source.""",
     "whitening": """Whitened advantages learn a little more in 30 steps than raw ones; the
 differences are within two standard deviations. What changes for sure is the size of the
 gradient, by a factor of three: `--max_grad_norm` and the learning rate mean something else
 without whitening. Adam hides most of it.""",
-    "epochs": """Four passes over the same completions get from 0.88 to 0.95 in 30
-steps. They move the policy ten times as far within an update, clip four times
-as many tokens, and end at a KL a quarter larger. The clip is what keeps the later passes near
-the policy that sampled.""",
+    "epochs": """Four passes over the same completions get from 0.88 to 0.95 in 30 steps. They
+move the policy further within an update (ten times the `approxkl`, which is a square), clip
+four times as many tokens, and end at a KL a quarter larger.""",
     "score_slot": """At lambda 0.5 half of the score doesn't arrive at EOS itself, and the
 accuracy is lower by less than its spread: EOS is what this model knows already, and the tokens
 before it get a share in either case. At the usual 0.95 the difference is 5%. It is an error all
 the same: the last action should hear all of its score.""",
     "pad_is_eos": """With the mask carried the model learns to raise the probability of EOS. With
 the inferred one EOS has no gradient: all that can be done is to push every other token down,
-and the entropy goes up while the reward stays behind. `length/truncated_frac` is 1: nothing
-ever seems to end, a symptom that can be seen at step 0.""",
+and the entropy goes up (here without that of EOS, which is off the mask) while the reward stays
+behind. `length/truncated_frac` is 1: nothing ever seems to end, a symptom that can be seen at
+step 0.""",
     "length_bias": """GRPO pushes EOS up in right completions and down in wrong ones: a right one
-gains most per token if it is short, a wrong one loses least if it is long. So right answers get
-shorter and failures longer, with nothing in the reward that asks for it. Dr. GRPO and DAPO, which
-weigh every token of the minibatch the same, push neither way by more than their spread.""",
+gains most per token if it is short, a wrong one loses least if it is long. That makes for short
+right answers and long failures, with nothing in the reward that asks for it. Dr. GRPO and DAPO,
+which weigh every token of the minibatch the same, push neither way by more than their spread.""",
     "loss_types": """No difference beyond the spread. After two or three digits this model is sure
-of its EOS, whatever a step adds to it; the push that length_bias measures shows where ending is
-open, over thousands of tokens.""",
+of its EOS, and 60 steps don't change that; length_bias measures the push at temperature 3,
+where ending is open.""",
 }
 
 
@@ -118,8 +123,11 @@ def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) 
             changes.setdefault(v.change.__name__, []).append(v.label)
     runs = [line.replace(str(COURSE), "course") for line in runs]
     if changes:
-        names = [f"`{c}` of course/labs.py in {', '.join(v)}" for c, v in changes.items()]
-        runs.append(f"- with {', '.join(names)}")
+        runs += [
+            f"- {', '.join(labels)}: with `{name}` of course/labs.py put into the script, as"
+            " the command above does it"
+            for name, labels in changes.items()
+        ]
     picture = [f"![{experiment.curve} of {name}](experiments/{name}.png)", ""]
     lines = [f"## {name}", "", experiment.question, ""]
     lines += [f"    python course/labs.py {name} --seeds 5", "", *runs, *([""] if runs else [])]
@@ -134,17 +142,21 @@ def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) 
     return [*lines, *(picture if trained else []), FINDINGS[name], ""]
 
 
-def main() -> None:
+def page() -> str:
+    """All sections, in the order of the labs' file."""
     reference = json.loads(REFERENCE.read_text())
-    curves = json.loads(CURVES.read_text())
     lines = [INTRODUCTION, ""]
-    (DOCS / "experiments").mkdir(exist_ok=True)
     for name in EXPERIMENTS:
         samples = reference["samples"].get(name, {})
         lines += section(name, reference["experiments"][name], samples)
-        if name in curves:
-            draw(name, curves[name], DOCS / "experiments" / f"{name}.png")
-    (DOCS / "experiments.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    (DOCS / "experiments").mkdir(exist_ok=True)
+    for name, curves in json.loads(CURVES.read_text()).items():
+        draw(name, curves, DOCS / "experiments" / f"{name}.png")
+    (DOCS / "experiments.md").write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,34 @@ def test_the_gradient_of_log_probs_and_entropy_equals_finite_differences():
     assert torch.autograd.gradcheck(token_entropy, (logits,))
 
 
+def test_as_a_reward_k1_has_the_gradient_of_the_kl_and_k2_and_k3_nearly_none_near_the_reference():
+    """A reward has no gradient of its own: it acts through E[k grad log pi]."""
+    ref = torch.tensor([0.7, 0.2, 0.08, 0.02], dtype=torch.float64).log()
+
+    def shares(distance: float) -> list[float]:
+        """The gradients with k2 and k3 as rewards, over that of the KL: their norms."""
+        direction = torch.tensor([1.0, -2.0, 0.5, 3.0])
+        logits = (ref + distance * direction).requires_grad_()
+        logprobs = logits.log_softmax(-1)
+        probs = logprobs.exp()
+
+        def gradient(x: Tensor) -> Tensor:
+            return torch.autograd.grad(x, logits, retain_graph=True)[0]
+
+        k1, k2, k3 = (
+            gradient((probs * kl_estimate(logprobs, ref, name)).detach() @ logprobs)
+            for name in ("k1", "k2", "k3")
+        )
+        forward = gradient((probs * (logprobs - ref)).sum())
+        backward = gradient((ref.exp() * (ref - logprobs)).sum())
+        assert torch.allclose(k1, forward, atol=1e-12)
+        assert torch.allclose(k3, forward - backward, atol=1e-12)
+        return [(k.norm() / forward.norm()).item() for k in (k2, k3)]
+
+    far, near = shares(0.1), shares(0.01)
+    assert max(far) < 0.2 and max(near) < max(far) / 5
+
+
 def test_k2_is_half_the_squared_log_ratio_and_second_order_right():
     d = torch.tensor([0.3, -0.2])
     assert torch.allclose(kl_estimate(d, torch.zeros(2), "k2"), d**2 / 2)

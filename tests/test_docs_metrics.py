@@ -1,5 +1,6 @@
 """docs/metrics.md and docs/debugging.md: each key, flag, command and quoted line is real."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ from tasks import inspect_reward
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
 PAGES = (Path(__file__).parents[1] / f"docs/{n}.md" for n in ("metrics", "debugging", "errors"))
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "learning_metrics.json"
 METRICS, DEBUGGING, ERRORS = (page.read_text("utf-8") for page in PAGES)
 ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", METRICS, re.MULTILINE)  # (key, scripts)
 
@@ -57,3 +59,22 @@ def test_quoted_lines_are_what_a_run_says():
     assert set(re.findall(r"^    warning, step \d+: (.*)$", DEBUGGING, re.MULTILINE)) == said
     errors = re.findall(r"^    error: (.*)$", DEBUGGING, re.MULTILINE)
     assert errors and all(f"| {line} |" in ERRORS for line in errors)
+
+
+def test_each_figure_that_is_said_to_be_of_runs_is_in_the_results_of_those_runs():
+    """As lowest, highest or median value, at step 0, in the last third or in all steps."""
+    results = json.loads(RESULTS.read_text())
+    clauses = 0
+    for line in METRICS.split("\n"):
+        cells = line.split(" | ")
+        name = cells[0].strip("|` ")
+        for clause in re.findall(r"([^()]*)\(runs\)", cells[3] if len(cells) > 3 else ""):
+            clauses += 1
+            known = [x for part in results.values() for x in part.get(name, {}).values()]
+            without_names = re.sub(r"`[^`]*`|step 0", "", clause)
+            for figure in re.findall(r"-?\d[\d.]*(?:e-?\d+)?", without_names):
+                digits = figure.partition("e")[0].partition(".")[2]
+                unit = 10 ** (int(figure.partition("e")[2] or 0) - len(digits))
+                near = [x for x in known if abs(x - float(figure)) <= 0.5001 * unit]
+                assert near, f"{name}: {figure} is no figure of the runs"
+    assert clauses > 20
