@@ -1,4 +1,5 @@
-"""docs/details.md against the code: its line references, the tests that it names, its numbers.
+"""The pages against the code: line references and named tests of docs/details.md, the tables of
+docs/compare.md, every link, and the headers of the scripts.
 
 After lines have moved,
 
@@ -7,9 +8,13 @@ After lines have moved,
 finds each snippet again, writes its line number, and names those that a file has no more or twice.
 """
 
+import ast
+import json
 import re
 import sys
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "details.md"
@@ -71,6 +76,47 @@ def test_the_entries_are_numbered_without_gaps_and_each_has_a_line_and_a_test():
     for number, entry in zip(numbers, entries, strict=True):
         assert REFERENCE.search(entry), f"entry {number} names no line"
         assert TEST.search(entry.partition("Guarded by")[2]), f"entry {number} names no test"
+
+
+def test_each_link_of_each_page_leads_to_a_file():
+    pages = [p for p in REPOSITORY.rglob("*.md") if "runs" not in p.relative_to(REPOSITORY).parts]
+    links = 0
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in link:
+                links += 1
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    assert links > 100
+
+
+@pytest.mark.parametrize("model", ["tiny", "pretrained"])
+def test_the_tables_of_the_comparison_are_those_of_its_results(model, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import learning
+
+    results = json.loads(learning.RESULTS.read_text(encoding="utf-8"))[model]
+    assert [len(curves) for curves in results.values()] == [5, 5, 5]
+    page = (REPOSITORY / "docs" / "compare.md").read_text(encoding="utf-8")
+    assert learning.table(learning.JOBS[model], results) in page
+
+
+def test_the_page_of_the_experiments_has_the_figures_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    import experiments
+
+    page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert page == experiments.page(), "python docs/experiments.py writes it anew"
+
+
+@pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
+def test_the_names_on_the_left_of_a_header_are_variables_of_the_script(script):
+    tree = ast.parse((REPOSITORY / f"{script}.py").read_text(encoding="utf-8"))
+    header = ast.get_docstring(tree)
+    named = re.findall(r"^  (\w+) {2,}\S", header, re.MULTILINE)
+    (main,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    stores = {n.id for n in ast.walk(main) if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
+    assert {"kl", "advantages", "ratio", "loss"} <= set(named) <= stores
 
 
 def test_lines_that_moved_are_found_again_and_lost_ones_are_named(tmp_path, monkeypatch):
