@@ -138,7 +138,7 @@ def draw(job: Job, curves_of: dict[str, list[list[dict]]]) -> None:
             axis.plot(x, y.mean(0), color=SCRIPTS[script], label=script.upper())
             axis.fill_between(x, y.min(0), y.max(0), color=SCRIPTS[script], alpha=0.15, lw=0)
     axes[0].set(xlabel="episodes (sampled completions)", ylabel=job.name)
-    axes[1].set(xlabel="seconds of rollout and update, 2 CPU cores")
+    axes[1].set(xlabel="seconds of rollout and update")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set(ylim=job.limits, xlim=(0, None))
