@@ -101,6 +101,27 @@ def test_the_tables_of_the_comparison_are_those_of_its_results(model, monkeypatc
     assert learning.table(learning.JOBS[model], results) in page
 
 
+def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there_is_no_verifier(
+    monkeypatch,
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import learning
+
+    def line(step: int, score: float, **evaluation: float | None) -> dict:
+        costs = {"time/rollout": 1.0, "time/update": 2.0, "memory/peak_gb": 1.0 + step}
+        own = {"episode": 8 * (step + 1), "objective/scores": score, "objective/kl": score / 2}
+        return costs | own | evaluation
+
+    evaluated = {"eval/reward": 0.5, "eval/accuracy": None}  # null without a verifier
+    run = [line(0, 1.0, **evaluated), line(1, 3.0), {"eval/reward": 0.7, "eval/accuracy": None}]
+    first, last = learning.points_of(run)
+    assert (first["episodes"], first["training"], first["heldout"]) == (0, 1, 0.5)
+    assert last == {
+        "episodes": 16, "seconds": 6, "heldout": 0.7, "training": 2, "kl": 1, "gb": 2,
+    }  # fmt: skip
+
+
 def test_the_page_of_the_experiments_has_the_figures_that_were_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
     import experiments
