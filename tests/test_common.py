@@ -559,8 +559,8 @@ def test_the_gradient_is_the_same_to_the_bit_each_time_on_several_threads():
     """Indexing sums the gradients of rows that are taken twice in whatever order threads come."""
     model = load_policy("tiny").eval()
     prompts = [torch.arange(6).add(k).remainder(10).tolist() for k in range(8)]
-    completions = [[k % 10, 1, 2] for k in range(64)]
-    rollout = make_rollout([prompts[k % 8] for k in range(64)], completions)
+    completions = [[k % 10, 1, 2] for k in range(512)]  # fewer are added up by one thread
+    rollout = make_rollout([prompts[k % 8] for k in range(512)], completions)
 
     def gradient() -> Tensor:
         model.zero_grad()
