@@ -50,7 +50,7 @@ from common import (
     reference,
     set_up_training,
 )
-from flags import (
+from plumbing.config import (
     apply_defaults,
     check_flags,
     check_prompts,
@@ -58,9 +58,15 @@ from flags import (
     flag,
     parse_flags,
 )
-from loading import eos_token_ids, fast_at_bfloat16, load_policy, load_tokenizer, pick_device
-from metrics import Meter, group_metrics, objective_metrics, rollout_metrics, seconds_since
-from runs import Run, run_main
+from plumbing.loading import (
+    eos_token_ids,
+    fast_at_bfloat16,
+    load_policy,
+    load_tokenizer,
+    pick_device,
+)
+from plumbing.metrics import Meter, group_metrics, objective_metrics, rollout_metrics, seconds_since
+from plumbing.runs import Run, run_main
 from sampling import concatenate, generate
 from tasks import encode_prompts, load_task, prompt_batch, score
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 from common import InputError, base_model, evaluating, first_line, model_inputs
-from loading import context_length, fast_at_bfloat16
+from plumbing.loading import context_length, fast_at_bfloat16
 
 
 @dataclass

@@ -35,7 +35,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from common import InputError, first_line, is_flat
-from loading import from_hub_or_folder, load_tokenizer
+from plumbing.loading import from_hub_or_folder, load_tokenizer
 from sampling import Rollout
 
 Prompt = str | list[dict[str, str]]
@@ -588,8 +588,8 @@ def explained_by_prompt(scores: torch.Tensor) -> float:
 
 def inspect_reward(args: list[str] | None = None) -> None:
     """Sample completions, score them, and print what the scores look like. Nothing is trained."""
-    from flags import check_numbers, check_prompts, flag, parse_flags
-    from loading import eos_token_ids, load_policy, pick_device
+    from plumbing.config import check_numbers, check_prompts, flag, parse_flags
+    from plumbing.loading import eos_token_ids, load_policy, pick_device
     from sampling import generate
 
     @dataclass
@@ -653,6 +653,6 @@ def inspect_reward(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from runs import run_main
+    from plumbing.runs import run_main
 
     run_main(inspect_reward)

@@ -142,7 +142,7 @@ def clock() -> float:
 def peak_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    from metrics import peak_resident_memory
+    from plumbing.metrics import peak_resident_memory
 
     return peak_resident_memory() / 1e9
 
@@ -151,7 +151,7 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     """Rollouts alone: `generate` against `model.generate`, in the same dtype."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from loading import eos_token_ids
+    from plumbing.loading import eos_token_ids
     from sampling import completion_mask, generate
     from tasks import encode_prompts
 
@@ -322,7 +322,7 @@ def plain(job: dict, bf16: bool) -> list[dict]:
 
     from common import token_logprobs
     from grpo import group_advantages, grpo_loss
-    from loading import eos_token_ids
+    from plumbing.loading import eos_token_ids
     from sampling import completion_mask
     from tasks import encode_prompts
 
@@ -381,7 +381,7 @@ def work(job: dict) -> None:
     """One process: run the job, print its steps as the last line."""
     torch.set_num_threads(job["threads"])
     if job["system"] == "ours":
-        from runs import keep_freed_memory
+        from plumbing.runs import keep_freed_memory
 
         keep_freed_memory()  # as the scripts do
     kind, system = job["kind"], job["system"]
@@ -532,7 +532,7 @@ def main() -> None:
     if args.draw:
         return print(table(json.loads(Path(args.output).read_text())))
 
-    from loading import fast_at_bfloat16
+    from plumbing.loading import fast_at_bfloat16
 
     torch.set_num_threads(args.threads)
     has_trl = importlib.util.find_spec("trl") is not None

@@ -152,7 +152,7 @@ def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, .
     drawn (B, T), the mask (B, T), and which (B,) begin with the right digit.
     """
     from common import completion_states, logits_from
-    from loading import eos_token_ids, load_policy, load_tokenizer
+    from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
     from sampling import generate
     from tasks import add_prompts, encode_prompts
 
@@ -214,7 +214,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     """
     from common import token_logprobs
     from grpo import group_advantages, grpo_loss
-    from loading import eos_token_ids, load_policy, load_tokenizer
+    from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
 
     logits, tokens, real, right = sampled(seed, 3.0)
     eos = eos_token_ids(load_policy("tiny"), load_tokenizer("tiny"))[0]

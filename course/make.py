@@ -22,8 +22,8 @@ from checks import CHECKS
 from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
 
 COURSE = Path(__file__).parent
-FILES = """ppo.py grpo.py rloo.py common.py loading.py metrics.py flags.py runs.py sampling.py
-tasks.py plot.py requirements.txt LICENSE""".split()
+FILES = """ppo.py grpo.py rloo.py common.py plumbing/loading.py plumbing/metrics.py plumbing/config.py
+plumbing/runs.py sampling.py tasks.py tools/plot.py requirements.txt LICENSE""".split()
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
          "tokenizer_config.json"]  # fmt: skip
 

@@ -33,11 +33,11 @@ from transformers import (
 )
 
 import grpo
-import plot
 import ppo
 import rloo
 import tasks
-from runs import run_main
+from plumbing.runs import run_main
+from tools import plot
 
 RUN = (
     "--model small --prompts prompts.jsonl --reward reward.py:spread --num_steps 6"

@@ -11,7 +11,7 @@ from conftest import letter_tokenizer, make_rollout, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import InputError, ValueModel, completion_logprobs, completion_values, disable_dropout
-from loading import load_policy
+from plumbing.loading import load_policy
 from sampling import can_be_static, generate
 
 pytestmark = pytest.mark.slow

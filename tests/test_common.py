@@ -35,7 +35,7 @@ from common import (
     token_entropy,
     token_logprobs,
 )
-from loading import context_length, eos_token_ids, load_policy, load_tokenizer, pick_device
+from plumbing.loading import context_length, eos_token_ids, load_policy, load_tokenizer, pick_device
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
 

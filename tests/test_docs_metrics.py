@@ -11,8 +11,8 @@ import grpo
 import ppo
 import rloo
 from common import InputError
-from flags import parse_flags
-from metrics import warnings_about
+from plumbing.config import parse_flags
+from plumbing.metrics import warnings_about
 from tasks import inspect_reward
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}

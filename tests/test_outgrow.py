@@ -1,4 +1,4 @@
-"""docs/outgrow.md and docs/outgrow.py: what stands for each flag in TRL, and that it does."""
+"""docs/outgrow.md and tools/outgrow.py: what stands for each flag in TRL, and that it does."""
 
 import inspect
 import json
@@ -14,10 +14,10 @@ from test_trl_parity import PlainSGD
 
 import grpo
 import rloo
-from loading import load_policy
+from plumbing.loading import load_policy
 
 sys.path.append(str(Path(__file__).parent.parent / "docs"))
-import outgrow
+from tools import outgrow
 
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
 PAGE = Path(outgrow.__file__).with_suffix(".md").read_text()

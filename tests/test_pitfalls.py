@@ -51,9 +51,9 @@ from common import (
     token_entropy,
     token_logprobs,
 )
-from flags import parse_flags
 from grpo import group_advantages, grpo_loss
-from loading import add_adapter, load_policy
+from plumbing.config import parse_flags
+from plumbing.loading import add_adapter, load_policy
 from ppo import policy_loss, shape_rewards
 from rloo import rloo_advantages, rloo_loss
 from sampling import Rollout, completion_mask, draw, generate

@@ -1,4 +1,4 @@
-"""The page that plot.py draws."""
+"""The page that tools/plot.py draws."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-import plot
+from tools import plot
 
 NAMES = ["objective/scores", "objective/kl", "objective/entropy", "length/mean"]
 

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import ppo
 from common import InputError, gae, masked_whiten
-from metrics import Meter
+from plumbing.metrics import Meter
 from ppo import policy_loss, shape_rewards, value_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()

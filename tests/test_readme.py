@@ -10,10 +10,10 @@ import pytest
 from conftest import byte_tokenizer, save_model, small_gpt2
 
 import grpo
-import plot
 import ppo
 import rloo
 import tasks
+from tools import plot
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
 import grpo
-import loading
 import ppo
 import rloo
 from common import (
@@ -24,8 +23,9 @@ from common import (
     disable_dropout,
     reference,
 )
-from loading import add_adapter, load_policy, load_tokenizer
-from runs import Run
+from plumbing import loading
+from plumbing.loading import add_adapter, load_policy, load_tokenizer
+from plumbing.runs import Run
 from sampling import generate
 
 

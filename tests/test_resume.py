@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import grpo
 import ppo
 import rloo
-from runs import Run, _crc32
+from plumbing.runs import Run, _crc32
 
 SCRIPTS = [ppo, grpo, rloo]
 MEASURED = ("time/", "memory/", "tokens_per_second")  # what differs from run to run anyway

@@ -24,14 +24,13 @@ from transformers import (
 )
 
 import grpo
-import loading
 import ppo
 import rloo
-import runs
 from common import Fault, InputError
-from flags import parse_flags
-from loading import load_policy, load_tokenizer
-from metrics import (
+from plumbing import loading, runs
+from plumbing.config import parse_flags
+from plumbing.loading import load_policy, load_tokenizer
+from plumbing.metrics import (
     Meter,
     explained_variance,
     group_metrics,
@@ -39,7 +38,7 @@ from metrics import (
     rollout_metrics,
     warnings_about,
 )
-from runs import run_main
+from plumbing.runs import run_main
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -9,13 +9,13 @@ from conftest import in_float64, letter_tokenizer, save_model, small_gpt2, small
 from transformers import AutoModelForCausalLM
 
 import common
-import flags
 import grpo
 import ppo
 import rloo
-import runs
 import sampling
 from common import Fault, InputError
+from plumbing import config as flags
+from plumbing import runs
 
 SCRIPTS = [ppo, grpo, rloo]
 ADVANTAGES = {ppo: "gae", grpo: "group_advantages", rloo: "rloo_advantages"}

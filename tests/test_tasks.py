@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from common import InputError
-from loading import load_tokenizer
+from plumbing.loading import load_tokenizer
 from tasks import (
     RewardModel,
     Task,

@@ -1,6 +1,6 @@
 import torch
 
-from loading import eos_token_ids, load_policy, load_tokenizer
+from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
 from sampling import generate
 from tasks import decode, encode_prompts
 

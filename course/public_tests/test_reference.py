@@ -1,7 +1,7 @@
 import torch
 
 from common import reference
-from loading import load_policy
+from plumbing.loading import load_policy
 
 
 def test_without_a_kl_there_is_none():

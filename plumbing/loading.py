@@ -23,7 +23,7 @@ from common import InputError, first_line, logits_from, model_inputs
 if TYPE_CHECKING:
     from peft import PeftModel
 
-TINY = Path(__file__).parent / "tiny"
+TINY = Path(__file__).parent.parent / "tiny"
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from common import Fault, InputError, ValueModel, first_line
-from metrics import progress, warnings_about
+from plumbing.metrics import progress, warnings_about
 from sampling import generate
 from tasks import Task, encode_prompts, score, verify
 
@@ -133,7 +133,7 @@ class Run:
                     when = f"in the middle of step {self.state['step']}"
                 print(f"{self.folder}/model holds the model {when}.")
             if error is None and importlib.util.find_spec("matplotlib"):
-                from plot import draw
+                from tools.plot import draw
 
                 draw([self.folder], self.folder / "curve.png")
         except Exception as e:  # whatever a full disk makes the libraries raise

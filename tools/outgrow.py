@@ -1,7 +1,7 @@
 """The job of a run of grpo.py or rloo.py by TRL's trainer, for whoever outgrows one GPU.
 
-  python docs/outgrow.py runs/grpo-tiny-add-s0               # needs pip install trl==1.16.0
-  accelerate launch docs/outgrow.py runs/grpo-tiny-add-s0    # on every GPU of the machine
+  python tools/outgrow.py runs/grpo-tiny-add-s0               # needs pip install trl==1.16.0
+  accelerate launch tools/outgrow.py runs/grpo-tiny-add-s0    # on every GPU of the machine
 
 Takes all from the run's config.json; start it where the run was started. Writes RUN_FOLDER/trl.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, disable_dropout, first_line
-from flags import check_prompts
-from loading import load_policy, load_tokenizer, pick_device
-from runs import run_main
+from plumbing.config import check_prompts
+from plumbing.loading import load_policy, load_tokenizer, pick_device
+from plumbing.runs import run_main
 from tasks import load_task, prompt_batch, prompt_tokens
 
 # Our flag: the field of GRPOConfig and RLOOConfig. outgrow.md is checked against these dicts.

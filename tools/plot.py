@@ -1,7 +1,7 @@
 """The curves of one or several runs on one page.
 
-  python plot.py runs/grpo-tiny-add-s0
-  python plot.py runs/*-tiny-add-s? --output curves.svg      # bands over the seeds of each
+  python tools/plot.py runs/grpo-tiny-add-s0
+  python tools/plot.py runs/*-tiny-add-s? --output curves.svg      # bands over the seeds of each
 
 Runs whose folders differ in -s<seed> alone are one line, their mean, in a band from the lowest to
 the highest.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, first_line
 
 PANELS = {

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import InputError, first_line
-from loading import adapter_base, context_length
+from plumbing.loading import adapter_base, context_length
 from tasks import Task, prompt_tokens
 
 # TRL's names for our flags: they are accepted as well.
