@@ -1,178 +1,86 @@
-"""RLOO: REINFORCE with a leave-one-out baseline, of a language model against a score.
+"""RLOO: REINFORCE of a language model against a score, with a leave-one-out baseline.
 
-For a prompt the policy pi samples G completions y_1 .. y_G; a completion is a single action. On the
-left the name in the code; eps is clip_range.
+For a prompt the policy pi samples a group of G completions. s_i is the score of completion i, and
+y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_range.
 
-  kl          kl_t = log pi(y_t) - log pi_ref(y_t), at each token of y_i               k1 in [2]
-  rewards     R_i = score of y_i - kl_coef * sum of kl_t over y_i
-  advantages  A_i = R_i - mean of the R_j of the other G - 1 completions               [1] eq. 8
-  ratio       rho_i = pi(y_i) / pi_old(y_i), of the whole completion
-  loss        mean over the completions of max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps))
+  kl          kl_t = log pi(y_t) - log pi_ref(y_t), of each token                      k1 in [2]
+  rewards     r_i = s_i - kl_coef * sum of kl_t over the tokens of completion i
+  advantages  A_i = r_i - mean of r_j over the other G - 1 completions of the group    [1] eq. 8
+  ratio       rho_i = pi(y) / pi_old(y), of the whole completion: a product over its tokens
+  loss        max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), its mean over the completions
 
-With one update per rollout, the default, pi is pi_old: rho_i is 1, the clip never acts, and since
-the gradient of rho is rho times that of log pi, the line of the loss is plain REINFORCE,
-
-  loss        mean over the completions of -A_i log pi(y_i)                            [1]
+There is no value model: a completion is compared with the others of its prompt.
+Ratio and clip are TRL's. With one update per rollout rho_i is 1: plain REINFORCE, as in [1].
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 
   python rloo.py                 # sums: 39% -> 97% right, in 30 seconds on two CPU cores
-  python rloo.py --num_mini_batches 4    # four updates per rollout, the clip acts: 99%
   python rloo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
 
-import time
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from common import (
-    Fault,
     clear_cache,
-    completion_logprobs,
     disable_dropout,
-    is_flat,
     kl_estimate,
-    micro_batches,
+    policy_ratio,
     reference,
-    set_up_training,
 )
-from plumbing.config import (
-    apply_defaults,
-    check_flags,
-    check_prompts,
-    choose_folder,
-    flag,
-    parse_flags,
-)
-from plumbing.loading import (
-    eos_token_ids,
-    fast_at_bfloat16,
-    load_policy,
-    load_tokenizer,
-    pick_device,
-)
-from plumbing.metrics import Meter, group_metrics, objective_metrics, rollout_metrics, seconds_since
-from plumbing.runs import Run, run_main
-from sampling import concatenate, generate
-from tasks import encode_prompts, load_task, prompt_batch, score
+from plumbing.config import ByModel, RunConfig, flag, parse_flags
+from plumbing.data import load_task, prompt_batch
+from plumbing.forward import completion_logprobs, micro_batches
+from plumbing.loading import load_policy, load_tokenizer, set_up_training
+from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
+from plumbing.runs import Run, choose_folder, run_main
+from plumbing.scoring import check_prompts, encode_prompts, sampling_options, score
+from sampling import sample
+from tasks import REWARDS, TASKS
 
 
-@dataclass
-class Config:
-    # None: see TINY and PRETRAINED below.
-    model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub", "the job")
-    task: Literal["add", "sentiment"] | None = flag(None, "add: sums; sentiment: film reviews")
-    digits: int = flag(2, "digits of the numbers of the task add")
-    prompts: str | None = flag(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
-    split: str = flag("train", "of a dataset")
-    reward: list[str] = flag([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
-    reward_weights: list[float] = flag([], "one per reward, the reward model's last; default 1")
-    reward_model: str | None = flag(None, "sequence classifier with one label: a folder or a name")
-    num_steps: int | None = flag(None, "rollouts, each followed by an update", "rollout")
-    prompts_per_step: int | None = flag(None, "prompts sampled per step")
-    num_generations: int = flag(4, "completions per prompt, G")
-    max_new_tokens: int | None = flag(None, "longest completion")
-    temperature: float = flag(1.0, "the policy is softmax(logits / temperature)")
-    rollout_batch_size: int | None = flag(None, "most rows decoded or read at once")
-    kl_coef: float = flag(
-        0.05, "weight of the KL penalty; 0 builds no reference model", "reward and advantage"
-    )
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    script = "rloo"
+    smallest_group = 2
+
+    # The flags that this algorithm has alone.
     reward_clip_range: list[float] = flag([], "LOW HIGH: bounds of the score, before the KL")
     normalize_advantages: bool = flag(False, "scale advantages to variance 1 over the batch")
-    learning_rate: float | None = flag(
-        None, "of AdamW; falls linearly to 0; adapters: 10 times", "update"
-    )
-    num_epochs: int = flag(1, "passes over one rollout")
-    num_mini_batches: int = flag(1, "optimiser steps per pass")
-    micro_batch_size: int | None = flag(None, "most rows per forward and backward")
-    micro_batch_tokens: int | None = flag(None, "most tokens read at once, padding too")
-    clip_range: float = flag(0.2, "epsilon of the ratio clip")
-    max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
-    disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
-    lora_r: int = flag(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
-    merge_adapter: bool = flag(False, "model/ holds base and adapter merged, adapter/ the adapter")
-    gradient_checkpointing: bool = flag(False, "less memory, more time")
-    bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
-    compile: bool = flag(False, "torch.compile the training forward")
-    seed: int = flag(0, "of every random draw", "the run")
-    device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
-    output_dir: str | None = flag(None, "default: runs/rloo-<model>-<task>-s<seed>")
-    overwrite: bool = flag(False, "replace the run in output_dir")
-    resume: bool = flag(False, "go on with the run in output_dir")
-    save_every: int = flag(50, "steps between checkpoints; the last step and Ctrl-C save as well")
-    save_best: bool = flag(False, "model/ is that of the best evaluation, not the last one")
-    sample_every: int = flag(50, "steps between samples from training")
-    tensorboard: bool = flag(False, "write for TensorBoard, needs tensorboard")
-    wandb: bool = flag(False, "report to Weights & Biases, needs wandb")
-    eval_every: int | None = flag(None, "steps between evaluations on held-out prompts")
-    num_eval_prompts: int | None = flag(None, "held-out prompts per evaluation")
+
+    # Its defaults of the flags that all scripts have.
+    num_steps: int = flag(ByModel(tiny=180, other=40))
+    prompts_per_step: int = flag(ByModel(tiny=64, other=8))
+    num_generations: int = flag(4)
+    kl_coef: float = flag(0.05)
+    learning_rate: float = flag(ByModel(tiny=7e-4, other=2e-5))
 
 
-# What a field left None becomes. The tiny model takes large batches and a large learning rate; that
-# of PRETRAINED suits models of about 0.1 B parameters, larger ones want 1e-6 to 1e-5.
-TINY = {
-    "task": "add",
-    "num_steps": 180,
-    "prompts_per_step": 64,
-    "max_new_tokens": 5,
-    "rollout_batch_size": 256,
-    "learning_rate": 7e-4,
-    "micro_batch_size": 256,
-    "bf16": False,
-    "eval_every": 30,
-    "num_eval_prompts": 512,
-}
-PRETRAINED = {
-    "task": "sentiment",
-    "num_steps": 40,
-    "prompts_per_step": 8,
-    "max_new_tokens": 24,
-    "rollout_batch_size": 32,
-    "learning_rate": 2e-5,
-    "micro_batch_tokens": 1024,
-    "eval_every": 20,
-    "num_eval_prompts": 24,
-}
+# The flags that are arguments of the loss.
+LOSS_FLAGS = ["clip_range"]
 
 
-def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
-    """Each reward minus the mean of the others of its group: rewards (B,), groups in consecutive
-    rows -> (B,). [1] eq. 8.
+def rloo_advantages(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
+    """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    The baseline doesn't depend on the completion that it judges, so the gradient is unbiased;
-    equal to G / (G - 1) times the distance from the group's mean. A reward of NaN (the function
-    returned None) gets 0 and stays out of the others' mean. Raises ValueError for groups of one.
+    A reward of NaN (the function returned None) gets 0 and stays out of the statistics. Raises
+    ValueError for groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
-    groups = (rewards * 1.0).view(-1, num_generations)  # (N, G), also from integers
-    known = ~groups.isnan()
-    others = known.sum(dim=1, keepdim=True) - 1
-    baseline = (groups.nansum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
-    return (groups - baseline).masked_fill(~known | is_flat(groups), 0).flatten()
-
-
-def normalize(advantages: Tensor, known: Tensor) -> Tensor:
-    """Scale leave-one-out advantages (B,) to variance 1 over those that are known (B,) bool.
-
-    Their mean is 0 already, that of each group is. The standard deviation has Bessel's correction,
-    and 1e-4 is added, as in TRL.
-    """
-    std = advantages[known].std() if known.sum() > 1 else 0.0
-    return advantages / (std + 1e-4)
-
-
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """pi / pi_old of each completion, the product over its tokens: each (B, T) -> (B,)."""
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)
-    # Summed over a long completion it can overflow exp, and where the clip asks for no gradient the
-    # backward pass would make NaN of 0 * inf. No clip range comes near exp(20); what is above it is
-    # taken off as a constant, so that a bad completion keeps its gradient.
-    excess = (log_ratio - 20).clamp(min=0).detach()
-    return (log_ratio - excess).exp()
+    # Equal rewards must give exactly 0. In float32 they give a rounding error, which a division by
+    # their std of about 0 would blow up (huggingface/trl#4158).
+    groups = rewards.double().view(-1, num_generations)  # (N, G)
+    num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
+    # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so on policy the
+    # gradient is unbiased, but not after `normalize`: variance 1 over the batch, as in TRL.
+    baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
+    centred = (groups - baseline).masked_fill(num_known < 2, torch.nan)
+    if normalize:
+        centred = centred / (centred[~centred.isnan()].std() + 1e-4)
+    return centred.nan_to_num(0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def rloo_loss(
@@ -183,173 +91,155 @@ def rloo_loss(
     *,
     clip_range: float,
     num_rows: int | None = None,
-) -> Tensor:
-    """The share of these rows in the loss of the whole minibatch: a scalar, to be minimised.
+) -> tuple[Tensor, Tensor]:
+    """The share of these rows in the loss of the whole minibatch, and where the clip decides it.
 
-    logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the whole minibatch
-    (default: these rows): with it the shares of micro-batches of any size add up to the exact
-    gradient. Not divided by length: the completion is the action, and its log-prob is a sum.
+    logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
+    minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
+    exact gradient. Returns (scalar, clipped (B,)).
     """
-    ratio = sequence_ratio(logprobs, old_logprobs, mask)  # (B,)
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
-    loss = torch.max(-advantages * ratio, -advantages * clipped)
-    return loss.sum() / (len(loss) if num_rows is None else num_rows)
+    # The completion is one action: its log-prob is a sum, and is not divided by its length.
+    ratio = policy_ratio((logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1))  # (B,)
+    free, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    loss, clipped = torch.max(free, bounded), bounded > free
+    num_rows = len(loss) if num_rows is None else num_rows
+    return loss.sum() / num_rows, clipped
 
 
 def main(args: list[str] | None = None) -> None:
-    config = parse_flags(Config, __doc__, args, TINY, PRETRAINED)
-    apply_defaults(config, TINY if config.model == "tiny" else PRETRAINED)
-    check_flags(config, smallest_group=2)
-    device = pick_device(config.device)
-    config.bf16 = fast_at_bfloat16(device) if config.bf16 is None else config.bf16
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
-    folder = choose_folder("rloo", config)
+    # The flags, where to compute, where to write, and the random numbers.
+    config = parse_flags(Config, __doc__, args)
+    device = torch.device(config.device)
+    folder = choose_folder(config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
+    # The policy and the task: prompts and rewards.
     policy = load_policy(config.model, config.lora_r).to(device)
     tokenizer = load_tokenizer(config.model)
-    task = load_task(config, tokenizer, device)
+    task = load_task(config, TASKS, REWARDS, tokenizer, device)
     check_prompts(config, policy, tokenizer, task)
+
+    # The reference that the KL is measured against. Dropout is off before it is copied from the
+    # policy: otherwise the KL wouldn't be 0 at step 0.
     if config.disable_dropout:
-        disable_dropout(policy)  # before the reference is copied from the policy
-    set_up_training(
-        policy,
-        bf16=config.bf16,
-        checkpointing=config.gradient_checkpointing,
-        compiled=config.compile,
-    )
+        disable_dropout(policy)
+    set_up_training(config, policy)
     ref = reference(policy, config.kl_coef)
 
-    parameters = [p for p in policy.parameters() if p.requires_grad]  # of an adapter's base none
+    # The optimiser. Under an adapter the base model has nothing to train.
+    parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
-    sampling = {
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "eos_token_ids": eos_token_ids(policy, tokenizer),
-        "pad_token_id": tokenizer.pad_token_id or 0,  # the masks, not the id, say what is padding
-        "generator": torch.Generator(device).manual_seed(config.seed),
-        "bf16": config.bf16,
-    }
+
+    # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
+    sampling = sampling_options(config, policy, tokenizer)
+    # A forward pass: of which distribution, and of how many rows and tokens at once.
+    max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
+    forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
+    in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
-    batch_size = config.prompts_per_step * G  # B, completions per step
-    # With a single update per rollout the policy that sampled is the one that is updated, and the
-    # old log-probs are the new ones; unless the KL needs them earlier, or dropout is left on.
+    B = config.prompts_per_step * G  # completions per step
+    loss_options = {name: getattr(config, name) for name in LOSS_FLAGS}
+    # With a single update per rollout the policy that sampled is the one that is updated: the
+    # update computes its log-probs anyway. Left on, dropout would make them differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
-    old_is_new = single_update and config.kl_coef == 0
 
-    whole = (folder, config, policy, tokenizer, task, sampling, optimizer, shuffler)
-    with Run("rloo", *whole) as run:
-        for step in run.steps():
+    with Run(
+        config=config,
+        folder=folder,
+        policy=policy,
+        tokenizer=tokenizer,
+        task=task,
+        sampling=sampling,
+        optimizer=optimizer,
+        shuffler=shuffler,
+    ) as run:
+        for step in range(run.first_step, config.num_steps):
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
+            watch = Stopwatch(device)
 
-            # 1. Roll out: sample G completions of each prompt from the policy as it is now, and
-            #    score their text.
-            rollout_started = time.perf_counter()
-            batch = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, batch, device)  # (N, P)
-            at_once = config.rollout_batch_size // G  # prompts per sub-batch
-            rollouts = []
-            for ids, real in zip(prompt_ids.split(at_once), prompt_mask.split(at_once)):
-                rollouts += [generate(policy, ids, real, num_generations=G, **sampling)]
-            rollout = concatenate(rollouts)  # tokens (B, P+T), B = N*G
+            # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+            prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
+            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)  # (N, P)
+            rollout = sample(
+                policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
+            )
             mask = rollout.completion_mask  # (B, T), EOS included
-            scores, texts = score(task, batch, rollout, tokenizer)
-            scores = scores.to(device)  # (B,), NaN where a reward is None
 
-            #    Log-probs by the forward that trains, not by the one that decoded: so the ratio
-            #    is 1 before the first update. All are 0 off the mask.
-            limits = config.rollout_batch_size, config.micro_batch_tokens
-            with torch.no_grad(), autocast:
-                if old_is_new:
-                    old_logprobs = torch.zeros(mask.shape, dtype=policy.dtype, device=device)
-                else:
-                    old_logprobs = completion_logprobs(policy, rollout, config.temperature, *limits)
-                ref_logprobs = None
-                with ref as model:  # not around the lines above: it may switch an adapter off
-                    if model is not None:
-                        ref_logprobs = completion_logprobs(
-                            model, rollout, config.temperature, *limits
-                        )
+            # 2. Score the text of each completion. A reward that is None is NaN here.
+            scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
+
+            # 3. Log-probs under the policy that sampled and under the reference. They come from the
+            #    training forward, not from decoding: so the ratio is 1 before the first update. All
+            #    are (B, T), 0 off the mask.
+            old_logprobs = ref_logprobs = kl = None
+            if not single_update or config.kl_coef > 0:
+                with torch.no_grad():
+                    old_logprobs, _ = completion_logprobs(
+                        policy, rollout, max_rows=max_rows, **forward
+                    )
+            if config.kl_coef > 0:
+                with torch.no_grad(), ref as ref_model:
+                    ref_logprobs, _ = completion_logprobs(
+                        ref_model, rollout, max_rows=max_rows, **forward
+                    )
+            # The rollout's memory isn't needed below.
             clear_cache()
 
-            # 2. Rewards: the score, clipped, and less the KL of the completion.
-            rewards = scores  # (B,)
+            # 4. Advantages: how much better a completion is than the others of its prompt.
+            rewards = scores
             if config.reward_clip_range:
                 rewards = rewards.clamp(*config.reward_clip_range)
-            kl = None
-            if ref_logprobs is not None:
+            if config.kl_coef > 0:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
-                rewards = rewards - config.kl_coef * kl.sum(1)
+                rewards = rewards - config.kl_coef * kl.sum(1).cpu()
+            advantages = rloo_advantages(rewards, G, config.normalize_advantages).to(device)  # (B,)
+            watch.lap("time/rollout")
 
-            # 3. Advantages
-            advantages = rloo_advantages(rewards, G)  # (B,)
-            if config.normalize_advantages:
-                advantages = normalize(advantages, known=~rewards.isnan())
-            rollout_seconds = seconds_since(rollout_started, device)
-
-            # 4. Update: each epoch is a new permutation of the rows, cut into minibatches.
-            update_started = time.perf_counter()
+            # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
+            #    step each, at a learning rate that falls linearly.
             learning_rate = config.learning_rate * (1 - step / config.num_steps)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            orders = [
-                torch.randperm(batch_size, generator=shuffler) for _ in range(config.num_epochs)
-            ]
-            mini_batches = torch.cat(orders).to(device).split(batch_size // config.num_mini_batches)
-            sizes = config.micro_batch_size, config.micro_batch_tokens
+            for settings in optimizer.param_groups:
+                settings["lr"] = learning_rate
+            orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
+            mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
             meter = Meter()
-            for index, mini_batch in enumerate(mini_batches):
-                # A micro-batch adds its share of the minibatch's loss: the gradient is the same
-                # whatever its size.
-                mini_batch_loss = 0.0
-                for rows in micro_batches(rollout, mini_batch, *sizes):
-                    with autocast:
-                        logprobs, entropy = completion_logprobs(
-                            policy, rollout[rows], config.temperature, with_entropy=True
-                        )
-                    if old_is_new:
-                        old_logprobs[rows] = logprobs.detach()
-                    m, old, adv = mask[rows], old_logprobs[rows], advantages[rows]
-                    loss = rloo_loss(
+            for mini_batch in mini_batches:
+                # A micro-batch adds its share of the minibatch's loss to the gradient: the sum is
+                # the same whatever the size of a micro-batch.
+                for rows in micro_batches(rollout, mini_batch, **in_update):
+                    logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
+                    old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]
+                    m = mask[rows]
+
+                    loss, clipped = rloo_loss(
                         logprobs,
                         old,
-                        adv,
+                        advantages[rows],
                         m,
-                        clip_range=config.clip_range,
                         num_rows=len(mini_batch),
+                        **loss_options,
                     )
                     loss.backward()
 
-                    with torch.no_grad():
-                        mini_batch_loss += loss
-                        ratio = sequence_ratio(logprobs, old, m)  # (rows,)
-                        high, low = 1 + config.clip_range, 1 - config.clip_range
-                        clipped = ((ratio > high) & (adv > 0)) | ((ratio < low) & (adv < 0))
-                        meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2, m)
-                        meter.add("policy/clipfrac_avg", clipped)
-                        meter.add("policy/entropy_avg", entropy, m)
-                        meter.add("val/ratio", ratio)
-                        if index == 0:
-                            meter.maximum("val/ratio_max_dev_first", (ratio - 1).abs())
+                    ratio = policy_ratio((logprobs - old).sum(1))  # (rows,)
+                    meter.add_share("loss/policy_avg", loss)
+                    meter.add_policy(rollout, rows, logprobs, old, entropy, ratio, clipped, m)
+
+                # The gradient of the whole minibatch is there: one optimiser step.
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                if not grad_norm.isfinite():
-                    raise Fault(f"the gradient is {grad_norm}: lower --learning_rate")
-                meter.add("grad_norm", grad_norm)
-                meter.add("loss/policy_avg", mini_batch_loss)
+                meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             clear_cache()
 
-            # 5. Log. The two numbers to watch are the score and the KL.
-            metrics |= meter.means()
-            metrics |= objective_metrics(scores, kl, old_logprobs, mask, config.kl_coef)
+            # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+            metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
             metrics |= group_metrics(scores, G)
-            metrics |= {"lr": learning_rate, "episode": (step + 1) * batch_size}
-            update_seconds = seconds_since(update_started, device)
-            metrics |= rollout_metrics(rollout, rollout_seconds, update_seconds)
+            metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
-            run.show(step, batch, texts, scores)
+            run.show(step, prompts, texts, scores)
+            run.checkpoint_if_due(step + 1)
 
         run.log(config.num_steps, run.evaluate(config.num_steps))
 

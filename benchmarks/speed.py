@@ -151,9 +151,10 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     """Rollouts alone: `generate` against `model.generate`, in the same dtype."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from common import completion_mask
     from plumbing.loading import eos_token_ids
-    from sampling import completion_mask, generate
-    from tasks import encode_prompts
+    from plumbing.scoring import encode_prompts
+    from sampling import generate
 
     tokenizer = AutoTokenizer.from_pretrained(job["path"])
     theirs_in_bf16 = bf16 and system != "ours"  # ours rounds the weights itself, at every rollout
@@ -320,11 +321,10 @@ def plain(job: dict, bf16: bool) -> list[dict]:
     """A GRPO step as one would write it first: all rows at once, logits of all positions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common import token_logprobs
+    from common import completion_mask, token_logprobs
     from grpo import group_advantages, grpo_loss
     from plumbing.loading import eos_token_ids
-    from sampling import completion_mask
-    from tasks import encode_prompts
+    from plumbing.scoring import encode_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(job["path"])
     policy, ref = (AutoModelForCausalLM.from_pretrained(job["path"]).float() for _ in range(2))
@@ -355,7 +355,7 @@ def plain(job: dict, bf16: bool) -> list[dict]:
         middle = clock()
         with autocast:
             new = logprobs(policy, tokens, attention)
-        loss = grpo_loss(
+        loss, _ = grpo_loss(
             new,
             new.detach(),
             advantages,
@@ -381,7 +381,7 @@ def work(job: dict) -> None:
     """One process: run the job, print its steps as the last line."""
     torch.set_num_threads(job["threads"])
     if job["system"] == "ours":
-        from plumbing.runs import keep_freed_memory
+        from plumbing.loading import keep_freed_memory
 
         keep_freed_memory()  # as the scripts do
     kind, system = job["kind"], job["system"]
@@ -451,15 +451,15 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 def floor(job: dict, tokens: float, rates: dict[str, float]) -> dict:
-    """The time below which no program gets that decodes a token at a time: each token goes through
-    every matrix (2 operations a weight forward, 4 backward; a prompt once, the head for completions
+    """The least time for a program that decodes a token at a time: each token goes through every
+    matrix (2 operations a weight forward, 4 backward; a prompt once, the head for completions
     alone), and every weight is read at each step of decoding, at the rates of the machine.
     Attention, norms and all the rest cost nothing here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.pytorch_utils import Conv1D
 
-    from tasks import prompt_tokens
+    from plumbing.scoring import prompt_tokens
 
     path = str(REPOSITORY / "tiny") if job["path"] == "tiny" else job["path"]
     with torch.device("meta"):

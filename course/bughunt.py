@@ -1,7 +1,7 @@
 """A copy of one script with one bug in it, the curve that it makes, and a sealed answer.
 
   python course/bughunt.py OUT --seed 3              # the same number, the same bug
-  python course/bughunt.py OUT --check ppo.py:212    # is this the line?
+  python course/bughunt.py OUT --check ppo.py:212    # is this the line? or plumbing/forward.py:12
   python course/bughunt.py --measure                 # which bugs show, in what: symptoms.json
 
 The bugs are those of tests/mutations.py that show in a metric of a short run: outside of what five
@@ -28,7 +28,7 @@ REPOSITORY = COURSE.parent
 sys.path[:0] = [str(COURSE), str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from labs import T_99
-from make import copy_files
+from make import FILES, copy_files
 
 SYMPTOMS = COURSE / "symptoms.json"
 # Short runs whose flags bring out what the defaults leave at rest.
@@ -77,6 +77,7 @@ BUGS = {
         "max_grad_norm ignored", "constant learning rate in RLOO",
     ],
 }  # fmt: skip
+SHARED = ["common.py", "sampling.py", "plumbing/forward.py"]  # where else than in the script
 METRICS = [
     "objective/scores", "eval/accuracy", "objective/kl", "policy/entropy_avg", "length/mean",
     "val/ratio_max_dev_first", "val/ratio", "policy/clipfrac_avg", "policy/approxkl_avg",
@@ -159,7 +160,7 @@ def measure() -> None:
         for bug, script, file, future in runs:
             buggy = future.result()
             seen = None if buggy is None else symptom(buggy, right[script])
-            print(f"{file:12} {bug:60} {seen or ('fails' if buggy is None else '')}", flush=True)
+            print(f"{file:20} {bug:60} {seen or ('fails' if buggy is None else '')}", flush=True)
             if seen is not None:
                 name, z = seen
                 curve = [round(value, 4) for value in buggy[name]]
@@ -209,7 +210,7 @@ def make(out: Path, seed: int) -> None:
     hashes = [seal(salt, file, line) for line in changed_lines(before, after)]
     (out / "answer.json").write_text(json.dumps({"salt": salt, "sealed": hashes}) + "\n")
     draw(about, measured["right"][about["script"]][about["metric"]], out / "symptom.png")
-    where = [f"{about['script']}.py", "common.py", "sampling.py"]
+    where = [f"{about['script']}.py", *SHARED]
     (out / "README.md").write_text(
         f"# Bug hunt {seed}\n\nOne line of {', '.join(where[:-1])} or {where[-1]} is wrong. This is"
         f" what the short run below makes of `{about['metric']}`, beside five seeds of the right"
@@ -242,12 +243,19 @@ def draw(about: dict, right: list[list[float]], output: Path) -> None:
 
 
 def is_right(out: Path, answer: str) -> bool:
-    """Whether FILE:LINE is the line. Raises ValueError for another form, OSError without a hunt."""
+    """Whether FILE:LINE is the line, FILE as seen from the hunt's folder or from above it. Raises
+    ValueError for another form or file, OSError without a hunt.
+    """
     sealed = json.loads((out / "answer.json").read_text())
     file, colon, line = answer.rpartition(":")
     if not colon or not line.isdecimal():
-        raise ValueError(f"{answer}: write it as FILE:LINE, ppo.py:212 say")
-    return seal(sealed["salt"], Path(file).name, int(line)) in sealed["sealed"]
+        raise ValueError(f"{answer}: write it as FILE:LINE, ppo.py:212 or plumbing/forward.py:12")
+    parts = file.replace("\\", "/").split("/")
+    paths = ["/".join(parts[start:]) for start in range(len(parts))]
+    found = [path for path in paths if path in FILES]
+    if not found:
+        raise ValueError(f"{out} has no file {file}: write it as plumbing/forward.py:12")
+    return seal(sealed["salt"], found[0], int(line)) in sealed["sealed"]
 
 
 def main(args: list[str] | None = None) -> int:

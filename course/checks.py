@@ -128,6 +128,24 @@ def junk(x: Tensor, mask: Tensor, value: float) -> Tensor:
     return x.masked_fill(~mask, value)
 
 
+def loss_of(found: object) -> object:
+    """The loss of what a loss function returned; a missing `clipped` costs its own check alone."""
+    return found[0] if isinstance(found, (tuple, list)) and found else found
+
+
+def same_clipped(found: object, expected: Tensor, what: str, where: Tensor | None = None) -> None:
+    """Compare the second of what a loss function returned, at the entries `where` is True."""
+    is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+    assert is_pair, f"{what}: expected the pair (loss, clipped), got {type(found).__name__}"
+    clipped = found[1]
+    assert isinstance(clipped, Tensor), f"{what}: clipped is a {type(clipped).__name__}"
+    assert clipped.dtype == torch.bool, f"{what}: clipped is {clipped.dtype}, not bool"
+    shapes = f"expected shape {tuple(expected.shape)}, got {tuple(clipped.shape)}"
+    assert clipped.shape == expected.shape, f"{what}: clipped: {shapes}"
+    where = torch.ones_like(expected) if where is None else where
+    same(clipped & where, expected & where, f"{what}: clipped")
+
+
 def tiny_gpt2(dropout: float = 0.0, vocab: int = 12, **options: object) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -642,47 +660,63 @@ def the_larger_of_two_losses_at_each_token(student, right):
     new, old, A = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
     ratio = torch.exp(new.double() - old.double())
     expected = -torch.min(A * ratio, A * ratio.clamp(0.8, 1.2))
-    same(student.policy_loss(new, old, A, 0.2), expected, "loss")
+    same(loss_of(student.policy_loss(new, old, A, 0.2)), expected, "loss")
     expected = -torch.min(A * ratio, A * ratio.clamp(0.5, 1.5))
-    same(student.policy_loss(new, old, A, 0.5), expected, "loss with clip_range 0.5")
+    same(loss_of(student.policy_loss(new, old, A, 0.5)), expected, "loss with clip_range 0.5")
 
 
-@check("policy_loss", 2)
+@check("policy_loss", 1)
 def the_clip_stops_the_gradient_only_where_moving_on_would_pay(student, right):
     """Outside the range: no gradient for A > 0 above and A < 0 below, the full one else."""
     old, A = torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     new = torch.tensor([[0.5, 0.5, -0.5, -0.5]], requires_grad=True)
-    student.policy_loss(new, old, A, 0.2).sum().backward()
+    loss_of(student.policy_loss(new, old, A, 0.2)).sum().backward()
     ratio = new.detach().exp()
     expected = -A * ratio * torch.tensor([[0.0, 1.0, 1.0, 0.0]])
     same(new.grad, expected, "gradient")
 
 
 @check("policy_loss", 1)
+def clipped_says_where_the_clip_decides(student, right):
+    """clipped (B, T), bool: True where a token gets no gradient, its ratio above the range and
+    A > 0 or below it and A < 0."""
+    new, old, A = 0.3 * randn(*SHAPE), 0.3 * randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
+    A[0] = 0
+    for clip_range in (0.2, 0.5):
+        expected = clipped_tokens((new - old).exp(), A, clip_range, clip_range)
+        what = f"clip_range {clip_range}"
+        same_clipped(student.policy_loss(new, old, A, clip_range), expected, what)
+
+
+def clipped_tokens(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
+    return ((ratio > 1 + high) & (A > 0)) | ((ratio < 1 - low) & (A < 0))
+
+
+@check("policy_loss", 1)
 def the_result_is_per_token(student, right):
     """(B, T): the loop averages it over the mask. At ratio 1 the loss is -A."""
     x, A = randn(*SHAPE), randn(*SHAPE, seed=2)
-    same(student.policy_loss(x, x, A, 0.2), -A, "loss at ratio 1")
+    same(loss_of(student.policy_loss(x, x, A, 0.2)), -A, "loss at ratio 1")
     unchanged(lambda x, A: student.policy_loss(x, x, A, 0.2), x, A)
 
 
 # --- value_loss ---
 
 
-@check("value_loss", 3)
+@check("value_loss", 2)
 def half_the_larger_of_two_squared_errors(student, right):
     """0.5 * max((V - R)^2, (clipped V - R)^2), V clipped to within the range of the old value."""
     v, old, R = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
     clipped = torch.min(torch.max(v, old - 0.2), old + 0.2)
     expected = 0.5 * torch.max((v - R) ** 2, (clipped - R) ** 2)
-    same(student.value_loss(v, old, R, 0.2), expected, "loss")
+    same(loss_of(student.value_loss(v, old, R, 0.2)), expected, "loss")
 
 
 @check("value_loss", 1)
 def the_clip_range_is_used(student, right):
     """With a huge range nothing is clipped: half of the squared error."""
     v, old, R = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
-    same(student.value_loss(v, old, R, 100.0), 0.5 * (v - R) ** 2, "loss")
+    same(loss_of(student.value_loss(v, old, R, 100.0)), 0.5 * (v - R) ** 2, "loss")
 
 
 @check("value_loss", 1)
@@ -690,8 +724,21 @@ def no_gradient_where_the_clipped_error_decides(student, right):
     """A value that has moved away from the old one, past the clip, towards the return, has no
     gradient."""
     v = torch.tensor([[1.0, 0.1, -1.0]], requires_grad=True)
-    student.value_loss(v, torch.zeros(1, 3), torch.full((1, 3), 2.0), 0.2).sum().backward()
+    old, R = torch.zeros(1, 3), torch.full((1, 3), 2.0)
+    loss_of(student.value_loss(v, old, R, 0.2)).sum().backward()
     same(v.grad, torch.tensor([[0.0, -1.9, -3.0]]), "gradient")
+
+
+@check("value_loss", 1)
+def clipped_says_where_the_clipped_prediction_decides(student, right):
+    """clipped (B, T), bool: True where the clipped prediction has the larger error of the two, and
+    nowhere by rounding: old + clamp(V - old) isn't V to the last digit."""
+    v, old, R = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
+    for clip_range in (0.2, 1.0):
+        bounded = torch.min(torch.max(v, old - clip_range), old + clip_range)
+        expected = (bounded - R) ** 2 > (v - R) ** 2
+        what = f"clip_range_value {clip_range}"
+        same_clipped(student.value_loss(v, old, R, clip_range), expected, what)
 
 
 # --- group_advantages ---
@@ -728,7 +775,7 @@ def the_three_ways_of_scaling(student, right):
 @check("group_advantages", 2)
 def equal_rewards_teach_nothing(student, right):
     """A group of equal rewards must get exactly 0. The mean of three times 0.1 isn't 0.1 in
-    float32, and a standard deviation of about 0 blows that up."""
+    float32, and a standard deviation of about 0 blows that up: compute in float64."""
     for value in (0.1, 1 / 3, 7e6 + 0.3):
         for G in (3, 7):
             found = student.group_advantages(torch.full((2 * G,), value), G)
@@ -761,8 +808,11 @@ def loss_inputs(seed: int = 0) -> list[Tensor]:
     return [new, old, ref, randn(5, seed=seed + 3)]
 
 
-def brute_grpo(new, old, A, mask, kind, level="token", low=0.2, high=0.2, ref=None, kl=0.0):
+def brute_grpo(
+    new, old, A, mask, kind, level="token", low=0.2, high=None, bound=5.0, ref=None, kl=0.0
+):
     """Token by token, with the loops of the definition; 9 is max_new_tokens."""
+    high = low if high is None else high
     rows = []
     for b, length in enumerate(mask.sum(1).tolist()):
         log_ratios = (new[b, :length] - old[b, :length]).double()
@@ -772,7 +822,7 @@ def brute_grpo(new, old, A, mask, kind, level="token", low=0.2, high=0.2, ref=No
         for t in range(length):
             ratio, a = log_ratios[t].exp(), A[b].double()
             if kind == "cispo":
-                loss = -a * min(ratio.item(), high) * new[b, t].double()
+                loss = -a * min(ratio.item(), bound) * new[b, t].double()
             else:
                 loss = -torch.min(a * ratio, a * ratio.clamp(1 - low, 1 + high))
             if ref is not None:
@@ -790,14 +840,14 @@ def compare_grpo(student, what: str, kind: str = "grpo", **options: object) -> N
     """Loss and gradient against the definition."""
     new, old, ref, A = loss_inputs()
     names = {"low": "clip_range", "high": "clip_range_high", "kl": "kl_coef"}
-    names |= {"level": "importance_sampling_level", "ref": "ref_logprobs"}
+    names |= {"level": "importance_sampling_level", "ref": "ref_logprobs", "bound": "cispo_bound"}
     if "kl" in options:
         options["ref"] = ref
     given = {names[k]: v for k, v in options.items()}
     given = {"clip_range": 0.2, "loss_type": kind, "max_new_tokens": 9} | given
     gradients = []
     for run in (
-        lambda x: student.grpo_loss(x, old, A, MASK, **given),
+        lambda x: loss_of(student.grpo_loss(x, old, A, MASK, **given)),
         lambda x: brute_grpo(x, old, A, MASK, kind, **options),
     ):
         x = new.clone().requires_grad_()
@@ -816,7 +866,7 @@ def the_mean_over_completions_of_their_mean_over_tokens(student, right):
     compare_grpo(student, "the loss with clip_range_high", low=0.1, high=0.4)
 
 
-@check("grpo_loss", 2)
+@check("grpo_loss", 1)
 def dapo_and_dr_grpo_count_tokens(student, right):
     """dapo divides the sum over all tokens by their number, dr_grpo by rows * max_new_tokens."""
     compare_grpo(student, "the loss of dapo", "dapo")
@@ -825,8 +875,28 @@ def dapo_and_dr_grpo_count_tokens(student, right):
 
 @check("grpo_loss", 1)
 def cispo_bounds_the_weight_and_keeps_the_gradient(student, right):
-    """-A * min(ratio, clip_range_high) * logprobs, the weight without gradient, over tokens."""
-    compare_grpo(student, "the loss of cispo", "cispo", high=1.1)
+    """-A * min(ratio, cispo_bound) * logprobs, the weight without gradient, over tokens."""
+    compare_grpo(student, "the loss of cispo", "cispo", bound=1.1)
+    compare_grpo(student, "the loss of cispo with clip_range_high", "cispo", bound=1.5, high=0.1)
+
+
+@check("grpo_loss", 1)
+def clipped_says_at_which_tokens_the_clip_decides(student, right):
+    """clipped (B, T), bool: True where the ratio is above the range and A > 0 or below it and
+    A < 0, at level "sequence" that of the completion; for cispo where it is above cispo_bound and A
+    isn't 0."""
+    new, old, _, A = loss_inputs()
+    A[3] = 0
+    log_ratio = new - old
+    mean = (log_ratio * MASK).sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
+    for level, ratio in (("token", log_ratio.exp()), ("sequence", mean.exp().expand(SHAPE))):
+        options = {"clip_range": 0.02, "clip_range_high": 0.1, "importance_sampling_level": level}
+        found = student.grpo_loss(new, old, A, MASK, **options)
+        expected = clipped_tokens(ratio, A.unsqueeze(1), 0.02, 0.1)
+        same_clipped(found, expected, f"level {level!r}", MASK)
+    options = {"clip_range": 0.2, "loss_type": "cispo", "cispo_bound": 1.1}
+    expected = (log_ratio.exp() > 1.1) & (A != 0).unsqueeze(1)
+    same_clipped(student.grpo_loss(new, old, A, MASK, **options), expected, "cispo", MASK)
 
 
 @check("grpo_loss", 1)
@@ -848,15 +918,16 @@ def micro_batches_add_up(student, right):
     whole."""
     new, old, ref, A = loss_inputs()
     for kind in ("grpo", "dapo", "dr_grpo", "cispo"):
-        options = {"clip_range": 0.2, "clip_range_high": 1.2, "loss_type": kind}
-        options |= {"max_new_tokens": 9, "kl_coef": 0.5}
-        whole = student.grpo_loss(new, old, A, MASK, ref_logprobs=ref, **options)
+        options = {"clip_range": 0.2, "clip_range_high": 0.3, "loss_type": kind}
+        options |= {"max_new_tokens": 9, "kl_coef": 0.5, "cispo_bound": 1.2}
+        whole = loss_of(student.grpo_loss(new, old, A, MASK, ref_logprobs=ref, **options))
         options |= {"num_rows": 5, "num_tokens": MASK.sum()}
         parts = [
             student.grpo_loss(new[r], old[r], A[r], MASK[r], ref_logprobs=ref[r], **options)
             for r in (slice(0, 2), slice(2, 5))
         ]
-        same(sum(parts), whole, f"the sum of two parts, loss_type {kind}")
+        total = sum(loss_of(part) for part in parts)
+        same(total, whole, f"the sum of two parts, loss_type {kind}")
 
 
 @check("grpo_loss", 1)
@@ -864,11 +935,11 @@ def padding_and_impossible_arguments(student, right):
     """What is off the mask has no influence, even NaN; an unknown loss_type, and dr_grpo without
     max_new_tokens, are a ValueError."""
     new, old, ref, A = loss_inputs()
-    expected = right.grpo_loss(new, old, A, MASK, clip_range=0.2, ref_logprobs=ref, kl_coef=0.1)
+    expected, _ = right.grpo_loss(new, old, A, MASK, clip_range=0.2, ref_logprobs=ref, kl_coef=0.1)
     dirty = [junk(x, MASK, value) for x, value in ((new, 50.0), (old, -50.0), (ref, 9.0))]
     dirty[0].requires_grad_()
     options = {"clip_range": 0.2, "kl_coef": 0.1}
-    found = student.grpo_loss(*dirty[:2], A, MASK, ref_logprobs=dirty[2], **options)
+    found = loss_of(student.grpo_loss(*dirty[:2], A, MASK, ref_logprobs=dirty[2], **options))
     same(found, expected, "the loss with other padding")
     found.backward()
     assert (dirty[0].grad[~MASK] == 0).all(), "there is a gradient at padding"
@@ -880,7 +951,7 @@ def padding_and_impossible_arguments(student, right):
 # --- rloo_advantages ---
 
 
-@check("rloo_advantages", 2)
+@check("rloo_advantages", 1)
 def the_baseline_is_the_mean_of_the_others(student, right):
     """A_i = R_i - mean of the other rewards of its group, groups in consecutive rows."""
     rewards = randn(12) + torch.arange(3.0).repeat_interleave(4)
@@ -889,6 +960,18 @@ def the_baseline_is_the_mean_of_the_others(student, right):
     expected = torch.stack([rewards[i] - rewards[others[i]].mean() for i in rows])
     same(student.rloo_advantages(rewards, 4), expected, "advantages")
     same(student.rloo_advantages(rewards, 2), right.rloo_advantages(rewards, 2), "groups of two")
+
+
+@check("rloo_advantages", 1)
+def normalised_they_have_variance_1_over_the_batch(student, right):
+    """normalize divides the advantages of all groups by their standard deviation (with n - 1) plus
+    1e-4; a NaN has no part in it."""
+    rewards = randn(12) * torch.tensor([1.0, 10.0, 0.01]).repeat_interleave(4) + 3
+    rewards[5], rewards[8:] = NAN, NAN
+    expected = student.rloo_advantages(rewards, 4).double()
+    expected = expected / (expected[~rewards.isnan()].std() + 1e-4)
+    same(student.rloo_advantages(rewards, 4, normalize=True), expected, "normalised advantages")
+    same(student.rloo_advantages(rewards, 4, True), expected, "with True as third argument")
 
 
 @check("rloo_advantages", 1)
@@ -921,16 +1004,29 @@ def one_ratio_for_each_completion(student, right):
     log_ratio = ((new - old).double() * MASK).sum(1)
     ratio = log_ratio.exp()
     expected = -torch.min(A * ratio, A * ratio.clamp(0.8, 1.2)).mean()
-    same(student.rloo_loss(new, old, A, MASK, clip_range=0.2), expected, "loss")
+    same(loss_of(student.rloo_loss(new, old, A, MASK, clip_range=0.2)), expected, "loss")
 
 
-@check("rloo_loss", 2)
+@check("rloo_loss", 1)
 def its_gradient_at_ratio_1_is_that_of_reinforce(student, right):
     """At ratio 1 the gradient is -A/B at every real token: no division by the length."""
     new, _, _, A = loss_inputs()
     x = new.clone().requires_grad_()
-    student.rloo_loss(x, new, A, MASK, clip_range=0.2).backward()
+    loss_of(student.rloo_loss(x, new, A, MASK, clip_range=0.2)).backward()
     same(x.grad, -(A / 5).unsqueeze(1) * MASK, "gradient")
+
+
+@check("rloo_loss", 1)
+def clipped_says_in_which_rows_the_clip_decides(student, right):
+    """clipped (B,), bool: True where the ratio of the completion is above the range and A > 0 or
+    below it and A < 0: its tokens get no gradient."""
+    new, old, _, A = loss_inputs()
+    ratio = ((new - old) * MASK).sum(1).exp()
+    for sign in (1, -1):
+        expected = clipped_tokens(ratio, sign * A, 0.2, 0.2)
+        assert 0 < expected.sum() < 5, "the check has lost its point"
+        found = student.rloo_loss(new, old, sign * A, MASK, clip_range=0.2)
+        same_clipped(found, expected, "the loss")
 
 
 @check("rloo_loss", 1)
@@ -938,14 +1034,15 @@ def shares_add_up_and_padding_has_no_influence(student, right):
     """num_rows is the number of rows of the whole minibatch; what is off the mask, even NaN,
     doesn't count."""
     new, old, _, A = loss_inputs()
-    whole = right.rloo_loss(new, old, A, MASK, clip_range=0.2)
+    whole, _ = right.rloo_loss(new, old, A, MASK, clip_range=0.2)
     rows = (slice(0, 2), slice(2, 5))
     parts = [
         student.rloo_loss(new[r], old[r], A[r], MASK[r], clip_range=0.2, num_rows=5) for r in rows
     ]
-    same(sum(parts), whole, "the sum of two parts")
+    same(sum(loss_of(part) for part in parts), whole, "the sum of two parts")
     dirty = junk(new, MASK, NAN)
-    same(student.rloo_loss(dirty, old, A, MASK, clip_range=0.2), whole, "with NaN at padding")
+    found = loss_of(student.rloo_loss(dirty, old, A, MASK, clip_range=0.2))
+    same(found, whole, "with NaN at padding")
 
 
 # --- The loops ---
@@ -992,8 +1089,7 @@ def same_training(student, right, flags: str) -> None:
 
 @check("ppo_loop", 2)
 def two_steps_of_ppo_have_the_metrics_of_the_solution(student, right):
-    """The KL of the sampled tokens to the reference, rewards per token, GAE, whitened
-    advantages."""
+    """Rewards per token from score and KL, GAE, whitened advantages."""
     same_training(student, right, "16 --kl_coef 0.5 --num_epochs 2 --num_mini_batches 1")
 
 
@@ -1007,7 +1103,7 @@ def the_flags_of_rewards_and_advantages_are_used(student, right):
 
 @check("ppo_loop", 1)
 def without_a_reference_the_kl_is_0(student, right):
-    """kl_coef 0 builds no reference: ref_logprobs is None."""
+    """kl_coef 0 builds no reference: kl is 0, and there are no ref_logprobs."""
     same_training(student, right, "16 --kl_coef 0 --num_epochs 1 --num_mini_batches 1")
 
 
@@ -1020,11 +1116,14 @@ def two_updates_of_grpo_have_the_metrics_of_the_solution(student, right):
 
 @check("grpo_loop", 1)
 def the_loss_gets_its_flags_and_the_mask_its_truncated_rows(student, right):
-    """loss_type, the clip ranges, the level, max_new_tokens and mask_truncated_completions."""
+    """loss_type, the clip ranges, cispo_bound, the level, max_new_tokens and
+    mask_truncated_completions."""
     flags = "--loss_type dr_grpo --mask_truncated_completions --max_new_tokens 3 --num_epochs 3"
     same_training(student, right, f"4 --num_generations 4 --clip_range 0.01 {flags}")
     flags = "--loss_type dapo --importance_sampling_level sequence --clip_range_high 0.001"
     same_training(student, right, f"4 --num_generations 4 --num_epochs 3 {flags}")
+    flags = "--loss_type cispo --cispo_bound 1.001 --num_epochs 3"
+    same_training(student, right, f"4 --num_generations 4 {flags}")
 
 
 @check("grpo_loop", 1)
@@ -1081,7 +1180,8 @@ def two_steps_of_rloo_have_the_metrics_of_the_solution(student, right):
 
 @check("rloo_loop", 1)
 def the_clip_acts_on_the_score_and_normalising_on_the_advantages(student, right):
-    """reward_clip_range clips scores and not the KL; normalize_advantages scales by those known."""
+    """reward_clip_range clips scores and not the KL; normalize_advantages goes to
+    rloo_advantages."""
     for flags in ("--reward_clip_range 0.1 0.6", "--normalize_advantages"):
         same_training(student, right, f"4 --num_generations 4 --kl_coef 0.5 {flags}")
 
@@ -1122,11 +1222,11 @@ def fault_of(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def run_check(item: Check, path: Path, number: int) -> str:
-    """'' if the submission in `path` passes, else why not."""
+def run_check(item: Check, file: str, path: Path, number: int) -> str:
+    """'' if the submission in `path`, of the repository's `file`, passes, else why not."""
     torch.manual_seed(0)
     try:
-        item.run(load(path, f"student_{path.stem}_{number}"), solution_of(path.name))
+        item.run(load(path, f"student_{path.stem}_{number}"), solution_of(file))
     except (Exception, SystemExit) as e:
         return fault_of(e, path) or "it fails"
     return ""
@@ -1141,7 +1241,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with results.open("a") as file:
         for number, item in enumerate(CHECKS[problem]):
-            fault = run_check(item, path, number)
+            fault = run_check(item, BY_NAME[problem].file, path, number)
             file.write(json.dumps({"check": item.name, "fault": fault}) + "\n")
             file.flush()
 

@@ -5,8 +5,8 @@
 
 Each problem runs in a process of its own with a time limit, on the repository's files with the one
 function of the submission put in its place: whatever happens there costs no other problem, and
-tests that lie in the submission are not used. It is still the student's code that runs: grade in a
-container.
+tests that lie in the submission are not used. The submission needs the files that have problems and
+no others. It is still the student's code that runs: grade in a container.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def grade(
     if source:
         with tempfile.TemporaryDirectory() as folder:
             path, results = Path(folder, problem.file), Path(folder, "results.jsonl")
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(source, encoding="utf-8")
             results.touch()
             command = [sys.executable, str(Path(__file__).with_name("checks.py"))]

@@ -90,7 +90,7 @@ def short(completions: list[str], **columns: object) -> list[float]:
 
 
 def top_5(module: ModuleType) -> None:
-    module.generate = functools.partial(module.generate, top_k=5)
+    module.sample = functools.partial(module.sample, top_k=5)
 
 
 def forget_the_temperature(module: ModuleType) -> None:
@@ -104,16 +104,16 @@ def forget_the_temperature(module: ModuleType) -> None:
 
 def take_eos_for_padding(module: ModuleType) -> None:
     """A mask inferred from ids, where pad and EOS are the same id."""
-    original = module.generate
+    original = module.sample
 
-    def generate(model, prompt_ids, *args, **options):
+    def sample(model, prompt_ids, *args, **options):
         rollout = original(model, prompt_ids, *args, **options)
         completions = rollout.tokens[:, prompt_ids.shape[1] :]
         is_eos = torch.isin(completions, torch.tensor(options["eos_token_ids"]))
         seen = rollout.completion_mask & ~is_eos
         return replace(rollout, completion_mask=seen, finished=torch.zeros_like(rollout.finished))
 
-    module.generate = generate
+    module.sample = sample
 
 
 def one_slot_after(module: ModuleType) -> None:
@@ -151,10 +151,11 @@ def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, .
     """8 completions of each of 250 sums by the tiny model: logits (B, T, V), the tokens that were
     drawn (B, T), the mask (B, T), and which (B,) begin with the right digit.
     """
-    from common import completion_states, logits_from
+    from plumbing.forward import completion_states, logits_from
     from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
+    from plumbing.scoring import encode_prompts
     from sampling import generate
-    from tasks import add_prompts, encode_prompts
+    from tasks import add_prompts
 
     torch.set_num_threads(1)
     policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
@@ -221,7 +222,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     logits.requires_grad_()
     logprobs = token_logprobs(logits / 3.0, tokens)
     advantages = group_advantages(right.float(), 8, scale_rewards)
-    loss = grpo_loss(
+    loss, _ = grpo_loss(
         logprobs, logprobs.detach(), advantages, real,
         clip_range=0.2, loss_type=loss_type, max_new_tokens=16,
     )  # fmt: skip

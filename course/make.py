@@ -22,8 +22,9 @@ from checks import CHECKS
 from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
 
 COURSE = Path(__file__).parent
-FILES = """ppo.py grpo.py rloo.py common.py plumbing/loading.py plumbing/metrics.py plumbing/config.py
-plumbing/runs.py sampling.py tasks.py tools/plot.py requirements.txt LICENSE""".split()
+FILES = """ppo.py grpo.py rloo.py common.py sampling.py tasks.py tools/plot.py
+tools/inspect_reward.py requirements.txt LICENSE""".split()
+FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
          "tokenizer_config.json"]  # fmt: skip
 
@@ -49,6 +50,7 @@ def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
     for name in FILES:
         text = (REPOSITORY / name).read_text(encoding="utf-8")
         own = [problem for problem in problems if problem.file == name]
+        (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
     for name in MODEL:
         shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)
@@ -74,6 +76,8 @@ def readme(problems: list[Problem]) -> str:
     head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
     table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
     text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))
+    files = sorted({problem.file for problem in problems})
+    text = text.replace("FILES", ", ".join(files[:-1]) + " and " * (len(files) > 1) + files[-1])
     return text.replace("CURVES", table).replace("FIRST", problems[0].name)
 
 
@@ -101,6 +105,8 @@ file come along. Don't change names and arguments. Three rules hold everywhere: 
 bool or of 0 and 1; what stands off the mask may be anything, even NaN, and has no influence; no
 input is changed. Where a docstring names the values that an argument may have, any other is a
 ValueError.
+
+Hand in FILES. plumbing/, tools/ and tiny/ stay as they are and may be left away.
 
 When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
 

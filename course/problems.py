@@ -53,7 +53,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "completion_mask", "sampling.py", "completion_mask", "where a completion ends",
+        "completion_mask", "common.py", "completion_mask", "where a completion ends",
         (
             "A position counts if no EOS comes strictly before it.",
             "How many EOS come before each position? A cumulative sum counts them up to and"
@@ -103,7 +103,8 @@ PROBLEMS = [
             "Read the prompts, then draw a token for each row, read it, and so on. First without a"
             " cache: it is slower and right.",
             "Everything in evaluation mode and without gradients; positions come from the mask"
-            " (model_inputs makes them); a row that has ended goes on being padding.",
+            " (model_inputs of plumbing/forward.py makes them); a row that has ended goes on being"
+            " padding.",
             "Repeat each prompt num_generations times; at each step run the model on all that is"
             " there, take the logits of the last position, draw with draw() from uniform numbers of"
             " the given generator, append the tokens and the mask; at the end completion_mask says"
@@ -136,9 +137,10 @@ PROBLEMS = [
         (
             "The paper maximises a minimum, you minimise a maximum.",
             "Two losses, one with the ratio, one with the clipped ratio, both times the negative"
-            " advantage.",
-            "The ratio is the exponential of the difference of the log-probs; clamp it to"
-            " 1 - clip_range .. 1 + clip_range; the larger of the two losses at each token.",
+            " advantage. The clip decides where the second is larger than the first.",
+            "policy_ratio turns the difference of the log-probs into the ratio; clamp it to"
+            " 1 - clip_range .. 1 + clip_range; return the larger of the two losses at each token,"
+            " and where it is the clipped one.",
         ),
     ),
     Problem(
@@ -146,43 +148,47 @@ PROBLEMS = [
         (
             "As with the policy: the worse of a free and a clipped prediction.",
             "The clipped prediction stays within clip_range_value of the old value.",
-            "Clamp the values between old_values -+ clip_range_value; half of the larger squared"
-            " error.",
+            "Clamp the values between old_values -+ clip_range_value; return half of the larger"
+            " squared error, and where it is that of the clipped prediction.",
         ),
     ),
     Problem(
         "ppo_loop", "ppo.py", "main", "PPO: rewards and advantages in the loop",
         (
-            "Estimate the KL, shape the rewards, then advantages and returns.",
-            "Without a reference the KL is 0. Rewards are whitened only where asked for and without"
-            " shifting their mean; advantages are whitened always, returns never.",
-            "kl by kl_estimate where there are ref_logprobs, else zeros; shape_rewards;"
-            " masked_whiten for whiten_rewards; gae; masked_whiten of the advantages; the seconds"
-            " since rollout_started by seconds_since.",
+            "Shape the rewards from scores and KL, then advantages and returns.",
+            "Rewards are whitened only where asked for and without shifting their mean; advantages"
+            " are whitened always, returns never.",
+            "shape_rewards; masked_whiten for whiten_rewards; gae; masked_whiten of the"
+            " advantages.",
         ),
-        steps=("2", "3"),
+        steps=("4",),
     ),
     Problem(
         "group_advantages", "grpo.py", "group_advantages", "GRPO: advantages in the group",
         (
-            "The group's mean is the baseline; three ways of scaling.",
+            "The group's mean is the baseline. It is divided by the standard deviation of the group"
+            " or of the batch plus 1e-4, or not at all.",
             "Rewards may be NaN: nanmean and the helper for the standard deviation leave them out."
-            " Equal rewards must give exactly 0, whatever the rounding.",
-            "Refuse groups of one with a ValueError; reshape to (N, G); take the group's mean off;"
-            " divide by the standard deviation of the group or the batch plus 1e-4, or not at all;"
-            " 0 where the reward is NaN and in flat groups; flatten.",
+            " Equal rewards must give exactly 0: in float64 their mean is exact.",
+            "Refuse groups of one with a ValueError; convert to float64; reshape to (N, G); take"
+            " the group's mean off; divide by the standard deviation of the group or the batch plus"
+            " 1e-4, or not at all; 0 where the reward is NaN; flatten; back to float32.",
         ),
     ),
     Problem(
         "grpo_loss", "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
         (
-            "A loss per token, then one of four ways to average it over the minibatch.",
+            "A loss per token, then one of four ways to average it over the minibatch. grpo: over"
+            " the tokens of each completion, then over the completions; dapo and cispo: over all"
+            " tokens; dr_grpo: the sum over rows times max_new_tokens. cispo takes -A * min(ratio,"
+            " cispo_bound) * logprobs, its weight without gradient, for the clipped surrogate.",
             "importance_ratio gives the ratio at either level; the counts come from the whole"
-            " minibatch, so that shares of micro-batches add up.",
-            "Per token: the clipped surrogate, or for cispo -A * (ratio bounded above, without"
-            " gradient) * logprobs; plus kl_coef * k3; 0 off the mask. Then: grpo the mean of each"
-            " row, summed over num_rows; dapo and cispo the sum over num_tokens; dr_grpo the sum"
-            " over num_rows * max_new_tokens.",
+            " minibatch, so that shares of micro-batches add up. The clip decides at a token as in"
+            " PPO; for cispo where the bound is below the ratio, and A isn't 0.",
+            "Per token: the clipped surrogate, or that of cispo; plus kl_coef * k3; 0 off the mask."
+            " Then: grpo the mean of each row, summed, over num_rows; dapo and cispo the sum over"
+            " num_tokens; dr_grpo the sum over num_rows * max_new_tokens. Return it with the mask"
+            " of the clip.",
         ),
     ),
     Problem(
@@ -192,31 +198,35 @@ PROBLEMS = [
             " minibatches, each of them one optimiser step over micro-batches. The loops and the"
             " metrics are there: fill in what they need.",
             "Gradients of micro-batches add up, so zero them after the step alone; the shares need"
-            " the counts of the whole minibatch. Where the old log-probs are the new ones, store"
-            " them in old_logprobs[rows]: the KL is measured on them in step 5.",
+            " the counts of the whole minibatch. Where there are no old log-probs, they are the new"
+            " ones, without gradient.",
             "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
-            " grpo_loss, num_rows and num_tokens, and the mask of the loss without truncated"
-            " completions where that is asked for.",
+            " grpo_loss, its loss_options, the rows of ref_logprobs where there are any, num_rows"
+            " and num_tokens.",
         ),
-        steps=("4",),
+        steps=("5",),
     ),
     Problem(
         "rloo_advantages", "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
         (
-            "The baseline of a completion is the mean reward of its siblings.",
-            "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling.",
-            "Refuse groups of one with a ValueError; reshape to (N, G); the baseline is (nansum -"
-            " own) over (number of known - 1, at least 1), the advantage the reward less it; 0"
-            " where the reward is NaN and in flat groups; flatten.",
+            "The baseline of a completion is the mean reward of its siblings. normalize divides the"
+            " advantages by their standard deviation over the batch plus 1e-4.",
+            "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling, and"
+            " has no part in the standard deviation.",
+            "Refuse groups of one with a ValueError; convert to float64; reshape to (N, G); the"
+            " baseline is (nansum - own) over (number of known - 1, at least 1), the advantage the"
+            " reward less it; 0 where the reward is NaN or has no sibling; with normalize divide by"
+            " the standard deviation over the known rewards plus 1e-4; flatten; back to float32.",
         ),
     ),
     Problem(
         "rloo_loss", "rloo.py", "rloo_loss", "RLOO: the loss",
         (
             "A completion is one action: one ratio per row.",
-            "sequence_ratio gives it; the clip is that of PPO, on rows.",
+            "policy_ratio of the sum of the log-ratios of its tokens, padding left out; the clip is"
+            " that of PPO, on rows.",
             "The larger of -A * ratio and -A * clipped ratio, summed over the rows and divided by"
-            " the number of rows of the whole minibatch.",
+            " the number of rows of the whole minibatch; and in which rows it is the clipped one.",
         ),
     ),
     Problem(
@@ -225,11 +235,10 @@ PROBLEMS = [
             "In RLOO the KL is part of the reward, summed over the completion.",
             "The order matters: the score is clipped, the KL is not.",
             "Clamp the scores where reward_clip_range is given; kl by k1 where there is a"
-            " reference, None else; take kl_coef times its sum over the row off; rloo_advantages;"
-            " normalize"
-            " where asked for, by the rewards that are known; the seconds since rollout_started.",
+            " reference, None else; take kl_coef times its sum over the row off; rloo_advantages,"
+            " with normalize where asked for.",
         ),
-        steps=("2", "3"),
+        steps=("4",),
     ),
 ]  # fmt: skip
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
@@ -250,7 +259,7 @@ def function_of(source: str, name: str) -> ast.FunctionDef:
 def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
     """The spans of lines, from 1, both ends included, that are the solution: the function's body
     after its docstring, or the code under the numbered comments of its steps. Of a step loops stay,
-    and what is measured under `torch.no_grad()`.
+    and the statements that measure or tidy up, see GIVEN.
     """
     function = function_of(source, problem.function)
     if not problem.steps:
@@ -275,15 +284,17 @@ def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
     return spans
 
 
+# Of a step these are no part of its solution: metrics, the stopwatch, the memory between phases.
+GIVEN = re.compile(r"(meter|watch|run)\.|meter = Meter\(|clear_cache\(")
+
+
 def _holes(source: str, body: list[ast.stmt]) -> list[tuple[int, int]]:
     """The spans of a step's statements, those of the same level that follow each other together."""
     spans, joins = [], False
     for node in body:
         if isinstance(node, ast.For):
             spans += _holes(source, node.body)
-        is_kept = isinstance(node, ast.For) or (
-            isinstance(node, ast.With) and ast.unparse(node).startswith("with torch.no_grad()")
-        )
+        is_kept = isinstance(node, ast.For) or GIVEN.match(ast.unparse(node)) is not None
         if not is_kept and joins:
             spans[-1] = spans[-1][0], node.end_lineno
         elif not is_kept:

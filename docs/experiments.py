@@ -24,12 +24,12 @@ minutes a seed on two CPU cores. Made by `python docs/experiments.py` from
 --update` writes. Figures are mean and standard deviation over five seeds; bands in the pictures go
 from the lowest to the highest of them.
 
-The model has 0.6 M parameters and answers four tokens: what holds here need not hold for yours, but
-you can see it happen. `accuracy` is that of sampled answers on held-out sums after the last step,
-at the temperature of the run (about 0.4 before the first step at temperature 1; `accuracy_first`
-where it is another). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and `explained` are
-means of the last five steps, names that end in `_first` and `ratio_dev` are of step 0, the others
-means of all steps. [metrics.md](metrics.md) has the definitions."""
+The model has 0.6 M parameters and answers with up to four tokens: what holds here need not hold for
+yours, but you can see it happen. `accuracy` is that of sampled answers on held-out sums after the
+last step, at the temperature of the run (about 0.4 before the first step at temperature 1;
+`accuracy_first` where it is another). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and
+`explained` are means of the last five steps, names that end in `_first` and `ratio_dev` are of step
+0, the others means of all steps. [metrics.md](metrics.md) has the definitions."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
@@ -88,10 +88,12 @@ without whitening. Adam hides most of it.""",
     "epochs": """Four passes over the same completions get from 0.88 to 0.95 in 30 steps. They
 move the policy further within an update (ten times the `approxkl`, which is a square), clip
 four times as many tokens, and end at a KL a quarter larger.""",
-    "score_slot": """At lambda 0.5 half of the score doesn't arrive at EOS itself, and the
-accuracy is lower by less than its spread: EOS is what this model knows already, and the tokens
-before it get a share in either case. At the usual 0.95 the difference is 5%. It is an error all
-the same: the last action should hear all of its score.""",
+    "score_slot": """This is the worst case: V is held at 0 in the slot after EOS. At lambda 0.5
+half of the score then doesn't arrive at EOS itself, at the usual 0.95 it is 5%. TRL, which has the
+score there, keeps and trains V in that slot, and what V has learnt of the score arrives as well.
+Even so the accuracy is lower by less than its spread: EOS is what this model knows already, and the
+tokens before it get a share in either case. With the score on EOS itself the last action hears all
+of it, whatever V says.""",
     "pad_is_eos": """With the mask carried the model learns to raise the probability of EOS. With
 the inferred one EOS has no gradient: all that can be done is to push every other token down,
 and the entropy goes up (here without that of EOS, which is off the mask) while the reward stays

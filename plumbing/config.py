@@ -1,23 +1,25 @@
-"""Flags: from the command line to a Config that is complete and makes sense."""
+"""Flags: from the command line to a Config that is complete and makes sense.
+
+The fields of a Config are the flags. A script's Config adds its own to those of RunConfig, and
+changes a default with a line like `kl_coef: float = flag(0.04)`: the help stays.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-import json
 import math
-import os
 import re
 import sys
-from pathlib import Path
-from typing import Any
+import types
+import typing
+from dataclasses import MISSING, dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
 
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
-
-from common import InputError, first_line
-from plumbing.loading import adapter_base, context_length
-from tasks import Task, prompt_tokens
+from plumbing.errors import InputError
+from plumbing.loading import adapter_base, fast_at_bfloat16, pick_device
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
@@ -33,244 +35,264 @@ TRL_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "response_length": "max_new_tokens",
 }
+HEADINGS = ("the job", "rollout", "update", "this algorithm", "the run")  # of --help, in order
 
 
-def flag(default: Any, help: str, group: str | None = None) -> Any:
-    """A field of a Config, with the help text of its flag; `group` opens a group in the help."""
-    # HfArgumentParser hands all metadata on to argparse, which knows no groups: so in the help.
-    metadata = {"help": f"{group}|{help}" if group else help}
+@dataclass(frozen=True)
+class ByModel:
+    """A default that is one value for the embedded model and another one for all others."""
+
+    tiny: Any
+    other: Any
+
+
+def flag(default: Any = MISSING, help: str = "", group: str = "this algorithm") -> Any:
+    """A field of a Config: the default of the flag, its help text, and its heading in HEADINGS.
+    Without a help text, help and heading are those of the field that this one overrides.
+    """
+    metadata = {"help": help, "group": group} if help else {}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def parse_flags(
-    config_class: type,
-    doc: str,
-    args: list[str] | None = None,
-    tiny: dict[str, Any] | None = None,
-    pretrained: dict[str, Any] | None = None,
-) -> Any:
-    """Parse the command line into `config_class`; `tiny` and `pretrained` are for the help, which
-    shows the defaults of the fields that are None. Raises InputError at the first fault.
-    """
-    # allow_abbrev would take --learn for --learning_rate.
-    parser = HfArgumentParser(config_class, description=doc, allow_abbrev=False)
-    parser.formatter_class = _HelpFormatter
-    _group_flags(parser, config_class, tiny or {}, pretrained or {})
-    fields = {field.name for field in dataclasses.fields(config_class)}
+_job, _rollout = partial(flag, group="the job"), partial(flag, group="rollout")
+_update, _run = partial(flag, group="update"), partial(flag, group="the run")
 
-    def fail(message: str) -> None:
-        raise InputError(re.sub(r"^argument (--\w+)[^:]*", r"\1", message))
 
-    def our_name(arg: str) -> str:
-        name, equals, value = arg.partition("=")
-        ours = TRL_NAMES.get(name.removeprefix("--").replace("-", "_"))
-        return f"--{ours}{equals}{value}" if arg.startswith("--") and ours in fields else arg
+@dataclass(kw_only=True)
+class TaskConfig:
+    """The flags of all that samples completions and scores them."""
 
-    parser.error = fail
-    args = [our_name(arg) for arg in (sys.argv[1:] if args is None else args)]
-    config, unknown = parser.parse_args_into_dataclasses(
-        args, return_remaining_strings=True, look_for_args_file=False
+    smallest_group: ClassVar[int] = 1  # completions per prompt
+
+    model: str = _job("tiny", "embedded, or a local folder, or a name on the model hub")
+    task: str = _job(
+        ByModel(tiny="add", other="sentiment"), "of tasks.py: add (sums), sentiment (film reviews)"
     )
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("-"):
-            raise InputError(f"{name!r} belongs to no flag: flags are written --name value")
-        candidates = [*fields, *(name for name, ours in TRL_NAMES.items() if ours in fields)]
-        nearest = difflib.get_close_matches(name.strip("-").replace("-", "_"), candidates, n=1)
-        hint = f"did you mean --{nearest[0]}?" if nearest else "--help lists the flags"
-        raise InputError(f"unknown flag {name}: {hint}")
+    digits: int = _job(2, "digits of the numbers of the task add")
+    prompts: str | None = _job(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
+    split: str = _job("train", "of a dataset")
+    reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
+    reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
+    reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
+    num_generations: int = _rollout(help="completions per prompt, G")
+    max_new_tokens: int = _rollout(help="longest completion")
+    temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")
+    seed: int = _run(0, "of every random draw")
+    device: str | None = _run(None, "cuda, mps or cpu; default: the first there is")
+
+
+@dataclass(kw_only=True)
+class RunConfig(TaskConfig):
+    """The flags that the three scripts share. A script gives its name and the missing defaults."""
+
+    script: ClassVar[str]  # "ppo", say: in the name of the run's folder and in its files
+
+    num_steps: int = _rollout(help="rollouts, each followed by an update")
+    prompts_per_step: int = _rollout(help="prompts sampled per step")
+    max_new_tokens: int = _rollout(ByModel(tiny=5, other=24))
+    rollout_batch_size: int = _rollout(
+        ByModel(tiny=256, other=32), "most rows decoded, or per forward pass without gradient"
+    )
+    kl_coef: float = _update(help="weight of the KL penalty; 0 builds no reference model")
+    # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
+    learning_rate: float = _update(help="of AdamW; falls linearly to 0; adapters: 10 times")
+    num_epochs: int = _update(1, "passes over one rollout")
+    num_mini_batches: int = _update(1, "optimiser steps per pass")
+    micro_batch_size: int | None = _update(
+        ByModel(tiny=256, other=None), "most rows per forward and backward pass"
+    )
+    micro_batch_tokens: int | None = _update(
+        ByModel(tiny=None, other=1024), "most tokens per forward pass, padding included"
+    )
+    clip_range: float = _update(0.2, "epsilon of the ratio clip")
+    max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
+    disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
+    lora_r: int = _update(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
+    merge_adapter: bool = _update(
+        False, "model/ holds base and adapter merged, adapter/ the adapter"
+    )
+    gradient_checkpointing: bool = _update(False, "less memory, more time")
+    bf16: bool | None = _update(
+        ByModel(tiny=False, other=None),
+        "bfloat16 autocast; default: where the device is fast at it",
+    )
+    compile: bool = _update(False, "torch.compile the training forward pass")
+    output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
+    overwrite: bool = _run(False, "replace the run in output_dir")
+    resume: bool = _run(False, "go on with the run in output_dir")
+    save_every: int = _run(50, "steps between checkpoints; the last step and Ctrl-C save as well")
+    save_best: bool = _run(False, "model/ is that of the best evaluation, not the last one")
+    sample_every: int = _run(50, "steps between samples from training")
+    tensorboard: bool = _run(False, "write for TensorBoard, needs tensorboard")
+    wandb: bool = _run(False, "report to Weights & Biases, needs wandb")
+    eval_every: int = _run(
+        ByModel(tiny=30, other=20), "steps between evaluations on held-out prompts"
+    )
+    num_eval_prompts: int = _run(ByModel(tiny=512, other=24), "held-out prompts per evaluation")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise InputError(re.sub(r"^argument (--\w+)", r"\1", message))
+
+
+def parse_flags(config_class: type[TaskConfig], doc: str, args: list[str] | None = None) -> Any:
+    """The command line as a complete, checked `config_class`. Raises InputError."""
+    given = _parse(config_class, doc, sys.argv[1:] if args is None else args)
+    config = config_class(**given)
+    for name, value in vars(config).items():
+        if isinstance(value, ByModel):
+            setattr(config, name, value.tiny if config.model == "tiny" else value.other)
+    if isinstance(config, RunConfig):
+        has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
+        if has_adapter and "learning_rate" not in given:
+            # Schulman et al. 2025, "LoRA without regret".
+            config.learning_rate *= 10
+        if config.merge_adapter and not has_adapter:
+            raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
+    check_numbers(config)
+    check_groups(config)
+    device = pick_device(config.device)
+    config.device = str(device)
+    if isinstance(config, RunConfig) and config.bf16 is None:
+        config.bf16 = fast_at_bfloat16(device)
     return config
 
 
-def _group_flags(
-    parser: HfArgumentParser, config_class: type, tiny: dict[str, Any], pretrained: dict[str, Any]
-) -> None:
-    """Put the flags under the headings that the Config gives, and defaults behind their help."""
-    names, group = {field.name for field in dataclasses.fields(config_class)}, None
-    for action in list(parser._actions):
-        if action.dest not in names:
-            continue
-        title, opens, text = action.help.partition("|")
-        if opens:
-            group, action.help = parser.add_argument_group(title), text
-        parser._optionals._group_actions.remove(action)
-        group._group_actions.append(action)
-        action.metavar = action.dest.rpartition("_")[2].upper()
-        if action.choices and str(action.choices[0]) not in action.help:
-            action.help += f": {', '.join(map(str, action.choices))}"
-        if action.option_strings[0].startswith("--no_"):  # of a switch that is on by itself
-            action.help = argparse.SUPPRESS
-        elif action.dest in pretrained:
-            default = pretrained[action.dest]
-            embedded = (
-                f"; tiny: {tiny[action.dest]}" if tiny.get(action.dest, default) != default else ""
-            )
-            action.help += f" ({default}{embedded})"
-        elif action.dest in tiny:
-            action.help += f" (tiny: {str(tiny[action.dest]).lower()})"
-        elif action.default not in (None, []) and "default" not in action.help:
-            action.help += f" ({str(action.default).lower()})"
+def _parse(config_class: type[TaskConfig], doc: str, args: list[str]) -> dict[str, Any]:
+    """The flags on the command line: name -> value. Raises InputError."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+
+    def our_name(arg: str) -> str:
+        name, equals, value = arg.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        name = TRL_NAMES.get(name, name)
+        return f"--{name}{equals}{value}" if arg.startswith("--") and name in fields else arg
+
+    parser = _parser(config_class, doc)
+    namespace, unknown = parser.parse_known_args([our_name(arg) for arg in args])
+    if not unknown:
+        return vars(namespace)
+    name = unknown[0].partition("=")[0]
+    if not name.startswith("-"):
+        raise InputError(f"{name!r} belongs to no flag: flags are written --name value")
+    candidates = [*fields, *(name for name, ours in TRL_NAMES.items() if ours in fields)]
+    nearest = difflib.get_close_matches(name.strip("-").replace("-", "_"), candidates, n=1)
+    hint = f"did you mean --{nearest[0]}?" if nearest else "--help lists the flags"
+    raise InputError(f"unknown flag {name}: {hint}")
 
 
-def apply_defaults(config: Any, defaults: dict[str, Any]) -> None:
-    """Fill the fields of `config` that the user left open (None).
+def _parser(config_class: type[TaskConfig], doc: str) -> argparse.ArgumentParser:
+    """A parser with a flag for each field, under the headings; it leaves out what isn't given."""
+    layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=39, width=116)
+    parser = _Parser(
+        usage="python %(prog)s [--flag value ...]",
+        description=doc,
+        formatter_class=layout,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,  # or --learn would be --learning_rate
+    )
+    groups = {heading: parser.add_argument_group(heading) for heading in HEADINGS}
+    kinds, documented = typing.get_type_hints(config_class), documentation(config_class)
+    for field in dataclasses.fields(config_class):
+        text, options = documented[field.name]["help"], _argument(kinds[field.name])
+        if "choices" in options and options["choices"][0] not in text:
+            text += f": {', '.join(options['choices'])}"
+        if shown := _shown(field.default):
+            text += f" ({shown})"
+        group = groups[documented[field.name]["group"]]
+        group.add_argument(f"--{field.name}", help=text, **options)
+    return parser
 
-    Adapters take ten times the learning rate: Schulman et al. 2025, "LoRA without regret".
-    """
-    has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
-    for name, value in defaults.items():
-        if getattr(config, name) is None:
-            for_adapter = has_adapter and name == "learning_rate"
-            setattr(config, name, value * 10 if for_adapter else value)
-    if config.merge_adapter and not has_adapter:
-        raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
+
+def _shown(default: Any) -> str:
+    """A default for the help: "false", "24; tiny: 5", "tiny: 256"; empty where there is none."""
+    if isinstance(default, ByModel):
+        tiny = "" if default.tiny is None else f"tiny: {_shown(default.tiny)}"
+        return "; ".join(filter(None, (_shown(default.other), tiny)))
+    return "" if default in (None, MISSING) else str(default).lower()
 
 
-def check_numbers(config: Any) -> None:
+def documentation(config_class: type) -> dict[str, dict[str, str]]:
+    """Help text and heading of each flag, of the nearest class that gives them."""
+    found = {}
+    for parent in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
+        found |= {f.name: f.metadata for f in dataclasses.fields(parent) if f.metadata}
+    return found
+
+
+def _argument(kind: Any) -> dict[str, Any]:
+    """What argparse has to know of a flag whose field has this type."""
+    inner = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
+        return _argument(inner[0])
+    if typing.get_origin(kind) is list:
+        return _argument(inner[0]) | {"nargs": "+"}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": inner, "metavar": "NAME"}
+    if kind is bool:
+        return {"type": _boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+    return {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "t", "yes", "y", "1"):
+        return True
+    if text.lower() in ("false", "f", "no", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
+
+
+ABOVE_0 = """
+num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size
+learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range
+clip_range_high clip_range_value max_grad_norm eval_every save_every sample_every num_eval_prompts
+""".split()
+LOWEST = {"num_prompts": 2, "kl_coef": 0, "vf_coef": 0, "lora_r": 0, "cispo_bound": 1}
+
+
+def check_numbers(config: TaskConfig) -> None:
     """Check each number by itself. Raises InputError."""
     for name, value in vars(config).items():
         numbers = value if isinstance(value, list) else [value]
         if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
             raise InputError(f"--{name} {value}: must be a finite number")
-    positive = (
-        "num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size"
-        " learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range"
-        " clip_range_high clip_range_value max_grad_norm eval_every save_every sample_every"
-        " num_eval_prompts num_prompts"
-    )
-    for name in positive.split():
-        value = getattr(config, name, None)
-        if value is not None and value <= 0:
+        if name in ABOVE_0 and value is not None and value <= 0:
             raise InputError(f"--{name} {value}: must be greater than 0")
-    for name in ("kl_coef", "vf_coef", "lora_r"):
-        if getattr(config, name, 0) < 0:
-            raise InputError(f"--{name} {getattr(config, name)}: must be 0 or greater")
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(config, name, 1) <= 1:
-            raise InputError(f"--{name} {getattr(config, name)}: must be between 0 and 1")
-    if config.temperature < 1e-3:
-        raise InputError(
-            f"--temperature {config.temperature}: too close to 0, choose 0.001 or more"
-        )
-    if not 0 <= config.seed < 2**63 - 1:
-        raise InputError(f"--seed {config.seed}: must be between 0 and 2^63 - 2")
+        if name in LOWEST and value < LOWEST[name]:
+            raise InputError(f"--{name} {value}: must be {LOWEST[name]} or greater")
+        if name in ("gamma", "lam") and not 0 <= value <= 1:
+            raise InputError(f"--{name} {value}: must be between 0 and 1")
+        if name == "temperature" and value < 1e-3:
+            raise InputError(f"--{name} {value}: too close to 0, choose 0.001 or more")
+        if name == "seed" and not 0 <= value < 2**63 - 1:
+            raise InputError(f"--{name} {value}: must be between 0 and 2^63 - 2")
 
 
-def check_flags(config: Any, smallest_group: int = 1) -> None:
-    """Check what can be checked before anything is loaded. Raises InputError."""
-    check_numbers(config)
-    if config.num_generations < smallest_group:
-        raise InputError(
-            f"--num_generations {config.num_generations}: must be {smallest_group} or more, a"
-            " completion is compared with the others of its prompt"
-        )
+def check_groups(config: TaskConfig) -> None:
+    """Check what depends on more than one flag. Raises InputError."""
+    group, smallest = config.num_generations, config.smallest_group
+    if group < smallest:
+        why = "a completion is compared with the others of its prompt"
+        raise InputError(f"--num_generations {group}: must be {smallest} or more, {why}")
+    if not isinstance(config, RunConfig):
+        return
     clip_to = getattr(config, "reward_clip_range", [])
     if clip_to and not (len(clip_to) == 2 and clip_to[0] < clip_to[1]):
         raise InputError(f"--reward_clip_range {clip_to}: give the lowest and the highest reward")
-    if config.rollout_batch_size < config.num_generations:
-        raise InputError(
-            f"--rollout_batch_size {config.rollout_batch_size}: must hold the"
-            f" {config.num_generations} completions of a prompt (num_generations)"
-        )
-    batch, parts = config.prompts_per_step * config.num_generations, config.num_mini_batches
+    if getattr(config, "loss_type", "") == "cispo" and config.clip_range_high is not None:
+        why = "for loss_type cispo there is no clip, and --cispo_bound bounds the ratio itself"
+        raise InputError(f"--clip_range_high {config.clip_range_high}: {why}")
+    if (most := config.rollout_batch_size) < group:
+        why = f"must hold the {group} completions of a prompt (num_generations)"
+        raise InputError(f"--rollout_batch_size {most}: {why}")
+    batch, parts = config.prompts_per_step * group, config.num_mini_batches
     if batch % parts:
-        below = next(n for n in range(parts, 0, -1) if batch % n == 0)
-        above = next((n for n in range(parts, batch + 1) if batch % n == 0), None)
+        below = max(n for n in range(1, parts + 1) if batch % n == 0)
+        above = next((f" or {n}" for n in range(parts, batch + 1) if batch % n == 0), "")
         raise InputError(
             f"--num_mini_batches {parts} doesn't divide the {batch} completions of a step"
-            f" (prompts_per_step * num_generations): choose {below}"
-            + (f" or {above}" if above else "")
+            f" (prompts_per_step * num_generations): choose {below}{above}"
         )
-
-
-def check_prompts(
-    config: Any, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
-) -> None:
-    """Check that the model can read each prompt and has room for max_new_tokens after it.
-
-    Raises InputError.
-    """
-    limit, new = context_length(policy), config.max_new_tokens
-    if limit is not None and new >= limit:
-        raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
-    vocab_size = policy.get_input_embeddings().weight.shape[0]
-    for row in task.train + task.heldout:
-        ids = prompt_tokens(tokenizer, row["prompt"])
-        if limit is not None and len(ids) + new > limit:
-            raise InputError(
-                f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context of"
-                f" {limit}: lower --max_new_tokens or shorten {str(row['prompt'])[:60]!r}"
-            )
-        if max(ids) >= vocab_size:
-            raise InputError(
-                f"--model {config.model}: its tokenizer gives id {max(ids)}, and the model knows"
-                f" {vocab_size} tokens: they don't belong together"
-            )
-
-
-# What a resumed run may do otherwise than the run that it continues.
-FREE_ON_RESUME = {
-    *("resume", "overwrite", "output_dir", "device", "num_steps", "eval_every", "save_every"),
-    *("sample_every", "save_best", "tensorboard", "wandb", "micro_batch_size"),
-    *("micro_batch_tokens", "rollout_batch_size", "gradient_checkpointing", "compile"),
-}
-
-
-def choose_folder(script: str, config: Any) -> Path:
-    """The folder of a run. Raises InputError where it holds something that must not be lost, or,
-    with --resume, a run of other settings.
-    """
-    model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
-    task = Path(config.prompts).stem if config.prompts else config.task
-    name = f"{script}-{model.replace('/', '-')}-{task}-s{config.seed}"
-    folder = Path(config.output_dir or f"runs/{name}")
-    if config.resume and config.overwrite:
-        raise InputError("--resume --overwrite: give one of them, they contradict each other")
-    try:
-        if not folder.exists() or not any(folder.iterdir()):
-            return folder
-        if not (folder / "metrics.jsonl").exists():
-            raise InputError(f"--output_dir {folder}: holds something that is not a run")
-        if config.resume and (folder / "config.json").exists():
-            _check_settings(script, config, folder / "config.json")
-        used = (folder / "metrics.jsonl").stat().st_size > 0
-        if used and not (config.resume or config.overwrite):
-            remedy = "give --resume, --overwrite or another --output_dir"
-            raise InputError(f"{folder} already holds a run: {remedy}")
-    except OSError as e:
-        raise InputError(f"--output_dir {folder}: can't be used ({e.strerror})") from e
-    return folder
-
-
-def _check_settings(script: str, config: Any, path: Path) -> None:
-    """Check that `config` is that of the run in the file `path`. Raises InputError."""
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        before_script = before.pop("script")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise InputError(f"--resume: {path} can't be read ({first_line(e)})") from e
-    if before_script != script:
-        raise InputError(f"--resume: {path.parent} holds a run of {before_script}.py")
-    for name, value in dataclasses.asdict(config).items():
-        if name not in FREE_ON_RESUME and before.get(name) != value:
-            raise InputError(
-                f"--{name} {value}: the run in {path.parent} has {before.get(name)}, and --resume"
-                f" goes on with the settings of the run"
-            )
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the docstring, and gives each flag one line where it fits."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=116)
-
-    def _format_usage(self, *args: object) -> str:
-        return f"usage: python {self._prog} [--flag value ...]\n\n"
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        name = next((o for o in action.option_strings if o.startswith("--")), "")
-        is_switch = action.choices or action.nargs in (0, "?")
-        return name if is_switch else f"{name} {action.metavar}"

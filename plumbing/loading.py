@@ -1,38 +1,35 @@
-"""Loading: the device, the policy, a new or a trained adapter on it, tokenizers."""
+"""Devices, models, LoRA adapters, tokenizers; and whether a model can be trained here."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import sys
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.hub import cached_file, has_file
 
-from common import InputError, first_line, logits_from, model_inputs
+from common import ValueModel, base_model
+from plumbing.errors import InputError, first_line, optional_library
+from plumbing.forward import logits_from, model_inputs
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
+NO_PEFT = "{}: adapters need peft: pip install peft"
 TINY = Path(__file__).parent.parent / "tiny"
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, or the first there is of cuda, mps, cpu. Raises InputError."""
+    """The named device, else the first there is of cuda, mps and cpu. Raises InputError."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     kinds = [kind for kind, there in present.items() if there] + ["cpu"]
     try:
         device = torch.empty(0, device=name or kinds[0]).device
-    except (AssertionError, RuntimeError):  # no such device; torch without CUDA asserts
+    except (AssertionError, RuntimeError):  # no such device; without CUDA, torch asserts
         device = None
     if device is None or device.type not in kinds:
         raise InputError(f"--device {name}: this machine, with this torch, has {', '.join(kinds)}")
@@ -40,7 +37,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies matrices of bfloat16 faster than of float32."""
+    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (
@@ -48,12 +45,11 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     )
 
 
-def load_policy(name: str, lora_r: int = 0) -> PreTrainedModel | PeftModel:
+def load_policy(name: str, lora_r: int = 0) -> nn.Module:
     """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub.
 
-    With `lora_r` a new adapter of that rank is put on it, and trains alone (LoRA: Hu et al. 2021,
-    arXiv 2106.09685). A folder that holds an adapter is loaded on its base model, and the adapter
-    trains on. Raises InputError.
+    With `lora_r` it gets a new LoRA adapter of that rank (Hu et al. 2021, arXiv 2106.09685). With
+    an adapter, that of a folder too, only the adapter trains: a PeftModel. Raises InputError.
     """
     base = adapter_base(name)
     if base is None:
@@ -61,10 +57,11 @@ def load_policy(name: str, lora_r: int = 0) -> PreTrainedModel | PeftModel:
         return add_adapter(model, lora_r) if lora_r > 0 else model
     if lora_r > 0:
         raise InputError(f"--lora_r {lora_r}: {name} holds an adapter already, leave the flag out")
-    model, peft = _load_causal(base), _import_peft(f"--model {name}")
+    model = _load_causal(base)
+    peft = optional_library("peft", NO_PEFT.format(f"--model {name}"))
     try:
         return peft.PeftModel.from_pretrained(model, name, is_trainable=True)
-    except Exception as e:  # whatever the files make peft raise
+    except Exception as e:  # peft raises anything for damaged files
         raise InputError(f"--model {name}: its adapter can't be trained: {first_line(e)}") from e
 
 
@@ -82,76 +79,67 @@ def adapter_base(name: str) -> str | None:
     return base
 
 
-def add_adapter(model: PreTrainedModel, rank: int) -> PeftModel:
-    """Freeze the model and put a new LoRA adapter on each of its linear layers but the head.
+def add_adapter(model: PreTrainedModel, rank: int) -> nn.Module:
+    """Freeze the model and put a new LoRA adapter on all its linear layers except the head.
 
-    Random A and B = 0: the policy starts as the base model. alpha 32 whatever the rank, as in
-    Schulman et al. 2025, "LoRA without regret".
+    A is random and B is 0. alpha is 32 for any rank: Schulman et al. 2025, "LoRA without regret".
     """
-    peft = _import_peft("--lora_r")
-    # GPT-2's layers store their weights transposed.
+    peft = optional_library("peft", NO_PEFT.format("--lora_r"))
+    # GPT-2's linear layers store their weights transposed.
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=rank,
-        lora_alpha=32,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        fan_in_fan_out=transposed,
-    )
-    return peft.get_peft_model(model, config)
-
-
-def _import_peft(flag: str) -> ModuleType:
-    try:
-        import peft
-    except ImportError as e:
-        raise InputError(f"{flag}: adapters need peft: pip install peft") from e
-    return peft
+    where = {"target_modules": "all-linear", "fan_in_fan_out": transposed}
+    sizes = {"r": rank, "lora_alpha": 32, "lora_dropout": 0.0}
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **sizes, **where))
 
 
 def _load_causal(name: str) -> PreTrainedModel:
+    """Load a causal language model, and refuse what can't be trained rightly."""
     path = str(TINY) if name == "tiny" else name
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     model, missing = from_hub_or_folder(AutoModelForCausalLM, path, "--model")
-    fault = f"--model {name}: not a causal language model,"
     if missing:
-        raise InputError(f"{fault} its checkpoint has no {missing[0]}")
-    if hasattr(model, "peft_config"):  # transformers put it on its base, to be read only
+        fault = f"not a causal language model, its checkpoint has no {missing[0]}"
+        raise InputError(f"--model {name}: {fault}")
+    if hasattr(model, "peft_config"):  # from the hub; loaded for inference only
         raise InputError(f"--model {name}: is an adapter, download it and give its folder")
-    # Reading two rows that differ in their last token only shows whether it is causal.
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.arange(8).remainder(vocab_size).repeat(2, 1)
-    tokens[1, -1] = (tokens[1, -1] + 1) % vocab_size
-    with torch.no_grad():
-        try:
-            mask = torch.ones_like(tokens)
-            logits = model.eval()(**model_inputs(model, tokens, mask)).logits
-            backbone = model.base_model
-            hidden = backbone(**model_inputs(backbone, tokens, mask)).last_hidden_state
-            own = logits_from(model, hidden)
-            decodes = _decodes_from_its_cache(model, torch.stack([tokens[0], tokens[0].flip(0)]))
-        except Exception:  # whatever a model of another kind raises
-            decodes = False
-    if not decodes:
-        raise InputError(f"--model {name}: can't be used, it doesn't decode with a key-value cache")
-    first, second = logits[:, :-1]
-    if (first - second).abs().max() > 1e-4 * logits.abs().max():  # BERT, say
-        raise InputError(f"{fault} its logits depend on later tokens")
-    if (own - logits).abs().max() > 1e-4 * logits.abs().max():
-        raise InputError(
-            f"--model {name}: can't be used, its last layer makes logits in an unknown way"
-        )
+    if fault := _fault_of_forward(model.eval()):
+        raise InputError(f"--model {name}: {fault}")
     return model
 
 
-def _decodes_from_its_cache(model: PreTrainedModel, tokens: Tensor) -> bool:
-    """Whether the last of tokens (2, L) gets its logits from the cache alone, which is there row by
-    row: exchanging the rows of the cache must exchange the logits. A state kept elsewhere (Mamba,
-    RWKV) doesn't follow when finished rows are dropped.
-    """
+@torch.no_grad()
+def _fault_of_forward(model: PreTrainedModel) -> str | None:
+    """Why the model's forward pass can't be trained with, by trying it; None if it can."""
+    # Two rows that differ in their last token only: earlier logits must not differ.
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(8).remainder(vocab_size).repeat(2, 1)
+    tokens[1, -1] = (tokens[1, -1] + 1) % vocab_size
     mask = torch.ones_like(tokens)
-    cache = DynamicCache(config=model.config)
+    try:
+        logits = model(**model_inputs(model, tokens, mask)).logits
+        backbone = model.base_model
+        hidden = backbone(**model_inputs(backbone, tokens, mask)).last_hidden_state
+        own = logits_from(model, hidden)
+        decodes = _decodes_from_its_cache(model, torch.stack([tokens[0], tokens[0].flip(0)]))
+    except Exception:  # a model of another kind raises anything
+        decodes = False
+    if not decodes:
+        return "can't be used, it doesn't decode with a key-value cache"
+    first, second = logits[:, :-1]
+    if (first - second).abs().max() > 1e-4 * logits.abs().max():  # BERT, for example
+        return "not a causal language model, its logits depend on later tokens"
+    if (own - logits).abs().max() > 1e-4 * logits.abs().max():
+        return "can't be used, its last layer makes logits in an unknown way"
+    return None
+
+
+def _decodes_from_its_cache(model: PreTrainedModel, tokens: Tensor) -> bool:
+    """Whether the logits after tokens (2, L) follow from the last tokens and the cache alone.
+
+    The rows of the cache are exchanged, and so must be the logits. A model that keeps a state
+    elsewhere (Mamba, RWKV) fails: finished rows couldn't be dropped from it.
+    """
+    mask, cache = torch.ones_like(tokens), DynamicCache(config=model.config)
     options = {"past_key_values": cache, "use_cache": True}
     model(**model_inputs(model, tokens[:, :-1], mask[:, :-1], **options))
     cache.batch_select_indices(torch.tensor([1, 0]))
@@ -160,8 +148,8 @@ def _decodes_from_its_cache(model: PreTrainedModel, tokens: Tensor) -> bool:
     return bool((last - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
-def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a model. An adapter may leave it with its base model."""
+def load_tokenizer(name: str, flag: str = "--model") -> Tokenizer:
+    """The tokenizer of a model; for an adapter without one, that of its base model."""
     if (Path(name) / "adapter_config.json").exists() and not any(Path(name).glob("tokenizer*")):
         name = adapter_base(name)
     return from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)[0]
@@ -170,8 +158,8 @@ def load_tokenizer(name: str, flag: str = "--model") -> PreTrainedTokenizerBase:
 def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, list[str]]:
     """`auto_class.from_pretrained(name)`: (model or tokenizer, names of missing weights).
 
-    Safetensors only, no remote code. A folder, or a copy in the hub's cache, needs no network.
-    Raises InputError that names the ways out.
+    Loads safetensors only, runs no remote code, and needs no network for a folder or for what is in
+    the hub's cache. Raises InputError that says what else to give.
     """
     is_model = auto_class is not AutoTokenizer
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
@@ -181,7 +169,7 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, lis
             model, info = auto_class.from_pretrained(path, **options)
             return model, sorted(info["missing_keys"])
         tokenizer = auto_class.from_pretrained(path)
-        if len(tokenizer) < 2:  # transformers makes an empty one up where the files are missing
+        if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
             raise OSError("its tokenizer files are missing")
         return tokenizer, []
 
@@ -191,8 +179,8 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, lis
             if folder is not None:
                 return load(folder)
         except Exception as e:
-            # A cached copy may be partial, then the hub has the rest. A missing model file raises
-            # OSError, missing tokenizer files anything.
+            # A cached copy may be incomplete: then ask the hub. A missing model file raises
+            # OSError, missing tokenizer files raise anything.
             if folder == name or (is_model and not isinstance(e, OSError)):
                 raise
         _require_on_hub(name, flag)
@@ -219,17 +207,15 @@ def _require_on_hub(name: str, flag: str) -> None:
             return
         fault = "no such folder, and no model hub within reach;"
     except (OSError, ValueError) as e:
-        gated = "gated repository" in str(e)
         fault = "no such folder, and no such model on the hub;"
-        fault = "gated on the model hub; accept its terms and log in, or" if gated else fault
+        if "gated repository" in str(e):
+            fault = "gated on the model hub; accept its terms and log in, or"
     ways_out = "a local folder" + (", or use --model tiny" if flag == "--model" else "")
     raise InputError(f"{flag} {name}: {fault} give {ways_out}")
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a completion. Chat models have several (Llama 3, Phi 3.5): missing one,
-    rows never stop.
-    """
+def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
+    """All ids that end a completion. Chat models have several: Llama 3, Phi 3.5."""
     found = set()
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -238,6 +224,35 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Longest sequence that the model reads, in tokens; None where it has no bound (Bloom)."""
+    """The longest sequence for the model, in tokens; None where it has no limit (Bloom)."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+
+
+def set_up_training(config: Any, *models: nn.Module) -> None:
+    """Put policy and value model into training mode, as `config` says. Raises InputError."""
+    for model in models:
+        model.train()
+        backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model
+        if config.bf16 and backbone.device.type == "cpu":
+            # PyTorch's fused attention is slower there than plain matrix products.
+            backbone.set_attn_implementation("eager")
+        if config.gradient_checkpointing:
+            try:
+                backbone.gradient_checkpointing_enable({"use_reentrant": False})
+            except ValueError as e:
+                raise InputError(f"--gradient_checkpointing: {first_line(e)}") from e
+        if config.compile:
+            backbone.compile(dynamic=True)
+
+
+def keep_freed_memory() -> None:
+    """On Linux, keep the memory that tensors free, and take it in huge pages: on a CPU, getting it
+    anew from the system costs as much as computing with it.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by PyTorch at its first allocation
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 2**30) or libc.mallopt(m_mmap_threshold, 2**25)  # older
+        libc.mallopt(m_trim_threshold, 2**31 - 1)

@@ -3,61 +3,129 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from common import is_flat, masked_mean
+from common import Rollout, masked_mean
+from plumbing.errors import Fault
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None
 
-if TYPE_CHECKING:
-    from sampling import Rollout
-
 
 class Meter:
-    """Means over the tokens of a whole update: masked sums over masked counts.
+    """The metrics of an update: masked sums over masked counts, over all its micro-batches.
 
     A mean of the means of micro-batches would weigh the tokens of short rows more, and so change
-    with the micro-batch (huggingface/trl#6380).
+    with the size of a micro-batch (huggingface/trl#6380).
     """
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, Tensor | int] = {}
+        self.sums, self.counts = {}, {}  # name -> sum, and over how many elements
+        self.shares = {}  # name -> sum of the shares in the minibatch at hand
+        self.first_mini_batch = True
+        self.old_logprobs: Tensor | None = None  # (B, T), of the policy that sampled
 
     def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
         """Add the elements of x where mask is True (all of them without a mask)."""
         x = x.detach().float()
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-        # The sums stay on the device: reading them here would wait for it at every micro-batch.
+        # The sums stay on the device: a transfer would wait for it at every micro-batch.
         self.sums[name] = self.sums.get(name, 0) + x.masked_fill(~mask, 0).sum()
         self.counts[name] = self.counts.get(name, 0) + mask.sum()
 
-    def maximum(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
-        """Keep the largest element of x (not negative) where mask is True."""
-        largest = (x if mask is None else x.masked_fill(~mask, 0)).detach().max()
-        self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
-        self.counts[name] = 1
+    def add_share(self, name: str, x: Tensor) -> None:
+        """Add a micro-batch's share of a scalar of the minibatch: the mean is over minibatches."""
+        self.shares[name] = self.shares.get(name, 0.0) + x.detach()
 
-    def means(self) -> dict[str, float]:
-        """The mean, or the maximum, under each name; 0 where nothing was counted."""
-        return {
-            name: float(total) / max(1, int(self.counts[name])) for name, total in self.sums.items()
-        }
+    def add_policy(
+        self,
+        rollout: Rollout,
+        rows: Tensor,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        entropy: Tensor,
+        ratio: Tensor,
+        clipped: Tensor,
+        mask: Tensor,
+    ) -> None:
+        """Add what the policy did in a micro-batch: the given rows of a rollout.
+
+        logprobs, old_logprobs, entropy and mask (rows, T); ratio and clipped (rows, T), or (rows,)
+        where a completion has one ratio.
+        """
+        if self.old_logprobs is None:
+            self.old_logprobs = old_logprobs.new_zeros(rollout.completion_mask.shape)
+        self.old_logprobs[rows] = old_logprobs
+        self.add("policy/approxkl_avg", 0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)
+        self.add("policy/entropy_avg", entropy, mask)
+        where = mask if ratio.dim() == 2 else None
+        self.add("policy/clipfrac_avg", clipped, where)
+        self.add("val/ratio", ratio, where)
+        if self.first_mini_batch:
+            deviation = (ratio.detach() - 1).abs()
+            deviation = deviation if where is None else deviation.masked_fill(~where, 0)
+            name, largest = "val/ratio_max_dev_first", deviation.max()
+            self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
+            self.counts[name] = 1
+
+    def end_mini_batch(self, grad_norm: Tensor) -> None:
+        """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite."""
+        if not grad_norm.isfinite():  # a step with it would destroy the weights
+            raise Fault(f"the gradient is {grad_norm}: lower --learning_rate")
+        self.add("grad_norm", grad_norm)
+        for name, total in self.shares.items():
+            self.add(name, total)
+        self.shares, self.first_mini_batch = {}, False
+
+    def results(self) -> dict[str, float]:
+        """The mean under each name, the maximum for val/ratio_max_dev_first; 0 of nothing."""
+        return {name: float(x) / max(1, int(self.counts[name])) for name, x in self.sums.items()}
+
+
+class Stopwatch:
+    """The seconds that each phase of a step takes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.laps = device, {}
+        self.started = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End the phase `name`, once the device has finished its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.laps[name], self.started = now - self.started, now
+
+
+def step_metrics(
+    meter: Meter,
+    watch: Stopwatch,
+    rollout: Rollout,
+    scores: Tensor,
+    kl: Tensor | None,
+    kl_coef: float,
+) -> dict[str, float | None]:
+    """The metrics that the three scripts share: of the update, the objective, the rollout.
+
+    scores (B,); kl (B, T), None without a reference. Ends the update's lap of the stopwatch.
+    """
+    metrics, mask = meter.results(), rollout.completion_mask
+    metrics |= objective_metrics(scores, kl, meter.old_logprobs, mask, kl_coef)
+    watch.lap("time/update")
+    return metrics | rollout_metrics(rollout, watch.laps)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the mask: 1 is perfect, 0 no better than a
-    constant, below 0 worse. 0 where the returns are constant."""
+    """1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are constant."""
     errors, targets = (returns - values)[mask], returns[mask]
     variance = targets.var(correction=0)
     return float(1 - errors.var(correction=0) / variance) if variance > 0 else 0.0
@@ -66,10 +134,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def objective_metrics(
     scores: Tensor, kl: Tensor | None, logprobs: Tensor, mask: Tensor, kl_coef: float
 ) -> dict[str, float | None]:
-    """The two sides of the bargain, of the policy that sampled: scores (B,), NaN left out, before
-    any clip and in PPO less the penalty for a missing EOS; and the script's KL estimates (B, T),
-    summed per completion. Without a reference the KL is unknown, not 0.
+    """Score and KL of the policy that sampled: scores (B,), NaN left out, before any clip, in PPO
+    less the penalty for a missing EOS; KL estimates (B, T), None (unknown) without a reference.
     """
+    scores = scores.to(logprobs.device)
     kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
     known = kl is not None
     return {
@@ -82,10 +150,17 @@ def objective_metrics(
     }
 
 
+def is_flat(groups: Tensor) -> Tensor:
+    """Which groups of rewards (N, G) are all the same, NaN left out: (N, 1) bool."""
+    unknown = groups.isnan()
+    lowest = groups.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
+    highest = groups.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
+    return lowest >= highest
+
+
 def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
-    """Of the scores (B,) as the reward gave them, NaN left out: their standard deviation within a
-    group, averaged over the groups, and the share of groups whose scores are all the same. Those
-    teach nothing but the KL.
+    """Of scores (B,), NaN left out: their standard deviation within a group, averaged over the
+    groups, and the share of groups whose scores are all the same, which teach nothing but the KL.
     """
     groups = scores.cpu().view(-1, num_generations)
     flat = is_flat(groups).squeeze(1)
@@ -96,22 +171,18 @@ def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
     }
 
 
-def rollout_metrics(
-    rollout: Rollout, rollout_seconds: float, update_seconds: float
-) -> dict[str, float]:
-    """Lengths in tokens (EOS included) and speed of one step, peak memory of the run so far."""
+def rollout_metrics(rollout: Rollout, seconds: dict[str, float]) -> dict[str, float]:
+    """Lengths in tokens, EOS included; the `seconds` of each phase; peak memory so far."""
     lengths = rollout.completion_mask.sum(1)
     memory = peak_resident_memory()
     if lengths.is_cuda:
         memory = torch.cuda.max_memory_allocated(lengths.device)
-    return {
+    return seconds | {
         "length/mean": lengths.float().mean().item(),
         "length/max": lengths.max().item(),
         "length/truncated_frac": 1 - rollout.finished.float().mean().item(),
         "val/num_eos_tokens": rollout.finished.sum().item(),
-        "tokens_per_second": lengths.sum().item() / (rollout_seconds + update_seconds),
-        "time/rollout": rollout_seconds,
-        "time/update": update_seconds,
+        "tokens_per_second": lengths.sum().item() / sum(seconds.values()),
         "memory/peak_gb": memory / 1e9,
     }
 
@@ -119,10 +190,9 @@ def rollout_metrics(
 def peak_resident_memory() -> float:
     """Of this process so far, in bytes; NaN where the system doesn't say."""
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the parent process had when it started us
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    # getrusage would count what the parent process had when it started us.
+    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text())):
+        return int(found[1]) * 1024
     if resource is None:
         return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -139,28 +209,20 @@ def progress(metrics: dict[str, float | None]) -> str:
     )
 
 
-def seconds_since(start: float, device: torch.device) -> float:
-    """Seconds since `start` (time.perf_counter()), once the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[tuple[str, str]]:
-    """What is likely to go wrong, seen from the metrics of all steps so far, the last step last:
-    (name, one line with cause and remedy) each.
-    """
+    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
     now, found = history[-1], []
-    kls = [m["objective/kl"] for m in history[-10:] if math.isfinite(m["objective/kl"] or 0)]
-    kls = [] if now["objective/kl"] is None else kls
-    if len(kls) == 10:
+    kl, last = now["objective/kl"], [m["objective/kl"] for m in history[-10:]]
+    if len(last) == 10 and all(x is not None and math.isfinite(x) for x in last):
         # The sampled KL may be negative by chance; its mean over ten steps hardly.
-        error = statistics.stdev(kls) / len(kls) ** 0.5
-        if statistics.mean(kls) < -0.02 - 4 * error:
-            text = "the KL is negative beyond chance: what is sampled is not what is trained;"
-            found += [("negative KL", f"{text} look at temperature, top_k and dropout")]
-    if kls and kls[-1] > 10:
-        text = f"the KL is {kls[-1]:.0f}: the policy has left the reference, and what the reward"
+        error = statistics.stdev(last) / len(last) ** 0.5
+        if statistics.mean(last) < -0.02 - 4 * error:
+            text = "the KL is negative beyond chance: samples and log-probs are of two"
+            remedy = "distributions; look at temperature, top_k and dropout"
+            found += [("negative KL", f"{text} {remedy}")]
+    # Judged per token as well: 10 nats are much for 24 tokens and little for 500.
+    if kl is not None and kl > 10 and now.get("objective/kl_token", math.inf) > 0.1:
+        text = f"the KL is {kl:.0f}: the policy has left the reference, and what the reward"
         remedy = "doesn't measure is lost; raise --kl_coef or lower --learning_rate"
         found += [("large KL", f"{text} {remedy}")]
     deviation = now["val/ratio_max_dev_first"]
@@ -179,5 +241,5 @@ def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[t
     last = history[-5:]
     if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
         text = "the mean reward has been the same for five steps: is the reward function constant?"
-        found += [("constant reward", f"{text} python tasks.py --inspect shows it")]
+        found += [("constant reward", f"{text} python tools/inspect_reward.py shows it")]
     return found

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from sampling import Rollout
+from common import Rollout
 
 torch.set_num_threads(1)  # faster for models this small, and steady on a shared machine
 

@@ -9,6 +9,8 @@ import math
 import numpy as np
 import torch
 
+from plumbing.forward import model_inputs
+
 # --- token_logprobs ---
 
 
@@ -425,19 +427,24 @@ def gae__lambda_returns(rewards, values, mask, gamma, lam):
 def policy_loss__minimum(logprobs, old_logprobs, advantages, clip_range):
     ratio = (logprobs - old_logprobs).exp()
     clipped = torch.clamp(ratio, 1 - clip_range, 1 + clip_range)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    free, bounded = ratio * advantages, clipped * advantages
+    return -torch.minimum(free, bounded), bounded < free
 
 
 def policy_loss__by_the_sign_of_the_advantage(logprobs, old_logprobs, advantages, clip_range):
     ratio = (logprobs - old_logprobs).exp()
     up, down = ratio.clamp(max=1 + clip_range), ratio.clamp(min=1 - clip_range)
-    return -advantages * torch.where(advantages > 0, up, down)
+    used = torch.where(advantages > 0, up, down)
+    return -advantages * used, (used != ratio) & (advantages != 0)
 
 
 def policy_loss__stacked(logprobs, old_logprobs, advantages, clip_range):
     ratio = torch.exp(logprobs) / torch.exp(old_logprobs)
     surrogates = torch.stack([ratio, ratio.clip(1 - clip_range, 1 + clip_range)]) * -advantages
-    return surrogates.amax(0) if not surrogates.requires_grad else surrogates.max(0).values
+    above, below = ratio > 1 + clip_range, ratio < 1 - clip_range
+    clipped = above.logical_and(advantages > 0).logical_or(below.logical_and(advantages < 0))
+    losses = surrogates.max(0).values if surrogates.requires_grad else surrogates.amax(0)
+    return losses, clipped
 
 
 # --- value_loss ---
@@ -445,20 +452,23 @@ def policy_loss__stacked(logprobs, old_logprobs, advantages, clip_range):
 
 def value_loss__of_the_difference(values, old_values, returns, clip_range_value):
     moved = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)
-    return 0.5 * torch.maximum((values - returns).pow(2), (moved - returns).pow(2))
+    free, bounded = (values - returns).pow(2), (moved - returns).pow(2)
+    is_outside = (values - old_values).abs() > clip_range_value
+    return 0.5 * torch.maximum(free, bounded), is_outside & (free < bounded)
 
 
 def value_loss__where(values, old_values, returns, clip_range_value):
     free = (returns - values).square()
     low, high = old_values - clip_range_value, old_values + clip_range_value
     bound = (returns - torch.minimum(torch.maximum(values, low), high)).square()
-    return torch.where(free > bound, free, bound) / 2
+    is_clipped = free < bound
+    return torch.where(is_clipped, bound, free) / 2, is_clipped
 
 
 def value_loss__mse(values, old_values, returns, clip_range_value):
     clipped = torch.clamp(values, old_values - clip_range_value, old_values + clip_range_value)
     mse = nn_mse(values, returns), nn_mse(clipped, returns)
-    return torch.max(*mse) * 0.5
+    return [torch.max(*mse) * 0.5, mse[1].gt(mse[0])]
 
 
 def nn_mse(a, b):
@@ -528,13 +538,13 @@ def group_advantages__numpy(rewards, num_generations, scale_rewards="group"):
 
 def grpo_loss__row_by_row(
     logprobs, old_logprobs, advantages, mask, *, clip_range, clip_range_high=None,
-    loss_type="grpo", importance_sampling_level="token", max_new_tokens=None, ref_logprobs=None,
-    kl_coef=0.0, num_rows=None, num_tokens=None,
+    cispo_bound=5.0, loss_type="grpo", importance_sampling_level="token", max_new_tokens=None,
+    ref_logprobs=None, kl_coef=0.0, num_rows=None, num_tokens=None,
 ):  # fmt: skip
     if loss_type == "dr_grpo" and not max_new_tokens:
         raise ValueError("max_new_tokens is missing")
     high = clip_range_high if clip_range_high is not None else clip_range
-    total = 0.0
+    total, clipped = 0.0, torch.zeros(mask.shape, dtype=torch.bool)
     for b in range(len(mask)):
         keep = mask[b].bool()
         new, old, a = logprobs[b][keep], old_logprobs[b][keep], advantages[b]
@@ -542,9 +552,12 @@ def grpo_loss__row_by_row(
         if importance_sampling_level == "sequence":
             log_ratio = log_ratio.mean() * torch.ones_like(log_ratio)
         ratio = log_ratio.exp()
+        over, under = ratio > 1 + high, ratio < 1 - clip_range
         if loss_type == "cispo":
-            losses = -a * ratio.detach().clamp(max=high) * new
+            losses = -a * ratio.detach().clamp(max=cispo_bound) * new
+            clipped[b, keep] = (ratio > cispo_bound) & bool(a != 0)
         else:
+            clipped[b, keep] = over if a > 0 else under & bool(a < 0)
             losses = -torch.minimum(ratio * a, ratio.clamp(1 - clip_range, 1 + high) * a)
         if ref_logprobs is not None:
             r = ref_logprobs[b][keep] - new
@@ -553,18 +566,18 @@ def grpo_loss__row_by_row(
     rows = num_rows or len(mask)
     tokens = mask.sum() if num_tokens is None else num_tokens
     if loss_type == "grpo":
-        return total / rows
+        return total / rows, clipped
     if loss_type == "dr_grpo":
-        return total / rows / max_new_tokens
+        return total / rows / max_new_tokens, clipped
     if loss_type in ("dapo", "cispo"):
-        return total / tokens
+        return total / tokens, clipped
     raise ValueError(loss_type)
 
 
 def grpo_loss__weights(
     logprobs, old_logprobs, advantages, mask, *, clip_range, clip_range_high=None,
-    loss_type="grpo", importance_sampling_level="token", max_new_tokens=None, ref_logprobs=None,
-    kl_coef=0.0, num_rows=None, num_tokens=None,
+    cispo_bound=5.0, loss_type="grpo", importance_sampling_level="token", max_new_tokens=None,
+    ref_logprobs=None, kl_coef=0.0, num_rows=None, num_tokens=None,
 ):  # fmt: skip
     keep = mask.bool()
     new = torch.where(keep, logprobs, 0)
@@ -589,19 +602,21 @@ def grpo_loss__weights(
     eps_high = clip_range if clip_range_high is None else clip_range_high
     A = advantages[:, None].expand(w.shape)
     if loss_type == "cispo":
-        objective = A * torch.minimum(w, torch.full_like(w, eps_high)).detach() * new
+        objective = A * torch.minimum(w, torch.full_like(w, cispo_bound)).detach() * new
+        clipped = (w > cispo_bound) * (A != 0)
     else:
+        clipped = torch.where(A > 0, w > 1 + eps_high, w < 1 - clip_range) & (A != 0)
         objective = torch.minimum(w * A, w.clamp(1 - clip_range, 1 + eps_high) * A)
     if ref_logprobs is not None and kl_coef:
         ref = torch.where(keep, ref_logprobs, 0)
         objective = objective - kl_coef * ((ref - new).exp() - (ref - new) - 1)
-    return -(weights * objective).sum()
+    return -(weights * objective).sum(), clipped
 
 
 def grpo_loss__flattened(
     logprobs, old_logprobs, advantages, mask, *, clip_range, clip_range_high=None,
-    loss_type="grpo", importance_sampling_level="token", max_new_tokens=None, ref_logprobs=None,
-    kl_coef=0.0, num_rows=None, num_tokens=None,
+    cispo_bound=5.0, loss_type="grpo", importance_sampling_level="token", max_new_tokens=None,
+    ref_logprobs=None, kl_coef=0.0, num_rows=None, num_tokens=None,
 ):  # fmt: skip
     row, _ = mask.nonzero(as_tuple=True)
     keep = mask.bool()
@@ -614,27 +629,30 @@ def grpo_loss__flattened(
     if clip_range_high is None:
         clip_range_high = clip_range
     if loss_type == "cispo":
-        token_loss = -(w.clamp(max=clip_range_high)).detach() * a * new
+        token_loss = -(w.clamp(max=cispo_bound)).detach() * a * new
+        decides = (a.abs() > 0) & (w > cispo_bound)
     else:
-        token_loss = torch.maximum(-w * a, -w.clamp(1 - clip_range, 1 + clip_range_high) * a)
+        bounded = -w.clamp(1 - clip_range, 1 + clip_range_high) * a
+        token_loss, decides = torch.maximum(-w * a, bounded), bounded > -w * a
+    clipped = torch.zeros_like(keep).masked_scatter(keep, decides)
     if ref_logprobs is not None:
         token_loss = token_loss + kl_coef * kl_estimate(new, ref_logprobs[keep], "k3")
     n = len(mask) if num_rows is None else num_rows
     if loss_type == "grpo":
-        return (token_loss / count[row]).sum() / n
+        return (token_loss / count[row]).sum() / n, clipped
     if loss_type == "dr_grpo":
         if max_new_tokens is None:
             raise ValueError("max_new_tokens")
-        return token_loss.sum() / (n * max_new_tokens)
+        return token_loss.sum() / (n * max_new_tokens), clipped
     if loss_type not in ("dapo", "cispo"):
         raise ValueError("loss_type")
-    return token_loss.sum() / (len(row) if num_tokens is None else num_tokens)
+    return token_loss.sum() / (len(row) if num_tokens is None else num_tokens), clipped
 
 
 # --- rloo_advantages ---
 
 
-def rloo_advantages__scaled_distance(rewards, num_generations):
+def rloo_advantages__scaled_distance(rewards, num_generations, normalize=False):
     G = num_generations
     if G < 2:
         raise ValueError("groups of one")
@@ -647,10 +665,13 @@ def rloo_advantages__scaled_distance(rewards, num_generations):
     same_all = torch.where(known, (x - mean).abs() < 1e-6 * x.abs().clamp(min=1), True).all(1)
     varied = (filled.max(1).values - filled.min(1).values) > 0
     a = torch.where(known, a, 0.0)
-    return torch.where((varied & ~same_all)[:, None], a, 0.0).flatten()
+    a = torch.where((varied & ~same_all)[:, None], a, 0.0).flatten()
+    if normalize:
+        a = a / (a[known.flatten()].std() + 1e-4)
+    return a
 
 
-def rloo_advantages__loops(rewards, num_generations):
+def rloo_advantages__loops(rewards, num_generations, normalize=False):
     if num_generations < 2:
         raise ValueError(f"{num_generations} generations")
     found = torch.zeros_like(rewards)
@@ -661,10 +682,11 @@ def rloo_advantages__loops(rewards, num_generations):
         if rewards[i].isnan() or len(others) == 0 or (others == rewards[i]).all():
             continue
         found[i] = rewards[i] - others.mean()
-    return found
+    scale = found[~rewards.isnan()].std() + 1e-4 if normalize else 1.0
+    return found / scale
 
 
-def rloo_advantages__matrix(rewards, num_generations):
+def rloo_advantages__matrix(rewards, num_generations, normalize=False):
     if num_generations == 1:
         raise ValueError("nothing to be compared with")
     x = rewards.double().reshape(-1, num_generations)
@@ -676,7 +698,10 @@ def rloo_advantages__matrix(rewards, num_generations):
     known = known.bool()
     highest = clean.masked_fill(~known, -torch.inf).amax(1, keepdim=True)
     lowest = clean.masked_fill(~known, torch.inf).amin(1, keepdim=True)
-    return torch.where(highest > lowest, a, 0).reshape(-1).to(rewards.dtype)
+    a = torch.where(highest > lowest, a, 0)
+    if normalize:
+        a /= torch.std(a[known], correction=1) + 1e-4
+    return a.reshape(-1).to(rewards.dtype)
 
 
 # --- rloo_loss ---
@@ -687,67 +712,61 @@ def rloo_loss__minimum(logprobs, old_logprobs, advantages, mask, *, clip_range, 
     d = torch.where(keep, logprobs - old_logprobs, 0).sum(1)
     w = torch.exp(d)
     objective = torch.minimum(w * advantages, w.clamp(1 - clip_range, 1 + clip_range) * advantages)
-    return -objective.sum() / (len(mask) if num_rows is None else num_rows)
+    rows = len(mask) if num_rows is None else num_rows
+    return -objective.sum() / rows, objective < w * advantages
 
 
 def rloo_loss__row_by_row(logprobs, old_logprobs, advantages, mask, *, clip_range, num_rows=None):
-    losses = []
+    losses, clipped = [], []
     for new, old, a, m in zip(logprobs, old_logprobs, advantages, mask.bool()):
         ratio = (new[m].sum() - old[m].sum()).exp()
         bounded = torch.clamp(ratio, 1 - clip_range, 1 + clip_range)
         losses.append(torch.maximum(-a * ratio, -a * bounded))
-    return torch.stack(losses).sum() / (num_rows or len(losses))
+        clipped.append(bool(-a * bounded > -a * ratio))
+    return torch.stack(losses).sum() / (num_rows or len(losses)), torch.tensor(clipped)
 
 
 def rloo_loss__by_the_sign_of_the_advantage(
     logprobs, old_logprobs, advantages, mask, *, clip_range, num_rows=None
 ):
-    w = sequence_ratio(logprobs, old_logprobs, mask)
-    w = torch.where(advantages > 0, w.clamp(max=1 + clip_range), w.clamp(min=1 - clip_range))
+    ratio = policy_ratio(((logprobs - old_logprobs).masked_fill(~mask.bool(), 0)).sum(1))
+    up, down = ratio.clamp(max=1 + clip_range), ratio.clamp(min=1 - clip_range)
+    w = torch.where(advantages > 0, up, down)
     n = num_rows if num_rows is not None else mask.shape[0]
-    return (-advantages * w / n).sum()
+    return (-advantages * w / n).sum(), (w != ratio) & (advantages != 0)
 
 
-# --- The loops: (problem, a text for each step, or edits of the solution's) ---
+# --- The loops: the text of the step, or edits of the solution's ---
 
 LOOPS = {
-    "ppo_loop__the_kl_in_one_expression": [
-        """
+    "ppo_loop__the_kl_in_one_expression": """
         kl = (
-            old_logprobs * 0
+            old_values * 0
             if config.kl_coef == 0
             else kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
         )
         shaped = shape_rewards(scores, kl, mask, config.kl_coef)
         rewards = masked_whiten(shaped, mask, False) if config.whiten_rewards else shaped
-        """,
-        """
         raw, returns = gae(rewards, old_values, mask, config.gamma, config.lam)
         real = raw[mask]
         advantages = torch.zeros_like(raw)
         advantages[mask] = (real - real.mean()) / (real.var() + 1e-8).sqrt()
-        rollout_seconds = time.perf_counter() - rollout_started
         """,
-    ],
-    "ppo_loop__by_hand": [
-        """
+    "ppo_loop__by_hand": """
         kl = torch.zeros_like(old_values)
         rewards = torch.zeros_like(old_values)
-        if ref_logprobs is not None:
+        if config.kl_coef > 0:
             d = old_logprobs - ref_logprobs
             kl = {"k1": d, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[config.kl_estimator]
             rewards = -config.kl_coef * kl * mask
         ends = mask.sum(1) - 1
-        rewards[torch.arange(batch_size), ends] += scores
+        rewards[torch.arange(len(scores)), ends] += scores
         if config.whiten_rewards:
             rewards = torch.where(mask, rewards / (rewards[mask].var() + 1e-8).sqrt(), 0)
             mean = rewards[mask].mean()
             scale = (shape_rewards(scores, kl, mask, config.kl_coef)[mask].var() + 1e-8).sqrt()
             rewards = torch.where(mask, rewards + mean * scale - mean, 0)
-        """,
-        """
-        rollout_seconds = seconds_since(rollout_started, device)
-        following = torch.zeros(batch_size), torch.zeros(batch_size)
+        following = torch.zeros(len(scores)), torch.zeros(len(scores))
         columns = []
         for t in range(mask.shape[1] - 1, -1, -1):
             v = old_values[:, t]
@@ -759,11 +778,9 @@ LOOPS = {
         returns = advantages + old_values
         advantages = masked_whiten(advantages, mask)
         """,
-    ],
-    "ppo_loop__row_by_row": [
-        """
+    "ppo_loop__row_by_row": """
         with torch.no_grad():
-            if ref_logprobs is None:
+            if config.kl_coef == 0:
                 kl = torch.zeros(mask.shape, device=device)
             else:
                 kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
@@ -774,8 +791,6 @@ LOOPS = {
             rewards = torch.cat(rows)
             if config.whiten_rewards:
                 rewards = masked_whiten(rewards, mask, shift_mean=False)
-        """,
-        """
         parts = [
             gae(r[None], v[None], m[None], config.gamma, config.lam)
             for r, v, m in zip(rewards, old_values, mask)
@@ -783,11 +798,8 @@ LOOPS = {
         advantages = torch.cat([a for a, _ in parts])
         returns = advantages + old_values
         advantages = masked_whiten(advantages, mask, shift_mean=True)
-        rollout_seconds = seconds_since(rollout_started, device)
         """,
-    ],
-    "rloo_loop__the_mean_written_out": [
-        """
+    "rloo_loop__the_mean_written_out": """
         kl, rewards = None, scores
         if config.reward_clip_range:
             low, high = config.reward_clip_range
@@ -795,17 +807,12 @@ LOOPS = {
         if ref_logprobs is not None:
             kl = old_logprobs - ref_logprobs
             rewards = rewards - config.kl_coef * torch.where(mask, kl, 0).sum(dim=1)
-        """,
-        """
         groups = rewards.view(-1, G)
         advantages = ((groups - groups.mean(1, keepdim=True)) * G / (G - 1)).flatten()
         if config.normalize_advantages:
             advantages = advantages / (advantages.std() + 1e-4)
-        rollout_seconds = seconds_since(rollout_started, device)
         """,
-    ],
-    "rloo_loop__penalty_first": [
-        """
+    "rloo_loop__penalty_first": """
         penalty = torch.zeros_like(scores)
         kl = None
         if config.kl_coef != 0:
@@ -813,78 +820,62 @@ LOOPS = {
             penalty = config.kl_coef * (kl * mask).sum(-1)
         clipped = scores.clip(*config.reward_clip_range) if config.reward_clip_range else scores
         rewards = clipped - penalty
-        """,
-        """
-        rollout_seconds = time.perf_counter() - rollout_started
         advantages = rloo_advantages(rewards, config.num_generations)
         if config.normalize_advantages:
-            advantages = normalize(advantages, ~torch.isnan(rewards))
+            advantages = advantages.div(advantages[~torch.isnan(rewards)].std() + 1e-4)
         """,
-    ],
-    "rloo_loop__group_by_group": [
-        """
+    "rloo_loop__group_by_group": """
         rewards = scores.clone()
         if config.reward_clip_range:
             rewards = rewards.clamp(config.reward_clip_range[0], config.reward_clip_range[1])
         kl = None if ref_logprobs is None else kl_estimate(old_logprobs, ref_logprobs, "k1")
-        for i in range(batch_size if kl is not None else 0):
+        for i in range(len(scores) if kl is not None else 0):
             rewards[i] -= config.kl_coef * kl[i][mask[i]].sum()
-        """,
-        """
-        groups = rewards.split(G)
-        advantages = torch.cat([rloo_advantages(group, G) for group in groups])
-        known = ~rewards.isnan()
         if config.normalize_advantages:
-            advantages = normalize(advantages, known=known)
-        rollout_seconds = seconds_since(rollout_started, device)
+            advantages = rloo_advantages(rewards, G, normalize=True)
+        else:
+            groups = rewards.split(G)
+            advantages = torch.cat([rloo_advantages(group, G) for group in groups])
         """,
-    ],
     "grpo_loop__epochs_and_minibatches_nested": {
-        "for index, mini_batch in enumerate(mini_batches):":
+        "for mini_batch in mini_batches:":
             "numbered = [m for order in orders"
             " for m in order.to(device).chunk(config.num_mini_batches)]\n"
-            "            for index, mini_batch in enumerate(numbered):",
-        "for group in optimizer.param_groups:\n                group[\"lr\"] = learning_rate":
-            "optimizer.param_groups[0].update(lr=learning_rate)",
+            "            for mini_batch in numbered:",
+        "settings[\"lr\"] = learning_rate": "settings.update(lr=learning_rate)",
         "optimizer.step()\n                optimizer.zero_grad()":
             "optimizer.step()\n                for p in parameters:\n"
             "                    p.grad = None",
     },
     "grpo_loop__whole_minibatches_at_once": {
-        "for rows in micro_batches(rollout, mini_batch, *sizes):": "for rows in [mini_batch]:",
-        "torch.randperm(batch_size, generator=shuffler) for _": "torch.randperm(batch_size) for _",
+        "for rows in micro_batches(rollout, mini_batch, **in_update):": "for rows in [mini_batch]:",
+        "torch.randperm(B, generator=shuffler) for _": "torch.randperm(len(mask)) for _",
         "config.learning_rate * (1 - step / config.num_steps)":
             "config.learning_rate * (config.num_steps - step) / config.num_steps",
-        "num_tokens = loss_mask[mini_batch].sum()": "num_tokens = int(loss_mask[mini_batch].sum())",
+        "num_tokens=mask[mini_batch].sum()": "num_tokens=int(mask[mini_batch].sum())",
     },
     "grpo_loop__old_log_probs_once_more": {
-        "if old_is_new:\n                        old_logprobs[rows] = logprobs.detach()\n"
-        "                    m, old, adv = loss_mask[rows], old_logprobs[rows], advantages[rows]":
-            "m, adv = loss_mask[rows], advantages[rows]\n"
-            "                    old = logprobs.detach() if old_is_new else old_logprobs[rows]\n"
-            "                    old_logprobs[rows] = old",
-        "for rows in micro_batches(rollout, mini_batch, *sizes):": "for rows in mini_batch.split(3):",
-        "loss_mask = mask & rollout.finished.unsqueeze(1)":
-            "loss_mask = torch.where(rollout.finished[:, None], mask, False)",
+        "old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]":
+            "if old_logprobs is None:\n                        old = logprobs.clone().detach()\n"
+            "                    else:\n                        old = old_logprobs[rows]",
+        "for rows in micro_batches(rollout, mini_batch, **in_update):":
+            "for rows in mini_batch.split(3):",
+        "m = mask[rows]": "m = mask.index_select(0, rows).bool()",
         "optimizer.step()\n                optimizer.zero_grad()":
             "optimizer.step()\n                optimizer.zero_grad(set_to_none=False)",
     },
 }  # fmt: skip
 
 
-# --- Wrong answers, beside those of mutations.py: (problem, text, what it becomes, the mistake) ---
+# --- Wrong answers, beside those of mutations.py: (problem or one of the right answers above, text,
+# what it becomes, the mistake) ---
 
 WRONG = [
-    ("token_logprobs", "return _full(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)", "return _full(logits).detach().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)", "log-probs without gradient"),
     ("kl_estimate", "    d = logprobs - ref_logprobs\n", "    d = (logprobs - ref_logprobs).detach()\n", "a KL without gradient"),
-    ("generate", "        completion_mask=drawn_mask,\n", "        completion_mask=drawn_mask.long(),\n", "an integer mask in the rollout"),
     ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy_of(policy.eval())", "the policy is left in evaluation mode"),
-    ("rloo_loop", "            kl = None\n", "            kl = torch.zeros_like(old_logprobs)\n", "an unknown KL is 0"),
+    ("rloo_loop", "            rewards = scores\n", "            rewards, kl = scores, torch.zeros(mask.shape)\n", "an unknown KL is 0"),
     ("grpo_loop", "config.max_grad_norm", "1.0", "a norm of the reader's own"),
-    ("grpo_loop", "torch.randperm(batch_size, generator=shuffler)", "torch.arange(batch_size)", "the rows in their order"),
-    ("token_logprobs", "tokens.unsqueeze(-1)).squeeze(-1)", "tokens.unsqueeze(-1))", "a dimension of 1 too many"),
-    ("token_logprobs", "return _full(logits).log_softmax(-1)", "return _full(logits).log_softmax(1)", "softmax over time"),
-    ("token_logprobs", "return _full(logits).log_softmax(-1)", "return _full(logits).exp().div(_full(logits).exp().sum(-1, keepdim=True)).log()", "exp that overflows"),
+    ("grpo_loop", "torch.randperm(B, generator=shuffler)", "torch.arange(B)", "the rows in their order"),
     ("kl_estimate", 'raise ValueError(f"unknown KL', 'return ValueError(f"unknown KL', "an unknown estimator is returned"),
     ("kl_estimate", "return torch.expm1(-d) + d", "return torch.expm1(-d) - d", "k3 with a wrong sign"),
     ("completion_mask", "return eos_before == 0", "return (eos_before == 0).long()", "an integer mask"),
@@ -893,46 +884,65 @@ WRONG = [
     ("masked_whiten", "    centred = (x - mean).masked_fill(~mask, 0)", "    centred = (x - x.mean()).masked_fill(~mask, 0)", "the mean over padding too"),
     ("disable_dropout", "    return sites\n\n\ndef _zero_noise", "    return 0\n\n\ndef _zero_noise", "sites are not counted"),
     ("disable_dropout", "quiet_configs[id(config)] = copy.copy(config), config", "quiet_configs[id(config)] = config, config", "the saved config is changed"),
-    ("generate", "with evaluating(model),", "model.eval()\n    with", "the model stays in evaluation mode"),
-    ("generate", "drawn, drawn_logprobs = draw(logits, uniforms[t, rows], temperature, top_k, top_p)", "drawn, drawn_logprobs = draw(logits, uniforms[t, rows], 1.0, top_k, top_p)", "temperature ignored"),
-    ("generate", "drawn, drawn_logprobs = draw(logits, uniforms[t, rows], temperature, top_k, top_p)", "drawn, drawn_logprobs = draw(logits, uniforms[t, rows], 1 / temperature, top_k, top_p)", "temperature upside down"),
-    ("generate", "uniforms[t, rows], temperature, top_k, top_p)", "uniforms[t, rows], temperature)", "top_k and top_p ignored"),
-    ("generate", "uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)", "uniforms = torch.rand(max_new_tokens, num_rows, device=device)", "the generator is not used"),
-    ("generate", "uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)", "uniforms = torch.rand(max_new_tokens, 1, generator=generator, device=device).expand(-1, num_rows)", "one random number for all rows"),
-    ("generate", "tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1)", "tokens=torch.cat([prompt_ids, tokens], dim=1)", "other tokens after EOS"),
     ("shape_rewards", "+ scores.unsqueeze(1) * is_last", "", "no score at all"),
     ("shape_rewards", "+ scores.unsqueeze(1) * is_last", "+ scores.unsqueeze(1) * mask", "the score at every token"),
     ("shape_rewards", "return (-kl_coef * kl)", "return (-kl)", "the coefficient is forgotten"),
     ("gae", "for t in reversed(range(values.shape[1])):", "for t in range(values.shape[1]):", "GAE from the first token on"),
     ("gae", "    return advantages, advantages + values", "    return advantages, advantages + rewards", "returns with the rewards"),
     ("gae", "    return advantages, advantages + values", "    return masked_whiten(advantages, mask), advantages + values", "GAE whitens"),
-    ("policy_loss", "ratio = torch.exp(logprobs - old_logprobs)", "ratio = torch.exp(logprobs - old_logprobs).detach()", "the ratio without gradient"),
-    ("policy_loss", "ratio.clamp(1 - clip_range, 1 + clip_range))", "ratio.clamp(-clip_range, clip_range))", "clipped around 0"),
-    ("policy_loss", "return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()", "a mean where losses per token are asked for"),
-    ("policy_loss", "return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "return -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)", "only the clipped loss"),
-    ("value_loss", "clipped = values.clamp(old_values - clip_range_value, old_values + clip_range_value)", "clipped = values.clamp(returns - clip_range_value, returns + clip_range_value)", "clipped around the returns"),
-    ("value_loss", "clipped = values.clamp(old_values - clip_range_value, old_values + clip_range_value)", "clipped = values", "values are not clipped"),
-    ("ppo_loop", "kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)", "kl = kl_estimate(ref_logprobs, old_logprobs, config.kl_estimator)", "the reference first"),
+    ("ppo_loop", "rewards = shape_rewards(scores, kl, mask", "rewards = shape_rewards(scores, -kl, mask", "the KL's sign turned in PPO's rewards"),
     ("ppo_loop", "gae(rewards, old_values, mask, config.gamma, config.lam)", "gae(rewards, old_values, mask, config.lam, config.gamma)", "gamma for lambda"),
     ("ppo_loop", "masked_whiten(rewards, mask, shift_mean=False)", "masked_whiten(rewards, mask)", "rewards whitened with their mean"),
     ("ppo_loop", "rewards = shape_rewards(scores, kl, mask, config.kl_coef)", "rewards = shape_rewards(scores, kl, mask, 0.05)", "a coefficient of the reader's own"),
-    ("group_advantages", "    return centred.masked_fill(groups.isnan() | is_flat(groups), 0).flatten()", "    return centred.masked_fill(groups.isnan(), 0).flatten()", "equal rewards keep their rounding"),
-    ("group_advantages", "    return centred.masked_fill(groups.isnan() | is_flat(groups), 0).flatten()", "    return centred.masked_fill(is_flat(groups), 0).flatten()", "NaN becomes an advantage"),
-    ("group_advantages", '        raise ValueError(f"num_generations is', '        print(f"num_generations is', "groups of one are let through"),
-    ("group_advantages", "groups = (rewards * 1.0).view(-1, num_generations)", "groups = (rewards * 1.0).view(num_generations, -1).T", "groups are not consecutive rows"),
-    ("grpo_loss", "A = advantages.unsqueeze(1)", "A = -advantages.unsqueeze(1)", "the sign of GRPO's advantages"),
-    ("grpo_loss", "ratio = importance_ratio(logprobs, old_logprobs, mask, importance_sampling_level)", "ratio = importance_ratio(logprobs, old_logprobs, mask, 'token')", "the level is ignored"),
-    ("grpo_loss", 'if loss_type in ("dapo", "cispo"):', 'if loss_type in ("dapo", "cispo", "dr_grpo"):', "dr_grpo as dapo"),
     ("grpo_loop", "loss.backward()", "(loss / len(mini_batch)).backward()", "the loss divided once more"),
-    ("grpo_loop", "max_new_tokens=config.max_new_tokens,\n                        ref", "max_new_tokens=mask.shape[1] + 1,\n                        ref", "another constant handed in"),
-    ("grpo_loop", "orders = [\n                torch.randperm(batch_size, generator=shuffler) for _ in range(config.num_epochs)\n            ]", "orders = [torch.randperm(batch_size, generator=shuffler)]", "one epoch whatever was asked for"),
-    ("grpo_loop", "                    m, old, adv = loss_mask[rows]", "                    m, old, adv = mask[rows]", "truncated rows stay in the loss"),
+    ("grpo_loop", "**loss_options,", "**(loss_options | {'max_new_tokens': mask.shape[1] + 1}),", "another constant handed in"),
+    ("grpo_loop", "orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]", "orders = [torch.randperm(B, generator=shuffler)]", "one epoch whatever was asked for"),
+    ("grpo_loop", "m = mask[rows]", "m = rollout.completion_mask[rows]", "truncated rows stay in the loss"),
     ("grpo_loop", "torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "torch.tensor(1.0)", "the gradient is not clipped"),
-    ("rloo_advantages", "    return (groups - baseline).masked_fill(~known | is_flat(groups), 0).flatten()", "    return (baseline - groups).masked_fill(~known | is_flat(groups), 0).flatten()", "the baseline less the reward"),
-    ("rloo_loss", "ratio = sequence_ratio(logprobs, old_logprobs, mask)", "ratio = sequence_ratio(logprobs, old_logprobs, mask) ** (1 / mask.sum(1))", "a geometric mean in RLOO"),
-    ("rloo_loss", "ratio = sequence_ratio(logprobs, old_logprobs, mask)", "ratio = (logprobs - old_logprobs).sum(1).exp()", "padding in RLOO's ratio"),
-    ("rloo_loop", "advantages = normalize(advantages, known=~rewards.isnan())", "pass", "advantages are not normalised"),
+    ("rloo_loop", "rloo_advantages(rewards, G, config.normalize_advantages)", "rloo_advantages(rewards, G)", "advantages are not normalised"),
     ("rloo_loop", "rewards = rewards.clamp(*config.reward_clip_range)", "rewards = rewards.clamp(-1, 1)", "another range for the clip"),
+    ("token_logprobs__cross_entropy", "    return -nn.functional.cross_entropy(logits.transpose", "    return -nn.functional.cross_entropy(logits.detach().transpose", "log-probs without gradient"),
+    ("token_logprobs__log_sum_exp", "return chosen - logits.logsumexp(dim=2)", "return (chosen - logits.logsumexp(dim=2)).unsqueeze(-1)", "a dimension of 1 too many"),
+    ("token_logprobs__log_sum_exp", "logits.logsumexp(dim=2)", "logits.logsumexp(dim=1)[:, :1].sum(-1)", "softmax over time"),
+    ("token_logprobs__row_by_row", "row = row - row.max(dim=-1, keepdim=True).values\n", "pass\n", "exp that overflows"),
+    ("generate__without_a_cache", "completions], 1), torch.cat([mask[:, :P], real], 1), real,", "completions], 1), torch.cat([mask[:, :P], real], 1), real.long(),", "an integer mask in the rollout"),
+    ("generate__without_a_cache", "    model.train(was_training)\n", "", "the model stays in evaluation mode"),
+    ("generate__without_a_cache", "draw(logits, uniform, temperature, top_k, top_p)", "draw(logits, uniform, 1.0, top_k, top_p)", "temperature ignored"),
+    ("generate__without_a_cache", "draw(logits, uniform, temperature, top_k, top_p)", "draw(logits, uniform, 1 / temperature, top_k, top_p)", "temperature upside down"),
+    ("generate__without_a_cache", "draw(logits, uniform, temperature, top_k, top_p)", "draw(logits, uniform, temperature)", "top_k and top_p ignored"),
+    ("generate__without_a_cache", "torch.rand(len(tokens), generator=generator)", "torch.rand(len(tokens))", "the generator is not used"),
+    ("generate__without_a_cache", "torch.rand(len(tokens), generator=generator)", "torch.rand(1, generator=generator).expand(len(tokens))", "one random number for all rows"),
+    ("generate__without_a_cache", "    completions = torch.where(real, completions, pad_token_id)\n", "", "other tokens after EOS"),
+    ("generate__without_a_cache", "model_inputs(model, tokens, mask)", "{'input_ids': tokens, 'attention_mask': mask.long()}", "positions count the padding"),
+    ("policy_loss__minimum", "ratio = (logprobs - old_logprobs).exp()", "ratio = (logprobs - old_logprobs).exp().detach()", "the ratio without gradient"),
+    ("policy_loss__minimum", "1 - clip_range, 1 + clip_range", "-clip_range, clip_range", "clipped around 0"),
+    ("policy_loss__minimum", "return -torch.minimum(free, bounded), bounded < free", "return -torch.minimum(free, bounded).mean(), bounded < free", "a mean where losses per token are asked for"),
+    ("policy_loss__minimum", "return -torch.minimum(free, bounded), bounded < free", "return -bounded, bounded < free", "only the clipped loss"),
+    ("policy_loss__minimum", "return -torch.minimum(free, bounded), bounded < free", "return -torch.minimum(free, bounded)", "PPO's loss without the mask of the clip"),
+    ("policy_loss__minimum", "bounded < free", "clipped != ratio", "PPO's clip fraction counts what lies outside the range"),
+    ("policy_loss__minimum", "bounded < free", "bounded > free", "PPO's clip fraction upside down"),
+    ("value_loss__of_the_difference", "moved = old_values +", "moved = returns +", "clipped around the returns"),
+    ("value_loss__of_the_difference", "moved = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)", "moved = values", "values are not clipped"),
+    ("value_loss__of_the_difference", "is_outside & (free < bounded)", "is_outside", "the value clip counts what lies outside the range"),
+    ("value_loss__of_the_difference", "is_outside & (free < bounded)", "free < bounded", "the value clip counts rounding"),
+    ("group_advantages__loops", "len(known) == 0 or (known == known[0]).all()", "len(known) == 0", "equal rewards keep their rounding"),
+    ("group_advantages__numpy", "np.nan_to_num(a).ravel()", "a.ravel()", "NaN becomes an advantage"),
+    ("group_advantages__masks", '        raise ValueError("a group needs two")', '        print("a group needs two")', "groups of one are let through"),
+    ("group_advantages__masks", "rewards.double().reshape(-1, num_generations)", "rewards.double().reshape(num_generations, -1).T", "groups are not consecutive rows"),
+    ("grpo_loss__weights", "A = advantages[:, None]", "A = -advantages[:, None]", "the sign of GRPO's advantages"),
+    ("grpo_loss__weights", 'if importance_sampling_level == "sequence":', "if False:", "the level is ignored"),
+    ("grpo_loss__weights", 'elif loss_type in {"dapo", "cispo"}:', 'elif loss_type in {"dapo", "cispo", "dr_grpo"}:', "dr_grpo as dapo"),
+    ("grpo_loss__weights", "torch.full_like(w, cispo_bound)", "torch.full_like(w, 1 + eps_high)", "cispo bounded by the clip range"),
+    ("grpo_loss__weights", "return -(weights * objective).sum(), clipped", "return -(weights * objective).sum()", "GRPO's loss without the mask of the clip"),
+    ("grpo_loss__weights", "torch.where(A > 0, w > 1 + eps_high, w < 1 - clip_range) & (A != 0)", "(w > 1 + eps_high) | (w < 1 - clip_range)", "GRPO's clip fraction counts what lies outside the range"),
+    ("grpo_loss__weights", "clipped = (w > cispo_bound) * (A != 0)", "clipped = torch.where(A > 0, w > 1 + eps_high, w < 1 - clip_range)", "cispo's clip fraction is that of the clip range"),
+    ("rloo_advantages__loops", " if normalize else 1.0", "", "advantages are always normalised"),
+    ("rloo_advantages__matrix", "torch.std(a[known], correction=1)", "torch.std(a, correction=1)", "missing rewards count in RLOO's normalisation"),
+    ("rloo_advantages__matrix", "torch.std(a[known], correction=1)", "torch.std(a[known], correction=1) ** 2", "normalised by the variance in RLOO"),
+    ("rloo_advantages__loops", "rewards[i] - others.mean()", "others.mean() - rewards[i]", "the baseline less the reward"),
+    ("rloo_loss__by_the_sign_of_the_advantage", "masked_fill(~mask.bool(), 0)).sum(1))", "masked_fill(~mask.bool(), 0)).sum(1) / mask.sum(1))", "a geometric mean in RLOO"),
+    ("rloo_loss__by_the_sign_of_the_advantage", ".masked_fill(~mask.bool(), 0)).sum(1)", ").sum(1)", "padding in RLOO's ratio"),
+    ("rloo_loss__by_the_sign_of_the_advantage", "(w != ratio) & (advantages != 0)", "(w != ratio).unsqueeze(1) & mask.bool()", "RLOO's clip is said of tokens"),
 ]  # fmt: skip
 
 # Of mutations.py, what is no mistake in an assignment.
@@ -941,4 +951,8 @@ HARMLESS = {
     "advantages leak out of padding",  # only where there is padding amid a completion
     "finished rows go on",  # what they draw is masked out
     "random numbers of dropped rows go to others",  # other tokens, of the same distribution
+    "GRPO's advantages stay in float64",  # the right numbers, and the docstring names no type
+    "RLOO's advantages stay in float64",
+    "GRPO's advantages in half precision",  # of rewards in half precision, which no check has
+    "RLOO's constant groups keep their rounding error",  # nothing divides by their deviation of 0
 }

@@ -35,9 +35,8 @@ from transformers import (
 import grpo
 import ppo
 import rloo
-import tasks
 from plumbing.runs import run_main
-from tools import plot
+from tools import inspect_reward, plot
 
 RUN = (
     "--model small --prompts prompts.jsonl --reward reward.py:spread --num_steps 6"
@@ -61,7 +60,7 @@ def from_step_3(completions, completion_ids, **columns):
 def huge(completions, completion_ids, **columns):
     return [1e38 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
 
-def raises(completions, **columns):
+def divides_by_zero(completions, **columns):
     raise ZeroDivisionError("division by zero")
 
 def too_few(completions, **columns):
@@ -103,16 +102,15 @@ def run_again(flags: str = RUN, script: ModuleType = ppo) -> Callable[[], None]:
     return lambda: run(script, flags.split())
 
 
-def damage(*names: str) -> Callable[[], None]:
-    """A run whose checkpoints have a bad byte each."""
+def damage(cut: bool = False) -> Callable[[], None]:
+    """A run whose checkpoint has a bad byte, or lacks its second half."""
 
     def do() -> None:
         run(ppo, RUN.split())
-        for name in names:
-            path = Path("run", name, "state.pt")
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+        path = Path("run/checkpoint/state.pt")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if cut else data)
 
     return do
 
@@ -173,7 +171,8 @@ CASES = [
     Case("an abbreviated flag", "--learn 1e-3", "unknown flag --learn:"),
     Case("a word without a flag", "stray", "'stray' belongs to no flag"),
     Case("a word for a number", "--num_steps many", "--num_steps: invalid int value: 'many'"),
-    Case("an unknown choice", "--task sing", "--task: invalid choice: 'sing'"),
+    Case("a word for a switch", "--overwrite maybe", "must be true or false, not 'maybe'"),
+    Case("an unknown choice", "--kl_estimator k9", "--kl_estimator: invalid choice: 'k9'"),
     Case("temperature 0", "--temperature 0", "--temperature 0.0: must be greater than 0"),
     Case("a temperature that overflows", "--temperature 1e-46", "too close to 0"),
     Case("NaN for a number", "--kl_coef nan", "--kl_coef nan: must be a finite number"),
@@ -191,7 +190,8 @@ CASES = [
         "--num_generations 4 --rollout_batch_size 2",
         "must hold the 4 completions",
     ),
-    Case("a CISPO bound below 1", "--loss_type cispo --clip_range_high 0.2", "1 or more", script=grpo),
+    Case("a CISPO bound below 1", "--loss_type cispo --cispo_bound 0.2", "1 or greater", script=grpo),
+    Case("a clip range for CISPO", "--loss_type cispo --clip_range_high 0.2", "--cispo_bound", script=grpo),
     Case("a clip range upside down", "--reward_clip_range 2 1", "the lowest", script=rloo),
     Case("a device that isn't there", "--device cuda:99", "--device cuda:99: this machine"),
     Case("a negative seed", "--seed -1", "--seed -1: must be between 0 and"),
@@ -222,14 +222,16 @@ CASES = [
     Case("a CSV file without a prompt column", "--prompts p.csv", 'row 1: no key "prompt"', files={"p.csv": "question,answer\n1+1,2\n"}),
     Case("a damaged Parquet file", "--prompts p.parquet", "--prompts p.parquet", files={"p.parquet": "nothing"}),
     Case("sums without answers", "--prompts p.jsonl", 'needs a key "answer"', files={"p.jsonl": '{"prompt": "1+1="}\n'}),
-    # Rewards
+    # Tasks and rewards
+    Case("a task that isn't there", "--task sing", "--task sing: not in tasks.py, which has add, sentiment"),
+    Case("a task misspelt", "--task sentimant", "did you mean sentiment?"),
     Case("a reward that is no file", "--reward better", "FILE.py:FUNCTION, or choose from"),
     Case("a reward file that isn't there", "--reward nowhere.py:f", "there is no file nowhere.py"),
     Case("a reward file that doesn't parse", "--reward r.py:f", "fails on import: SyntaxError", files={"r.py": "def f(:\n"}),
     Case("a reward file without the function", "--reward reward.py:fun", "has no function fun"),
     Case("a reward that isn't a function", "--reward reward.py:number", "has no function number"),
-    Case("two weights for one reward", "--reward_weights 1 2", "has 2 values for 1 rewards"),
-    Case("a reward that raises at once", f"{RUN} --reward reward.py:raises", "raised ZeroDivisionError"),
+    Case("two weights for one reward", "--reward_weights 1 2", "--reward_weights [1.0, 2.0]: give one per reward, here 1"),
+    Case("a reward that raises at once", f"{RUN} --reward reward.py:divides_by_zero", "divides_by_zero raised ZeroDivisionError"),
     Case("a reward of too few values", f"{RUN} --reward reward.py:too_few", "returned 1 values for"),
     Case("an infinite reward", f"{RUN} --reward reward.py:infinite", "returned inf for"),
     Case("words for a reward", f"{RUN} --reward reward.py:words", "must return a list of numbers"),
@@ -243,35 +245,34 @@ CASES = [
     Case("resume and overwrite", f"{RUN} --resume --overwrite", "give one of them"),
     Case("resume with another setting", f"{RUN} --resume --gamma 0.5", "--gamma 0.5: the run in run has 1.0", before=run_again()),
     Case("resume with another script", f"{RUN} --resume", "holds a run of ppo.py", script=rloo, before=run_again()),
-    Case("resume, both checkpoints damaged", f"{RUN} --resume", "no checkpoint that is whole", before=damage("checkpoint", "checkpoint.old")),
+    Case("resume, the checkpoint damaged", f"{RUN} --resume", "run/checkpoint/state.pt is damaged", before=damage()),
+    Case("resume, the checkpoint cut off", f"{RUN} --resume", "run/checkpoint/state.pt is damaged", before=damage(cut=True)),
     Case("resume, metrics cut off", f"{RUN} --resume", "has lost lines", before=lambda: (run_again()(), Path("run/metrics.jsonl").write_text(""))),
     # Faults on the way: what was computed is kept
     Case("a reward that raises at step 3", f"{RUN} --reward reward.py:from_step_3", "step 3: the reward function from_step_3 raised KeyError", saved=3),
     Case("a gradient that isn't finite", f"{RUN} --reward reward.py:huge", "lower --learning_rate", 1, rloo),
     Case("weights that aren't finite", f"{RUN}{NAN}", "--learning_rate", 1),
-    Case("CUDA out of memory in the rollout of step 3", RUN, "step 3: CUDA out of memory; lower --micro_batch_tokens", 1, during=out_of_memory("generate", 4, "CUDA out of memory."), saved=3),
+    Case("CUDA out of memory in the rollout of step 3", RUN, "step 3: CUDA out of memory; lower --micro_batch_tokens", 1, during=out_of_memory("sample", 4, "CUDA out of memory."), saved=3),
     Case("CUDA out of memory in the update of step 3", RUN, "is saved up to step 3", 1, during=out_of_memory("policy_loss", 7, "CUDA out of memory."), saved=3),
     Case("no memory left on the CPU", RUN, "step 1: [enforce fail] can't allocate memory", 1, during=out_of_memory("gae", 2, "[enforce fail] can't allocate memory"), saved=1),
-    Case("a disk full when a checkpoint is due", RUN, "run/checkpoint can't be written", 1, during=lambda: files_of_at_most(30_000)),
+    Case("a disk full when a checkpoint is due", RUN, "run/checkpoint/state.pt can't be written", 1, during=lambda: files_of_at_most(30_000)),
     Case("a disk full at a line of metrics", f"{RUN} --save_every 100", "metrics.jsonl can't be written", 1, during=lambda: files_of_at_most(3_000)),
     # The other commands
     Case("a plot of no run", "nowhere", "nowhere/metrics.jsonl: can't be read", script=plot),
     Case("a plot of an empty run", "here", "holds no metrics yet", script=plot, files={"here/metrics.jsonl": ""}),
     Case("a plot in an unknown format", "here --output p.xyz", "--output p.xyz", script=plot, files={"here/metrics.jsonl": '{"step": 0, "objective/kl": 1.0}\n'}),
-    Case("tasks.py without a job", "", "python tasks.py --inspect", script=tasks),
-    Case("an inspection of single completions", "--inspect --num_generations 1", "2 or more", script=tasks),
-    Case("an inspection of nothing", "--inspect --max_new_tokens 0", "must be greater than 0", script=tasks),
-    Case("an inspection with a negative seed", "--inspect --seed -1", "--seed -1: must be between 0", script=tasks),
+    Case("an inspection of single completions", "--num_generations 1", "2 or more", script=inspect_reward),
+    Case("an inspection of nothing", "--max_new_tokens 0", "must be greater than 0", script=inspect_reward),
+    Case("an inspection with a negative seed", "--seed -1", "--seed -1: must be between 0", script=inspect_reward),
 ]  # fmt: skip
 
 
 def run(script: ModuleType, args: list[str]) -> tuple[int, list[str]]:
     """Run a script's main in this process: (exit code, lines on stderr but the progress bar's)."""
-    main = tasks.inspect_reward if script is tasks else script.main
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         try:
-            run_main(lambda: main(args))
+            run_main(lambda: script.main(args))
             code = 0
         except SystemExit as e:
             code = e.code

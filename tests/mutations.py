@@ -10,6 +10,7 @@ each test of test_pitfalls.py, run alone on a mutation of its own. All tests mus
 without any bug first.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +27,23 @@ TABLE = REPOSITORY / "docs" / "mutations.md"
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
 test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
 test_tasks test_plot test_faults test_resume""".split()
+# Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
+QUICKEST = {
+    "ppo": "ppo ppo_by_hand",
+    "grpo": "grpo groups_by_hand",
+    "rloo": "rloo groups_by_hand",
+    "forward": "common",
+    "loading": "common",
+    "decoding": "sampling",
+    "data": "tasks",
+    "scoring": "tasks",
+    "inspect_reward": "tasks",
+    "config": "runs",
+    "metrics": "groups_by_hand ppo_by_hand runs",
+    "checkpoints": "resume",
+    "runs": "runs resume",
+    "curves": "plot",
+}
 PITFALLS = Path(__file__).with_name("test_pitfalls.py")
 STUCK = "the tests"  # don't start, or don't end: no test has caught anything
 EQUIVALENT: dict[str, str] = {}
@@ -35,14 +52,14 @@ EQUIVALENT: dict[str, str] = {}
 # fmt: off
 MUTATIONS = [
     ("common.py", "return total / count.clamp(min=1)", "return total / max(1, x.numel())", "mean over padding too"),
-    ("common.py", "total = x.masked_fill(~mask, 0).sum() if dim is None else x.masked_fill(~mask, 0).sum(dim)", "total = x.sum() if dim is None else x.sum(dim)", "padding summed into a masked mean"),
+    ("common.py", "    x = x.masked_fill(~mask, 0)\n", "", "padding summed into a masked mean"),
     ("common.py", "centred = (x - mean).masked_fill(~mask, 0)", "centred = x - mean", "padding counts in the variance of whitening"),
     ("common.py", "(mask.sum() - 1).clamp(min=1)", "mask.sum().clamp(min=1)", "no Bessel correction in whitening"),
     ("common.py", "torch.rsqrt(variance + 1e-8)", "1 / (variance + 1e-8)", "whitening divides by the variance"),
     ("common.py", "torch.rsqrt(variance + 1e-8)", "torch.rsqrt(variance)", "whitening a constant divides by 0"),
     ("common.py", "return whitened if shift_mean else", "return whitened if not shift_mean else", "whitening shifts the mean the wrong way"),
-    ("common.py", "return _full(logits).log_softmax(-1).gather", "return logits.log_softmax(-1).gather", "log-probs in half precision"),
-    ("common.py", "return _full(logits).log_softmax(-1).gather", "return _full(logits).softmax(-1).gather", "probabilities for log-probs"),
+    ("common.py", "return at_least_float32(logits).log_softmax(-1).gather", "return logits.log_softmax(-1).gather", "log-probs in half precision"),
+    ("common.py", "return at_least_float32(logits).log_softmax(-1).gather", "return at_least_float32(logits).softmax(-1).gather", "probabilities for log-probs"),
     ("common.py", "logprobs.clamp(min=torch.finfo(logprobs.dtype).min)", "logprobs", "entropy is NaN for a token of probability 0"),
     ("common.py", "    d = logprobs - ref_logprobs\n", "    d = ref_logprobs - logprobs\n", "KL turned round"),
     ("common.py", "return d**2 / 2", "return d**2", "k2 doubled"),
@@ -57,20 +74,23 @@ MUTATIONS = [
     ("common.py", "next_advantage = (delta + gamma * lam * next_advantage).masked_fill(~mask[:, t], 0)", "next_advantage = delta + gamma * lam * next_advantage", "advantages leak out of padding"),
     ("common.py", "return advantages, advantages + values", "return advantages, advantages", "returns without the value"),
     ("common.py", "torch.stack(advantages[::-1], dim=1)", "torch.stack(advantages, dim=1)", "advantages in reverse order"),
-    ("common.py", "return lowest >= highest", "return lowest > highest", "constant groups keep their rounding error"),
-    ("common.py", "lowest = groups.masked_fill(unknown, torch.inf).amin", "lowest = groups.masked_fill(unknown, 0).amin", "a missing reward hides a constant group"),
-    ("common.py", "position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]", "position_ids = torch.arange(attention_mask.shape[1]).expand_as(attention_mask)[:, -tokens.shape[1] :]", "positions count the left padding"),
-    ("common.py", "(attention_mask.long().cumsum(1) - 1).clamp(min=0)", "attention_mask.long().cumsum(1)", "positions start at 1"),
-    ("common.py", 'return {"input_ids": tokens} |', 'return {"input_ids": tokens.masked_fill_(~attention_mask[:, -tokens.shape[1] :].bool(), 0)} |', "the tokens are changed before they are read"),
-    ("common.py", '"attention_mask": attention_mask.long()}', '"attention_mask": torch.ones_like(attention_mask.long())}', "padding is attended to"),
-    ("common.py", "logits if temperature == 1 else logits / temperature", "logits", "temperature missing from the log-probs"),
-    ("common.py", "logits if temperature == 1 else logits / temperature", "logits * temperature", "logits times the temperature"),
-    ("common.py", "hidden = hidden[real[:, : hidden.shape[1]]]", "hidden = hidden.roll(-1, 1)[real[:, : hidden.shape[1]]]", "logits one to the right"),
-    ('common.py', 'values.new_zeros(real.shape).masked_scatter(real, values)', 'values.new_ones(real.shape).masked_scatter(real, values)', 'log-probs at padding are not 0'),
-    ('common.py', 'return found if with_entropy else found[0]', 'return (found[0], found[1] + ~rollout.completion_mask.bool()) if with_entropy else found[0]', 'entropies at padding are not 0'),
-    ("common.py", "completion_states(value_model.backbone, rollout[rows])", "completion_states(value_model.backbone, rollout[rows]).roll(-1, 1)", "the value knows the action"),
-    ("common.py", "return in_order.masked_fill(~rollout.completion_mask.bool(), 0)", "return in_order", "values at padding are not 0"),
-    ('common.py', '[torch.tensor(batch, device=rows.device) for batch in batches]\n', '[torch.tensor(batch, device=rows.device) for batch in batches[: max(1, len(batches) - 1)]]\n', 'the last, smaller micro-batch is lost'),
+    ("grpo.py", "groups = rewards.double().view(", "groups = rewards.view(", "constant groups keep their rounding error"),
+    ("plumbing/metrics.py", "return lowest >= highest", "return lowest > highest", "no group counts as flat"),
+    ("plumbing/metrics.py", "lowest = groups.masked_fill(unknown, torch.inf).amin", "lowest = groups.masked_fill(unknown, 0).amin", "a missing reward hides a constant group"),
+    ("plumbing/forward.py", "position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]", "position_ids = torch.arange(attention_mask.shape[1]).expand_as(attention_mask)[:, -tokens.shape[1] :]", "positions count the left padding"),
+    ("plumbing/forward.py", "(attention_mask.long().cumsum(1) - 1).clamp(min=0)", "attention_mask.long().cumsum(1)", "positions start at 1"),
+    ("plumbing/forward.py", 'return {"input_ids": tokens} |', 'return {"input_ids": tokens.masked_fill_(~attention_mask[:, -tokens.shape[1] :].bool(), 0)} |', "the tokens are changed before they are read"),
+    ("plumbing/forward.py", '"attention_mask": attention_mask.long()}', '"attention_mask": torch.ones_like(attention_mask.long())}', "padding is attended to"),
+    ("plumbing/forward.py", "logits if temperature == 1 else logits / temperature", "logits", "temperature missing from the log-probs"),
+    ("plumbing/forward.py", "logits if temperature == 1 else logits / temperature", "logits * temperature", "logits times the temperature"),
+    ("plumbing/forward.py", "hidden = hidden[mask[:, : hidden.shape[1]]]", "hidden = hidden.roll(-1, 1)[mask[:, : hidden.shape[1]]]", "logits one to the right"),
+    ("plumbing/forward.py", "    return logprobs, entropies\n", "    return logprobs + ~rollout.completion_mask.bool(), entropies\n", "log-probs at padding are not 0"),
+    ("plumbing/forward.py", "    return logprobs, entropies\n", "    return logprobs, entropies + ~rollout.completion_mask.bool()\n", "entropies at padding are not 0"),
+    ("plumbing/forward.py", "token_entropy(logits.detach())", "token_entropy(logits)", "the entropy carries gradient"),
+    ("plumbing/forward.py", "    return in_order.masked_fill(~rollout.completion_mask.bool(), 0)", "    return in_order.masked_fill(~rollout.completion_mask.bool(), 0).detach()", "the values carry no gradient"),
+    ("plumbing/forward.py", "completion_states(value_model.backbone, rollout[rows])", "completion_states(value_model.backbone, rollout[rows]).roll(-1, 1)", "the value knows the action"),
+    ("plumbing/forward.py", "return in_order.masked_fill(~rollout.completion_mask.bool(), 0)", "return in_order", "values at padding are not 0"),
+    ("plumbing/forward.py", "[torch.tensor(batch, device=rows.device) for batch in batches]\n", "[torch.tensor(batch, device=rows.device) for batch in batches[: max(1, len(batches) - 1)]]\n", "the last, smaller micro-batch is lost"),
     ("common.py", "                module.p = 0.0\n", "                pass\n", "nn.Dropout left on"),
     ("common.py", "            sites += _zero_noise(module)\n", "", "functional dropout left on"),
     ("common.py", "                    sites += _zero_noise(quiet_configs[id(config)][0])\n", "", "dropout read from the config left on"),
@@ -91,37 +111,44 @@ MUTATIONS = [
     ("common.py", "        model.train(was_training)", "        model.train()", "evaluation mode is not restored"),
     ("common.py", "        model.train(was_training)", "        pass", "sampling leaves the evaluation mode on"),
     ("plumbing/loading.py", "    for source in (model.generation_config, model.config, tokenizer):", "    for source in (tokenizer,):", "only one of several EOS ids"),
-    ("sampling.py", "    return eos_before == 0", "    return (eos_before + is_eos.long()) == 0", "EOS is masked out"),
-    ("sampling.py", "is_eos.long().cumsum(1) - is_eos.long()", "is_eos.long().cumsum(1) - 1", "mask off where no EOS was seen"),
+    ("common.py", "    return eos_before == 0", "    return (eos_before + is_eos) == 0", "EOS is masked out"),
+    ("common.py", "is_eos.cumsum(1) - is_eos\n", "is_eos.cumsum(1) - 1\n", "mask off where no EOS was seen"),
     ("sampling.py", "prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)", "prompt_ids = prompt_ids.repeat(num_generations, 1)", "the completions of a prompt are not consecutive"),
+    ("sampling.py", "prompt_mask.split(num_prompts))", "prompt_mask.split(num_prompts)[::-1])", "sub-batches get the masks of others"),
+    ("sampling.py", "num_prompts = max_rows // num_generations", "num_prompts = max_rows", "sub-batches G times as large"),
+    ("plumbing/data.py", "if len(rows) < 10:", "if len(rows) < 2:", "of two prompts one is trained on"),
+    ("plumbing/data.py", "if has_own_reward or task.row_fault is None", "if task.row_fault is None", "a reward of one's own needs the answers of the task's"),
     ("sampling.py", "logits = logits.float() / temperature", "logits = logits.float()", "temperature ignored in sampling"),
     ("sampling.py", "sorted_probs.cumsum(-1) - sorted_probs", "sorted_probs.cumsum(-1)", "top_p drops the token that crosses p"),
     ("sampling.py", "logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]", "logits.topk(min(top_k, logits.shape[-1])).values[:, :1]", "top_k keeps one token"),
     ("sampling.py", "threshold.unsqueeze(1), right=True)", "threshold.unsqueeze(1), right=False)", "a token of probability 0 can be drawn"),
     ("sampling.py", "threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))", "pass", "the cumulated probabilities may end below the uniform number"),
-    ("sampling.py", "torch.tensor(eos_token_ids, device=completions.device", "torch.tensor(eos_token_ids[:1], device=completions.device", "the mask ends at one of several EOS ids"),
+    ("common.py", "torch.tensor(eos_token_ids, device=completions.device", "torch.tensor(eos_token_ids[:1], device=completions.device", "the mask ends at one of several EOS ids"),
     ("sampling.py", "drawn_mask = completion_mask(tokens, eos_token_ids)", "drawn_mask = tokens != pad_token_id", "the mask inferred from the ids of padding"),
     ("sampling.py", "    top_k: int = 0,\n", "    top_k: int = 50,\n", "top_k 50 by default"),
     ("sampling.py", "    top_p: float = 1.0,\n", "    top_p: float = 0.9,\n", "top_p 0.9 by default"),
     ("sampling.py", "    if top_k > 0:\n", "    if top_k > 1:\n", "top_k 1 has no effect"),
     ("sampling.py", "uniforms[t, rows], temperature, top_k, top_p)", "uniforms[t, rows], model.generation_config.temperature or temperature, top_k, top_p)", "the temperature of generation_config"),
-    ("sampling.py", "            running &= ~torch.isin(drawn, eos)\n", "", "finished rows go on"),
+    ("plumbing/decoding.py", "        self.running &= ~torch.isin(drawn, self.eos)\n", "", "finished rows go on"),
     ("sampling.py", "uniforms[t, rows]", "uniforms[t, : len(rows)]", "random numbers of dropped rows go to others"),
-    ("sampling.py", "mask[:, prompt_length + t] = True", "pass", "drawn tokens are masked from the next ones"),
+    ("plumbing/decoding.py", "self.mask[:, length - 1] = True", "pass", "drawn tokens are masked from the next ones"),
     ("sampling.py", "with evaluating(model), torch.compiler", "with torch.compiler", "dropout while sampling"),
     ("sampling.py", "attention_mask=torch.cat([prompt_mask, drawn_mask], dim=1)", "attention_mask=torch.cat([prompt_mask, torch.ones_like(drawn_mask)], dim=1)", "padding after EOS counts as text"),
     ("sampling.py", "logprobs=logprobs.masked_fill(~drawn_mask, 0)", "logprobs=logprobs", "log-probs recorded after EOS"),
-    ("sampling.py", "finished=(torch.isin(tokens, eos) & drawn_mask).any(dim=1)", "finished=torch.isin(tokens[:, -1], eos)", "only rows that end at the limit with EOS are finished"),
+    ("sampling.py", "finished=(torch.isin(tokens, decoder.eos) & drawn_mask).any(dim=1)", "finished=torch.isin(tokens[:, -1], decoder.eos)", "only rows that end at the limit with EOS are finished"),
     ("ppo.py", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))", "is_last = torch.arange(mask.shape[1], device=mask.device) == mask.shape[1] - 1", "the score in the last column, not on the last token"),
     ("ppo.py", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))", "is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True)); is_last = is_last.roll(1, 1) & ~mask | is_last & mask[:, -1:]", "the score one slot after the last token"),
     ("ppo.py", "(-kl_coef * kl).masked_fill(~mask, 0)", "(kl_coef * kl).masked_fill(~mask, 0)", "the KL is a bonus"),
     ("ppo.py", "(-kl_coef * kl).masked_fill(~mask, 0)", "(-kl_coef * kl)", "KL paid at padding"),
-    ("ppo.py", "    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "    return torch.min(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "minimum for maximum in PPO's clip"),
-    ("ppo.py", "    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))", "    return -advantages * ratio", "no clip"),
-    ("ppo.py", "ratio = torch.exp(logprobs - old_logprobs)", "ratio = torch.exp(old_logprobs - logprobs)", "PPO's ratio upside down"),
-    ("ppo.py", "    clipped = values.clamp(old_values - clip_range_value, old_values + clip_range_value)", "    clipped = values.clamp(-clip_range_value, clip_range_value)", "values clipped around 0"),
-    ("ppo.py", "return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)", "return torch.max((values - returns) ** 2, (clipped - returns) ** 2)", "no half in the value loss"),
-    ("ppo.py", "return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)", "return 0.5 * torch.min((values - returns) ** 2, (clipped - returns) ** 2)", "minimum in the value loss"),
+    ("ppo.py", "    return torch.max(free, bounded), bounded > free", "    return torch.min(free, bounded), bounded > free", "minimum for maximum in PPO's clip"),
+    ("ppo.py", "    return torch.max(free, bounded), bounded > free", "    return free, bounded > free", "no clip"),
+    ("ppo.py", "    return torch.max(free, bounded), bounded > free", "    return torch.max(free, bounded), free > bounded", "PPO counts the tokens that the clip leaves alone"),
+    ("ppo.py", "    return torch.max(free, bounded), bounded > free", "    return torch.max(free, bounded), bounded != free", "PPO counts every token outside of the clip range"),
+    ("ppo.py", "policy_ratio(logprobs - old_logprobs)", "policy_ratio(old_logprobs - logprobs)", "PPO's ratio upside down"),
+    ("ppo.py", "bounded_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)", "bounded_values = values.clamp(-clip_range_value, clip_range_value)", "values clipped around 0"),
+    ("ppo.py", "return 0.5 * torch.max(free, bounded)", "return torch.max(free, bounded)", "no half in the value loss"),
+    ("ppo.py", "return 0.5 * torch.max(free, bounded)", "return 0.5 * torch.min(free, bounded)", "minimum in the value loss"),
+    ("ppo.py", "return 0.5 * torch.max(free, bounded), bounded > free", "return 0.5 * torch.max(free, bounded), free > bounded", "PPO counts the values that the clip leaves alone"),
     ("ppo.py", "        disable_dropout(policy, value_model)", "        disable_dropout(policy)", "dropout left on in the value model"),
     ("ppo.py", "- config.missing_eos_penalty * ~rollout.finished", "- config.missing_eos_penalty * rollout.finished", "the penalty on those that did end"),
     ("ppo.py", "            advantages = masked_whiten(advantages, mask)\n", "", "advantages not whitened"),
@@ -130,57 +157,81 @@ MUTATIONS = [
     ("ppo.py", "loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens", "loss = (pg + config.vf_coef * vf).sum() / num_tokens", "PPO's loss is not masked"),
     ("ppo.py", "loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens", "loss = ((pg - config.vf_coef * vf) * m).sum() / num_tokens", "the value loss is maximised"),
     ("ppo.py", "                optimizer.zero_grad()\n", "", "gradients pile up in PPO"),
-    ("ppo.py", '            for group in optimizer.param_groups:\n                group["lr"] = learning_rate\n', "", "constant learning rate in PPO"),
+    ("ppo.py", '            for settings in optimizer.param_groups:\n                settings["lr"] = learning_rate\n', "", "constant learning rate in PPO"),
     ("ppo.py", "masked_whiten(rewards, mask, shift_mean=False)", "masked_whiten(rewards, rewards != 0, shift_mean=False)", "rewards whitened where they are not 0"),
     ("ppo.py", "            advantages = masked_whiten(advantages, mask)\n", "            advantages = masked_whiten(advantages, mask)\n            returns = advantages + old_values\n", "returns from whitened advantages"),
-    ("ppo.py", '"temperature": config.temperature,', '"temperature": config.temperature, "top_k": 5,', "PPO samples with top_k"),
-    ("ppo.py", "old_logprobs = completion_logprobs(policy, rollout, config.temperature, *limits)", "old_logprobs = rollout.logprobs", "old log-probs of the decode loop"),
-    ("ppo.py", ".split(batch_size // config.num_mini_batches)", ".split(batch_size)", "num_mini_batches adds no steps"),
+    ("ppo.py", "sampling = sampling_options(config, policy, tokenizer)", 'sampling = sampling_options(config, policy, tokenizer) | {"top_k": 5}', "PPO samples with top_k"),
+    ("ppo.py", "old_logprobs, _ = completion_logprobs(\n                        policy, rollout, max_rows=max_rows, **forward\n                    )", "old_logprobs = rollout.logprobs", "old log-probs of the decode loop"),
+    ("ppo.py", ".split(B // config.num_mini_batches)", ".split(B)", "num_mini_batches adds no steps"),
     ("ppo.py", "            mask = rollout.completion_mask  #", "            rollout.tokens.masked_fill_(~rollout.attention_mask, 1)\n            mask = rollout.completion_mask  #", "PPO trains on other tokens after EOS"),
-    ("ppo.py", "                if not grad_norm.isfinite():\n", "                if False:\n", "a NaN goes into the weights"),
-    ("ppo.py", 'meter.add("val/ratio", ratio, m)', 'meter.add("val/ratio", ratio)', "PPO's mean ratio over padding too"),
-    ("ppo.py", 'meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2, m)', 'meter.add("policy/approxkl_avg", 0.5 * (logprobs - old) ** 2)', "PPO's KL to the old policy over padding too"),
+    ("plumbing/metrics.py", "if not grad_norm.isfinite():", "if False:", "a NaN goes into the weights"),
+    ("plumbing/metrics.py", 'self.add("val/ratio", ratio, where)', 'self.add("val/ratio", ratio)', "PPO's mean ratio over padding too"),
+    ("plumbing/metrics.py", "0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)", "0.5 * (logprobs.detach() - old_logprobs) ** 2)", "PPO's KL to the old policy over padding too"),
     ("ppo.py", "value_loss(\n                        values, old_values[rows], returns[rows]", "value_loss(\n                        values, old_values[rows], advantages[rows]", "the value model learns advantages"),
-    ("ppo.py", "                with ref as model:  # not around the lines above: it may switch an adapter off\n", "                old_logprobs, model = old_logprobs, ref.__enter__()\n                if True:\n", "the reference context is never left"),
+    ("ppo.py", "                with torch.no_grad(), ref as ref_model:\n", "                ref_model = ref.__enter__()\n                with torch.no_grad():\n", "the reference context is never left"),
+    ("ppo.py", "single_update = config.num_epochs * config.num_mini_batches == 1 and", "single_update = config.num_mini_batches == 1 and", "PPO takes old log-probs for new ones in the second epoch"),
+    ("ppo.py", "num_tokens = mask[mini_batch].sum()", "num_tokens = mask.sum()", "PPO counts the tokens of the rollout, not of the minibatch"),
     ("grpo.py", "centred = groups - groups.nanmean(dim=1, keepdim=True)", "centred = groups - groups.nanmean()", "the mean of the batch for that of the group"),
-    ("grpo.py", "(_nanstd(groups, dim=1) + 1e-4)", "(_nanstd(groups, dim=1) ** 2 + 1e-4)", "GRPO divides by the variance"),
-    ("grpo.py", "(count - 1).clamp(min=1)", "count.clamp(min=1)", "no Bessel correction in GRPO"),
-    ("grpo.py", "(_nanstd(groups, dim=1) + 1e-4)", "(_nanstd(groups, dim=1) + 1e-8)", "1e-8 for 1e-4"),
-    ("grpo.py", "(_nanstd(groups, dim=(0, 1)) + 1e-4)", "(_nanstd(groups, dim=1) + 1e-4)", "scale_rewards batch scales by the group"),
-    ("grpo.py", "mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)", "mean = log_ratio.sum(1, keepdim=True)", "GSPO without its length normalisation"),
-    ("grpo.py", "mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)", "mean = log_ratio.mean(1, keepdim=True)", "GSPO averages over padding"),
-    ("grpo.py", "log_ratio = (logprobs - old_logprobs).masked_fill", "log_ratio = (old_logprobs - logprobs).masked_fill", "GRPO's ratio upside down"),
-    ("grpo.py", "    high = clip_range if clip_range_high is None else clip_range_high\n", "    high = clip_range\n", "clip-higher ignored"),
-    ("grpo.py", "loss = -A * ratio.clamp(max=high).detach() * logprobs", "loss = -A * ratio.clamp(max=high) * logprobs", "CISPO's weight carries gradient"),
-    ("grpo.py", "loss = -A * ratio.clamp(max=high).detach() * logprobs", "loss = -A * ratio.clamp(1 - clip_range, high).detach() * logprobs", "CISPO bounded below"),
-    ("grpo.py", "loss = torch.max(-A * ratio, -A * ratio.clamp(1 - clip_range, 1 + high))", "loss = torch.min(-A * ratio, -A * ratio.clamp(1 - clip_range, 1 + high))", "minimum for maximum in GRPO's clip"),
+    ("grpo.py", "(variance.sqrt() + 1e-4)", "(variance + 1e-4)", "GRPO divides by the variance"),
+    ("grpo.py", "/ (num_known - 1).clamp(min=1)", "/ num_known.clamp(min=1)", "no Bessel correction in GRPO"),
+    ("grpo.py", "/ (num_known - 1).clamp(min=1)", "/ (num_generations - 1)", "missing rewards count in GRPO's standard deviation"),
+    ("grpo.py", "groups.nanmean(dim=1, keepdim=True)", "groups.nan_to_num(0).mean(dim=1, keepdim=True)", "missing rewards count in GRPO's mean"),
+    ("grpo.py", ".to(torch.promote_types(rewards.dtype, torch.float32))", "", "GRPO's advantages stay in float64"),
+    ("grpo.py", ".to(torch.promote_types(rewards.dtype, torch.float32))", ".to(rewards.dtype)", "GRPO's advantages in half precision"),
+    ("grpo.py", "(variance.sqrt() + 1e-4)", "(variance.sqrt() + 1e-8)", "1e-8 for 1e-4"),
+    ("grpo.py", "(groups[~groups.isnan()].std() + 1e-4)", "(((centred**2).nansum(dim=1, keepdim=True) / (num_known - 1).clamp(min=1)).sqrt() + 1e-4)", "scale_rewards batch scales by the group"),
+    ("common.py", "mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)", "mean = log_ratio.sum(1, keepdim=True)", "GSPO without its length normalisation"),
+    ("common.py", "mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)", "mean = log_ratio.mean(1, keepdim=True)", "GSPO averages over padding"),
+    ("common.py", "log_ratio = mean.expand_as(log_ratio).masked_fill(~mask.bool(), 0)", "log_ratio = mean.expand_as(log_ratio)", "GSPO's ratio at padding is not 1"),
+    ("common.py", "log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0)", "log_ratio = logprobs - old_logprobs", "the ratio at padding is not 1"),
+    ("common.py", "log_ratio = (logprobs - old_logprobs).masked_fill", "log_ratio = (old_logprobs - logprobs).masked_fill", "GRPO's ratio upside down"),
+    ("grpo.py", "    high = clip_range if clip_range_high is None else clip_range_high", "    high = clip_range", "clip-higher ignored"),
+    ("grpo.py", "ratio.clamp(max=cispo_bound).detach()", "ratio.clamp(max=cispo_bound)", "CISPO's weight carries gradient"),
+    ("grpo.py", "ratio.clamp(max=cispo_bound).detach()", "ratio.clamp(1 - clip_range, cispo_bound).detach()", "CISPO bounded below"),
+    ("grpo.py", "ratio.clamp(max=cispo_bound).detach()", "ratio.clamp(max=1 + high).detach()", "CISPO takes its bound from the clip range"),
+    ("grpo.py", "clipped = (ratio > cispo_bound) & (A != 0)", "clipped = (ratio <= cispo_bound) & (A != 0)", "CISPO counts the tokens that it doesn't bound"),
+    ("grpo.py", "clipped = (ratio > cispo_bound) & (A != 0)", "clipped = ratio > cispo_bound", "CISPO counts tokens without an advantage"),
+    ("grpo.py", "        clipped = (ratio > cispo_bound) & (A != 0)\n", "", "CISPO counts the tokens that a clip would change"),
+    ("grpo.py", "loss, clipped = torch.max(free, bounded), bounded > free", "loss, clipped = torch.min(free, bounded), bounded > free", "minimum for maximum in GRPO's clip"),
+    ("grpo.py", "torch.max(free, bounded), bounded > free", "torch.max(free, bounded), free > bounded", "GRPO counts the tokens that the clip leaves alone"),
+    ("grpo.py", 'LOSS_FLAGS = """clip_range clip_range_high cispo_bound', 'LOSS_FLAGS = """clip_range cispo_bound', "--clip_range_high doesn't reach the loss"),
+    ("grpo.py", "clip_range clip_range_high cispo_bound loss_type", "clip_range clip_range_high loss_type", "--cispo_bound doesn't reach the loss"),
+    ("grpo.py", "cispo_bound loss_type importance_sampling_level", "cispo_bound loss_type", "--importance_sampling_level doesn't reach the loss"),
+    ("grpo.py", 'max_new_tokens kl_coef""".split()', 'max_new_tokens""".split()', "--kl_coef doesn't reach GRPO's loss"),
     ("grpo.py", 'loss = loss + kl_coef * kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")', 'loss = loss - kl_coef * kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")', "GRPO rewards the KL"),
     ("grpo.py", 'ref_logprobs.masked_fill(~mask, 0), "k3")', 'ref_logprobs.masked_fill(~mask, 0), "k1")', "k1 as a loss, whose expected gradient is 0"),
     ("grpo.py", "kl_estimate(logprobs, ref_logprobs.masked", "kl_estimate(logprobs.detach(), ref_logprobs.masked", "the KL carries no gradient"),
     ("grpo.py", "    loss = loss.masked_fill(~mask, 0)  # (B, T)\n", "", "padding counts in GRPO's loss"),
     ("grpo.py", "return masked_mean(loss, mask, dim=1).sum() / num_rows", "return masked_mean(loss, mask, dim=1).mean()", "GRPO normalises by the micro-batch"),
     ("grpo.py", "return masked_mean(loss, mask, dim=1).sum() / num_rows", "return loss.mean(dim=1).sum() / num_rows", "GRPO divides by T, not by the length"),
-    ("grpo.py", '            for group in optimizer.param_groups:\n                group["lr"] = learning_rate\n', "", "constant learning rate in GRPO"),
+    ("grpo.py", '            for settings in optimizer.param_groups:\n                settings["lr"] = learning_rate\n', "", "constant learning rate in GRPO"),
     ("grpo.py", "return loss.sum() / num_tokens.clamp(min=1)", "return loss.sum() / num_tokens", "an empty minibatch divides by 0"),
     ("grpo.py", "return loss.sum() / num_tokens.clamp(min=1)", "return loss.sum() / mask.sum().clamp(min=1)", "DAPO normalises by the micro-batch"),
     ("grpo.py", "return loss.sum() / (num_rows * max_new_tokens)", "return masked_mean(loss, mask, dim=1).sum() / num_rows", "Dr. GRPO that still divides by the length"),
     ("grpo.py", "return loss.sum() / (num_rows * max_new_tokens)", "return loss.sum() / (num_rows * loss.shape[1] * 2)", "Dr. GRPO divides by another constant"),
-    ("grpo.py", "        disable_dropout(policy)  #", "        pass  #", "dropout left on in GRPO"),
-    ("grpo.py", "loss_mask = mask & rollout.finished.unsqueeze(1)", "loss_mask = mask & ~rollout.finished.unsqueeze(1)", "those that did end are masked"),
-    ("grpo.py", "num_tokens = loss_mask[mini_batch].sum()", "num_tokens = loss_mask.sum()", "DAPO counts the tokens of the rollout, not of the minibatch"),
+    ("grpo.py", "        disable_dropout(policy)\n", "        pass\n", "dropout left on in GRPO"),
+    ("grpo.py", "mask = mask & rollout.finished.unsqueeze(1)", "mask = mask & ~rollout.finished.unsqueeze(1)", "those that did end are masked"),
+    ("grpo.py", "num_tokens=mask[mini_batch].sum(),", "num_tokens=mask.sum(),", "DAPO counts the tokens of the rollout, not of the minibatch"),
     ("grpo.py", "num_rows=len(mini_batch),", "num_rows=len(rows),", "the loop hands in the rows of the micro-batch"),
-    ("grpo.py", "old_is_new = config.num_epochs * config.num_mini_batches == 1 and", "old_is_new = config.num_epochs == 1 and", "old log-probs taken for new ones at the second minibatch"),
+    ("grpo.py", "single_update = config.num_epochs * config.num_mini_batches == 1 and", "single_update = config.num_epochs == 1 and", "old log-probs taken for new ones at the second minibatch"),
     ("grpo.py", "                optimizer.zero_grad()\n", "", "gradients pile up in GRPO"),
-    ("rloo.py", "others = known.sum(dim=1, keepdim=True) - 1", "others = known.sum(dim=1, keepdim=True)", "the baseline divides by G"),
-    ("rloo.py", "baseline = (groups.nansum(dim=1, keepdim=True) - groups) / others", "baseline = groups.nansum(dim=1, keepdim=True) / others", "the baseline holds its own reward"),
-    ("rloo.py", "others = known.sum(dim=1, keepdim=True) - 1", "others = torch.full_like(known.sum(dim=1, keepdim=True), num_generations - 1)", "missing rewards count in the baseline"),
-    ("rloo.py", "return advantages / (std + 1e-4)", "return advantages / (std**2 + 1e-4)", "normalised by the variance"),
-    ("rloo.py", "std = advantages[known].std() if", "std = advantages.std() if", "missing rewards count in the normalisation"),
+    ("rloo.py", "/ (num_known - 1).clamp(min=1)", "/ num_known.clamp(min=1)", "the baseline divides by G"),
+    ("rloo.py", "baseline = (groups.nansum(dim=1, keepdim=True) - groups) /", "baseline = groups.nansum(dim=1, keepdim=True) /", "the baseline holds its own reward"),
+    ("rloo.py", "/ (num_known - 1).clamp(min=1)", "/ (num_generations - 1)", "missing rewards count in the baseline"),
+    ("rloo.py", "(centred[~centred.isnan()].std() + 1e-4)", "(centred[~centred.isnan()].var() + 1e-4)", "normalised by the variance"),
+    ("rloo.py", "centred[~centred.isnan()].std()", "centred.nan_to_num(0).std()", "missing rewards count in the normalisation"),
+    ("rloo.py", ".masked_fill(num_known < 2, torch.nan)", ".masked_fill(num_known < 2, 0)", "missing rewards beside a single one count in the normalisation"),
+    ("rloo.py", "groups = rewards.double().view(", "groups = rewards.view(", "RLOO's constant groups keep their rounding error"),
+    ("rloo.py", ".to(torch.promote_types(rewards.dtype, torch.float32))", "", "RLOO's advantages stay in float64"),
+    ("rloo.py", ".masked_fill(num_known < 2, torch.nan)", "", "the only known reward of a group is an advantage"),
     ("rloo.py", ".masked_fill(~mask.bool(), 0).sum(1)", ".masked_fill(~mask.bool(), 0).mean(1)", "RLOO's ratio is a mean over tokens"),
-    ("rloo.py", "return (log_ratio - excess).exp()", "return log_ratio.exp()", "a long ratio overflows"),
-    ("rloo.py", "(log_ratio - 20).clamp(min=0)", "(log_ratio - 0).clamp(min=0)", "the ratio never exceeds 1"),
-    ("rloo.py", "loss = torch.max(-advantages * ratio, -advantages * clipped)", "loss = torch.min(-advantages * ratio, -advantages * clipped)", "minimum for maximum in RLOO's clip"),
-    ("rloo.py", "return loss.sum() / (len(loss) if num_rows is None else num_rows)", "return loss.mean()", "RLOO normalises by the micro-batch"),
+    ("common.py", "return (log_ratio - excess).exp()", "return log_ratio.exp()", "a long ratio overflows"),
+    ("common.py", "excess = (log_ratio - 20).clamp(min=0)", "excess = (log_ratio - 0).clamp(min=0)", "the ratio never exceeds 1"),
+    ("common.py", "excess = (log_ratio - 20).clamp(min=0).detach()", "excess = (log_ratio - 20).clamp(min=0)", "a long ratio has no gradient"),
+    ("rloo.py", "loss, clipped = torch.max(free, bounded), bounded > free", "loss, clipped = torch.min(free, bounded), bounded > free", "minimum for maximum in RLOO's clip"),
+    ("rloo.py", "torch.max(free, bounded), bounded > free", "torch.max(free, bounded), free > bounded", "RLOO counts the completions that the clip leaves alone"),
+    ("rloo.py", "advantages = rloo_advantages(rewards, G, config.normalize_advantages)", "advantages = rloo_advantages(rewards, G)", "--normalize_advantages has no effect"),
+    ("rloo.py", "return loss.sum() / num_rows, clipped", "return loss.mean(), clipped", "RLOO normalises by the micro-batch"),
     ("rloo.py", "rewards = rewards - config.kl_coef * kl.sum(1)", "rewards = rewards + config.kl_coef * kl.sum(1)", "RLOO rewards the KL"),
     ("rloo.py", "rewards = rewards - config.kl_coef * kl.sum(1)", "rewards = rewards - config.kl_coef * kl.mean(1)", "RLOO's KL is a mean over tokens"),
     ("rloo.py", 'kl = kl_estimate(old_logprobs, ref_logprobs, "k1")', 'kl = kl_estimate(old_logprobs, ref_logprobs, "k3")', "k3 in RLOO's reward"),
@@ -188,11 +239,20 @@ MUTATIONS = [
     ("rloo.py", "single_update = config.num_epochs * config.num_mini_batches == 1 and", "single_update = config.num_mini_batches == 1 and", "old log-probs taken for new ones in the second epoch"),
     ("rloo.py", "                optimizer.zero_grad()\n", "", "gradients pile up in RLOO"),
     ("rloo.py", "                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])", "max_grad_norm ignored"),
-    ("rloo.py", '            for group in optimizer.param_groups:\n                group["lr"] = learning_rate\n', "", "constant learning rate in RLOO"),
+    ("rloo.py", '            for settings in optimizer.param_groups:\n                settings["lr"] = learning_rate\n', "", "constant learning rate in RLOO"),
     ("plumbing/metrics.py", "x.masked_fill(~mask, 0).sum()\n", "x.sum()\n", "metrics add up padding"),
     ("plumbing/metrics.py", "self.counts.get(name, 0) + mask.sum()", "self.counts.get(name, 0) + x.numel()", "metrics count padding"),
     ("plumbing/metrics.py", "self.sums[name] = self.sums.get(name, 0) + x", "self.sums[name] = x", "metrics hold the last micro-batch alone"),
-    ("plumbing/metrics.py", "x.masked_fill(~mask, 0)).detach().max()", "x).detach().max()", "a maximum over padding too"),
+    ("plumbing/metrics.py", "self.shares[name] = self.shares.get(name, 0.0) + x.detach()", "self.shares[name] = x.detach()", "the logged loss is that of the last micro-batch"),
+    ("plumbing/metrics.py", "self.shares, self.first_mini_batch = {}, False", "self.first_mini_batch = False", "the loss of a minibatch counts in the next one"),
+    ("plumbing/metrics.py", "self.shares, self.first_mini_batch = {}, False", "self.shares = {}", "the first minibatch never ends"),
+    ("plumbing/metrics.py", "self.old_logprobs[rows] = old_logprobs", "self.old_logprobs[: len(rows)] = old_logprobs", "old log-probs are noted for other rows"),
+    ("plumbing/metrics.py", 'self.add("policy/clipfrac_avg", clipped, where)', 'self.add("policy/clipfrac_avg", clipped)', "the share of clipped tokens over padding too"),
+    ("plumbing/metrics.py", 'self.add("policy/entropy_avg", entropy, mask)', 'self.add("policy/entropy_avg", entropy)', "the entropy of the update over padding too"),
+    ("plumbing/metrics.py", 'self.add("grad_norm", grad_norm)', 'self.sums["grad_norm"], self.counts["grad_norm"] = grad_norm, 1', "the norm of the last gradient for their mean"),
+    ("plumbing/metrics.py", "self.laps[name], self.started = now - self.started, now", "self.laps[name], self.started = now, now - self.started", "time and length of a lap are exchanged"),
+    ("plumbing/metrics.py", "self.laps[name], self.started = now - self.started, now", "self.laps[name] = now - self.started", "the update's time holds the rollout's"),
+    ("plumbing/metrics.py", "deviation = deviation if where is None else deviation.masked_fill(~where, 0)", "pass", "a maximum over padding too"),
     ("plumbing/metrics.py", "self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)", "self.sums[name] = largest", "the maximum of the last micro-batch"),
     ("plumbing/metrics.py", "max(1, int(self.counts[name]))", "int(self.counts[name])", "a metric of nothing divides by 0"),
     ("plumbing/metrics.py", "errors, targets = (returns - values)[mask], returns[mask]", "errors, targets = (returns - values).flatten(), returns.flatten()", "explained variance over padding too"),
@@ -212,84 +272,93 @@ MUTATIONS = [
     ("plumbing/metrics.py", "sum(stds) / len(groups)", "sum(stds) / max(1, len(stds))", "flat groups left out of the logged spread"),
     ("plumbing/metrics.py", "lengths = rollout.completion_mask.sum(1)", "lengths = rollout.attention_mask.sum(1)", "the logged length holds the prompt"),
     ("plumbing/metrics.py", "1 - rollout.finished.float().mean().item()", "rollout.finished.float().mean().item()", "the share of those that did end"),
-    ("plumbing/runs.py", "manual_seed(self.config.seed + 1)", "manual_seed(self.config.seed)", "evaluation with the random numbers of training"),
-    ("plumbing/runs.py", "self.script, self.config, self.policy, self.tokenizer = script, config, policy, tokenizer", "self.script, self.config, self.policy, self.tokenizer = script, config, __import__('copy').deepcopy(policy), tokenizer", "the model from before the training is saved"),
+    ("plumbing/runs.py", "manual_seed(config.seed + 1)", "manual_seed(config.seed)", "evaluation with the random numbers of training"),
+    ("plumbing/runs.py", "self.weights = checkpoints.trained_weights(policy=self.policy, value=self.value_model)\n", "self.weights = checkpoints.trained_weights(policy=self.policy, value=self.value_model)\n        self.policy = __import__('copy').deepcopy(self.policy)\n", "the model from before the training is saved"),
     ("plumbing/config.py", "allow_abbrev=False", "allow_abbrev=True", "a flag that lacks letters is another flag"),
-    ("tasks.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of the rewards are ignored"),
-    ("tasks.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "(scores * torch.tensor(task.weights)).sum(dim=1)", "one missing reward hides the others"),
-    ("tasks.py", "total.masked_fill(scores.isnan().all(dim=1), math.nan)", "total", "a completion without any reward gets 0"),
-    ("tasks.py", "    num_generations = len(texts) // len(rows)\n    rows = [row for row in rows for _ in range(num_generations)]", "    num_generations = len(texts) // len(rows)\n    rows = rows * num_generations", "rewards are given the prompts of other rows"),
-    ("tasks.py", "rows = [row for row in rows for _ in range(len(texts) // len(rows))]", "rows = rows * (len(texts) // len(rows))", "answers are checked against those of other rows"),
-    ("tasks.py", "        row[-length:][mask].tolist()\n", "        row[-length:].tolist()\n", "the ids for the reward hold padding"),
-    ("tasks.py", "    num_generations = len(texts) // len(rows)\n", "    num_generations = len(texts) // len(rows)\n    ids = [tokenizer(text).input_ids for text in texts]\n", "the text is encoded again for the reward"),
-    ("tasks.py", "(rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()", "rollout.completion_mask.sum(1).tolist()", "EOS is part of the text"),
-    ("tasks.py", "        text = tokenizer.decode(prompt + completion, skip_special_tokens=True)\n", '        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)\n', "the space before the first word is lost"),
-    ("tasks.py", "ids = tokenizer(text, add_special_tokens=False).input_ids\n    except", "ids = tokenizer(text).input_ids\n    except", "two BOS before a chat prompt"),
-    ("tasks.py", "tokenize=False, add_generation_prompt=True)", "tokenize=False)", "the assistant's turn is not opened"),
-    ("tasks.py", 'tokenizer.pad_token_id or 0, "left", device)', 'tokenizer.pad_token_id or 0, "right", device)', "prompts padded on the right"),
-    ("tasks.py", "pad = next((i for i in range(self.model.config.vocab_size) if i not in used), 0)", "pad = self.tokenizer.eos_token_id", "the reward model's score is read before EOS"),
-    ("tasks.py", '_padded(rows, pad, "right", self.model.device)', '_padded(rows, pad, "left", self.model.device)', "the reward model reads shifted positions"),
-    ("tasks.py", "self.tokenizer(prompt + text_of(completion)).input_ids", "self.tokenizer(text_of(completion)).input_ids", "the reward model reads no prompt"),
-    ("tasks.py", "return self.tokenizer(text, add_special_tokens=False).input_ids", "return self.tokenizer(text).input_ids", "two BOS before what the reward model reads"),
-    ("tasks.py", 'random.Random(f"{seed},{p}")', 'random.Random(f"{seed}")', "the same order of prompts in every pass"),
-    ("tasks.py", "rows[num_heldout:] or rows", "rows", "held-out prompts are trained on"),
+    ("plumbing/config.py", 'value.tiny if config.model == "tiny" else value.other', 'value.other', "the tiny model gets the defaults of the others"),
+    ("plumbing/config.py", 'value.tiny if config.model == "tiny" else value.other', 'value.other if config.model == "tiny" else value.tiny', "the defaults of the tiny model and of others are exchanged"),
+    ("plumbing/config.py", 'if has_adapter and "learning_rate" not in given:', 'if has_adapter:', "the learning rate that was given is changed for an adapter"),
+    ("plumbing/config.py", 'name in LOWEST and value < LOWEST[name]', 'name in LOWEST and value < 0', "a bound of CISPO below 1"),
+    ("plumbing/scoring.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of the rewards are ignored"),
+    ("plumbing/scoring.py", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "(scores * torch.tensor(task.weights)).sum(dim=1)", "one missing reward hides the others"),
+    ("plumbing/scoring.py", "total.masked_fill(scores.isnan().all(dim=1), math.nan)", "total", "a completion without any reward gets 0"),
+    ("plumbing/scoring.py", "    num_generations = len(texts) // len(rows)\n    rows = [row for row in rows for _ in range(num_generations)]", "    num_generations = len(texts) // len(rows)\n    rows = rows * num_generations", "rewards are given the prompts of other rows"),
+    ("plumbing/scoring.py", "rows = [row for row in rows for _ in range(len(texts) // len(rows))]", "rows = rows * (len(texts) // len(rows))", "answers are checked against those of other rows"),
+    ("plumbing/scoring.py", "row[-len(mask) :][mask].tolist()", "row[-len(mask) :].tolist()", "the ids for the reward hold padding"),
+    ("plumbing/scoring.py", "    num_generations = len(texts) // len(rows)\n", "    num_generations = len(texts) // len(rows)\n    ids = [tokenizer(text).input_ids for text in texts]\n", "the text is encoded again for the reward"),
+    ("plumbing/scoring.py", "(rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()", "rollout.completion_mask.sum(1).tolist()", "EOS is part of the text"),
+    ("plumbing/scoring.py", "        text = tokenizer.decode(prompt + completion, skip_special_tokens=True)\n", '        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)\n', "the space before the first word is lost"),
+    ("plumbing/scoring.py", "ids = tokenizer(text, add_special_tokens=False).input_ids\n    except", "ids = tokenizer(text).input_ids\n    except", "two BOS before a chat prompt"),
+    ("plumbing/scoring.py", "tokenize=False, add_generation_prompt=True)", "tokenize=False)", "the assistant's turn is not opened"),
+    ("plumbing/scoring.py", 'tokenizer.pad_token_id or 0, "left", device)', 'tokenizer.pad_token_id or 0, "right", device)', "prompts padded on the right"),
+    ("plumbing/data.py", "pad = next((i for i in range(self.model.config.vocab_size) if i not in used), 0)", "pad = self.tokenizer.eos_token_id", "the reward model's score is read before EOS"),
+    ("plumbing/data.py", 'pad_rows(rows, pad, "right", self.model.device)', 'pad_rows(rows, pad, "left", self.model.device)', "the reward model reads shifted positions"),
+    ("plumbing/data.py", "self.tokenizer(prompt + text_of(completion)).input_ids", "self.tokenizer(text_of(completion)).input_ids", "the reward model reads no prompt"),
+    ("plumbing/data.py", "return self.tokenizer(text, add_special_tokens=False).input_ids", "return self.tokenizer(text).input_ids", "two BOS before what the reward model reads"),
+    ("plumbing/data.py", 'random.Random(f"{seed},{p}")', 'random.Random(f"{seed}")', "the same order of prompts in every pass"),
+    ("plumbing/data.py", "train, heldout = rows[num_heldout:], rows", "train, heldout = rows, rows", "held-out prompts are trained on"),
+    ("plumbing/data.py", "return task.reward_model.model\n", "return policy\n", "--value_init reward_model starts from the policy"),
     ("tasks.py", "Decimal(n[-1])", "Decimal(n[0])", "the first number counts as the answer"),
-    ("plumbing/config.py", "if name not in FREE_ON_RESUME and", "if False and", "a resumed run takes other settings"),
-    ("plumbing/config.py", "if before_script != script:", "if False:", "a run of another script is resumed"),
-    ("plumbing/runs.py", 'self.optimizer.load_state_dict(state["optimizer"])', "pass", "a resumed run starts with a new optimiser"),
-    ("plumbing/runs.py", 'generator.set_state(state["generators"][name])', "pass", "a resumed run draws the first random numbers again"),
-    ("plumbing/runs.py", 'torch.set_rng_state(state["torch"])', "pass", "a resumed run draws another dropout"),
-    ("plumbing/runs.py", 'p.copy_(state["weights"][name])', "pass", "a resumed run starts with the first weights"),
+    ("plumbing/checkpoints.py", "if name not in FREE_ON_RESUME and", "if False and", "a resumed run takes other settings"),
+    ("plumbing/checkpoints.py", "if script != config.script:", "if False:", "a run of another script is resumed"),
+    ("plumbing/checkpoints.py", 'optimizer.load_state_dict(state["optimizer"])', "pass", "a resumed run starts with a new optimiser"),
+    ("plumbing/checkpoints.py", 'generator.set_state(state["generators"][name])', "pass", "a resumed run draws the first random numbers again"),
+    ("plumbing/checkpoints.py", 'torch.set_rng_state(state["torch"])', "pass", "a resumed run draws another dropout"),
+    ("plumbing/checkpoints.py", 'p.copy_(state["weights"][name])', "pass", "a resumed run starts with the first weights"),
     ("plumbing/runs.py", "    file.truncate(length)\n", "", "lines after the checkpoint stay"),
-    ("plumbing/runs.py", 'if record["crc32"] != _crc32(path / "state.pt"):', "if False:", "a damaged checkpoint is used"),
-    ("plumbing/runs.py", "weights_only=True", "weights_only=False", "what a checkpoint holds is run"),
-    ("plumbing/runs.py", "and not self.weights_moved:", "and True:", "half an update is saved as a step"),
-    ("plumbing/runs.py", "            torch.save(state, new / \"state.pt\")", "            torch.save(state, path / \"state.pt\" if path.exists() else new / \"state.pt\")", "a checkpoint is overwritten in place"),
+    ("plumbing/checkpoints.py", 'if checksum.to_bytes(4, "big") != file.read():', "if False:", "a damaged checkpoint is used"),
+    ("plumbing/checkpoints.py", "weights_only=True, map", "weights_only=False, map", "what a checkpoint holds is run"),
+    ("plumbing/runs.py", "and not self.weights_moved and", "and", "half an update is saved as a step"),
+    ("plumbing/checkpoints.py", 'new = path.with_name(f"{path.name}.new")', "new = path", "a checkpoint is overwritten in place"),
+    ("plumbing/checkpoints.py", "            os.fsync(file.fileno())\n        new.replace(path)\n", "        new.replace(path)\n", "a checkpoint takes its name before it is on the disk"),
+    ("plumbing/runs.py", "if state is None and _holds_run(folder):", "if state is None and folder.exists():", "a run without a step takes the place of the one in .old"),
     ("plumbing/runs.py", '("_greedy", {"top_k": 1})', '("_greedy", {})', "the greedy evaluation samples"),
-    ("plumbing/runs.py", "value > self.best)\n", "value < self.best)\n", "the worst model is kept"),
+    ("plumbing/runs.py", "and value > self.best:", "and (value < self.best or self.best == -math.inf):", "the worst model is kept"),
     ("plumbing/runs.py", "if name not in self.warned:", "if True:", "a warning at every step"),
-    ("plumbing/metrics.py", "if kls and kls[-1] > 10:", "if kls and kls[-1] > 100:", "no warning of a large KL"),
+    ("plumbing/metrics.py", "if kl is not None and kl > 10 and", "if kl is not None and kl > 100 and", "no warning of a large KL"),
+    ("plumbing/metrics.py", "if kl is not None and kl > 10 and", "if kl is not None and math.isfinite(kl) and kl > 10 and", "no warning of an infinite KL"),
+    ("plumbing/metrics.py", ' and now.get("objective/kl_token", math.inf) > 0.1:', ":", "a warning of the KL of long texts"),
     ("plumbing/metrics.py", "< -0.02 - 4 * error", "< -0.02", "a warning of noise"),
     ("plumbing/metrics.py", "if flat > 0.5:", "if flat > 0.9:", "no warning of flat groups"),
-    ("tools/plot.py", "values.mean(0)", "values[0]", "the first seed is drawn, not the mean"),
-    ("tools/plot.py", "(values.min(0), values.max(0))", "(values.mean(0), values.max(0))", "half a band"),
-    ("tasks.py", "share = (between - within)", "share = between", "luck counts as explained by the prompt"),
+    ("plumbing/curves.py", "values.mean(0)", "values[0]", "the first seed is drawn, not the mean"),
+    ("plumbing/curves.py", "(values.min(0), values.max(0))", "(values.mean(0), values.max(0))", "half a band"),
+    ("tools/inspect_reward.py", "share = (between - within)", "share = between", "luck counts as explained by the prompt"),
     ("tasks.py", "len(set(runs)) / len(runs) - 1", "len(runs) / len(words) - 1", "no repetition is seen"),
     ("tasks.py", "re.fullmatch(p, text_of(c), re.DOTALL)", "re.search(p, text_of(c), re.DOTALL)", "a part that has the format is enough"),
-    ('common.py', 'order = new.argsort(descending=True, stable=True)', 'order = new.argsort(stable=True)', 'short rows first'),
-    ('common.py', 'full or len(batches[-1]) == max_rows', 'full', 'micro-batches of any number of rows'),
-    ('common.py', '+ (len(batches[-1]) + 1) * wider[1]', '+ (len(batches[-1]) + 1) * lengths[1]', 'a micro-batch is as wide as its last row'),
-    ('common.py', 'torch.cat(parts)[in_order]', 'torch.cat(parts)', 'sorted rows are not put back, log-probs'),
-    ('common.py', 'torch.cat(values)[torch.cat(batches).argsort()]', 'torch.cat(values)[torch.cat(batches)]', 'sorted rows are not put back, values'),
-    ('common.py', 'tokens = len(prompts | {prompt}) * wider[0] +', 'tokens = (len(batches[-1]) + 1) * wider[0] +', 'a shared prompt is counted for every row'),
-    ('common.py', 'if len(first) == len(which) or checkpointed', 'if True', 'a prompt is read for every completion'),
-    ("common.py", "else cache.reorder_cache)(which)", "else cache.reorder_cache)(which.sort().values)", "keys of another row's prompt"),
-    ("common.py", "of_prompts[which] if on_cuda else of_prompts.index_select(0, which)", "of_prompts[which]", "gradients of a prompt's rows added up in any order"),
-    ("common.py", "(cache.batch_select_indices if on_cuda else cache.reorder_cache)", "cache.batch_select_indices", "gradients of a prompt's keys added up in any order"),
-    ('common.py', 'torch.cat([of_rows, states', 'torch.cat([of_rows[which.sort().indices], states', "the first token is predicted by another row's prompt"),
-    ('common.py', 'torch.where(mask.bool(), rollout.tokens[:, :length], -1)', 'rollout.tokens[:, :length]', 'padding passes for a token of the same id'),
-    ('common.py', 'columns = slice(padding, length', 'columns = slice(padding + 1, length', 'a column of a prompt is not read'),
-    ('common.py', 'int(rollout.completion_mask.bool().any(0).sum())', 'int(rollout.completion_mask.bool().all(0).sum())', 'completions cut to the shortest'),
-    ('common.py', 'padding = length - int(read.max())', 'padding = 0', 'padding columns are read'),
-    ('common.py', 'if torch.is_grad_enabled() and len(tokens) > size:', 'if False:', 'all logits are kept for the backward pass'),
-    ('common.py', 'for chunk, drawn in zip(hidden.split(size), tokens.split(size)):', 'for chunk, drawn in zip(hidden.split(size), tokens.flip(0).split(size)):', 'tokens of other positions are scored'),
-    ('common.py', 'logits = cap * torch.tanh(logits / cap)', 'pass', 'final soft cap left out'),
-    ('common.py', 'logits = logits * scale\n', 'pass\n', 'logit scale left out'),
-    ('common.py', 'logits = logits / scale\n', 'pass\n', 'logit scaling left out'),
+    ("plumbing/forward.py", "order = lengths.argsort(descending=True, stable=True)", "order = lengths.argsort(stable=True)", "short rows first"),
+    ("plumbing/forward.py", "(too_many or len(batches[-1]) == max_rows)", "too_many", "micro-batches of any number of rows"),
+    ("plumbing/forward.py", "+ (len(batches[-1]) + 1) * wider[1]", "+ (len(batches[-1]) + 1) * widths[1]", "a micro-batch is as wide as its last row"),
+    ("plumbing/forward.py", "torch.cat(found, dim=1)[:, torch.cat(batches).argsort()]", "torch.cat(found, dim=1)", "sorted rows are not put back, log-probs"),
+    ("plumbing/forward.py", "torch.cat(values)[torch.cat(batches).argsort()]", "torch.cat(values)[torch.cat(batches)]", "sorted rows are not put back, values"),
+    ("plumbing/forward.py", "tokens = len(prompts | {prompt}) * wider[0] +", "tokens = (len(batches[-1]) + 1) * wider[0] +", "a shared prompt is counted for every row"),
+    ("plumbing/forward.py", "if len(first) == len(which) or checkpointed", "if True", "a prompt is read for every completion"),
+    ("plumbing/forward.py", "cache.reorder_cache(which)", "cache.reorder_cache(which.sort().values)", "keys of another row's prompt"),
+    ("plumbing/forward.py", 'x[which] if which.device.type == "cuda" else x.index_select(0, which)', "x[which]", "gradients of a prompt's rows added up in any order"),
+    ("plumbing/forward.py", "cache.reorder_cache(which)", "cache.batch_select_indices(which)", "gradients of a prompt's keys added up in any order"),
+    ("plumbing/forward.py", "torch.cat([of_rows, states", "torch.cat([of_rows[which.sort().indices], states", "the first token is predicted by another row's prompt"),
+    ("plumbing/forward.py", "torch.where(mask.bool(), rollout.tokens[:, :length], -1)", "rollout.tokens[:, :length]", "padding passes for a token of the same id"),
+    ("plumbing/forward.py", "columns = slice(padding, length", "columns = slice(padding + 1, length", "a column of a prompt is not read"),
+    ("plumbing/forward.py", "int(rollout.completion_mask.bool().any(0).sum())", "int(rollout.completion_mask.bool().all(0).sum())", "completions cut to the shortest"),
+    ("plumbing/forward.py", "padding = length - int(prompt_lengths.max())", "padding = 0", "padding columns are read"),
+    ("plumbing/forward.py", "if torch.is_grad_enabled() and len(tokens) > size:", "if False:", "all logits are kept for the backward pass"),
+    ("plumbing/forward.py", "zip(hidden.split(size), tokens.split(size), strict=True)", "zip(hidden.split(size), tokens.flip(0).split(size), strict=True)", "tokens of other positions are scored"),
+    ("plumbing/forward.py", "logits = cap * torch.tanh(logits / cap)", "pass", "final soft cap left out"),
+    ("plumbing/forward.py", "logits = logits * scale\n", "pass\n", "logit scale left out"),
+    ("plumbing/forward.py", "logits = logits / scale\n", "pass\n", "logit scaling left out"),
     ('common.py', 'with torch.autocast(hidden.device.type, enabled=False):', 'if True:', 'values in bfloat16'),
-    ('common.py', 'backbone.gradient_checkpointing_enable({"use_reentrant": False})', 'pass', 'gradient checkpointing is not switched on'),
+    ("plumbing/loading.py", 'backbone.gradient_checkpointing_enable({"use_reentrant": False})', "pass", "gradient checkpointing is not switched on"),
     ('sampling.py', 'uniform * total)\n', 'uniform)\n', 'the uniform number is compared with an unnormalised sum'),
     ('sampling.py', 'before = (cumulative - weights).gather', 'before = cumulative.gather', 'the block of a token is taken off twice'),
     ('sampling.py', 'drawn = block * 128 + token', 'drawn = token', 'the token of the first block'),
     ('sampling.py', 'return drawn, logprobs.squeeze(1) - total.log()', 'return drawn, logprobs.squeeze(1)', 'log-probs of the sampler are not normalised'),
-    ('sampling.py', 'new.copy_(states[indices])', 'new.copy_(states[: len(indices)])', 'rows that leave the cache are the last ones'),
-    ('sampling.py', '        if self.buffers is None:  # the prompts\n', '        if True:\n', 'keys and values are concatenated at every token'),
-    ('sampling.py', 'self.keys.index_copy_(2, self.column, keys)', 'self.keys.index_copy_(2, self.column - 1, keys)', 'the static step writes one column to the left'),
-    ('sampling.py', 'self.column.fill_(column)', 'self.column.fill_(column - 1)', 'the static step is one column behind'),
-    ('sampling.py', 'size = len(rows) // 2 if static else num_running', 'size = num_running', 'each number of rows is another graph'),
-    ('sampling.py', 'running.long().argsort(descending=True, stable=True)', 'running.long().argsort(stable=True)', 'running rows leave the batch'),
-    ('sampling.py', '{id(p): nn.Parameter(p.bfloat16(), requires_grad=False)', '{id(p): nn.Parameter(p.detach(), requires_grad=False)', 'bf16 decodes in float32'),
-    ('sampling.py', 'setattr(module, name, buffer.bfloat16())', 'pass', 'positions added in float32'),
+    ('plumbing/decoding.py', 'new.copy_(states[indices])', 'new.copy_(states[: len(indices)])', 'rows that leave the cache are the last ones'),
+    ('plumbing/decoding.py', '        if self.buffers is None:  # the prompts\n', '        if True:\n', 'keys and values are concatenated at every token'),
+    ('plumbing/decoding.py', 'self.keys.index_copy_(2, self.column, keys)', 'self.keys.index_copy_(2, self.column - 1, keys)', 'the static step writes one column to the left'),
+    ('plumbing/decoding.py', 'self.column.fill_(column)', 'self.column.fill_(column - 1)', 'the static step is one column behind'),
+    ('plumbing/decoding.py', 'size = len(self.rows) // 2 if self.static_step is not None else num_running', 'size = num_running', 'each number of rows is another graph'),
+    ('plumbing/decoding.py', 'self.running.long().argsort(descending=True, stable=True)', 'self.running.long().argsort(stable=True)', 'running rows leave the batch'),
+    ('plumbing/decoding.py', '{id(p): nn.Parameter(p.bfloat16(), requires_grad=False)', '{id(p): nn.Parameter(p.detach(), requires_grad=False)', 'bf16 decodes in float32'),
+    ('plumbing/decoding.py', 'setattr(module, name, buffer.bfloat16())', 'pass', 'positions added in float32'),
 ]
 # A test of test_pitfalls.py, and a bug that it catches on its own.
 PAIRS = [
@@ -361,9 +430,9 @@ PAIRS = [
 # fmt: on
 
 
-def run_tests(mutation: tuple[str, str, str, str] | None, *tests: str) -> str | None:
-    """The name of the first test that fails with the mutation planted, or None. Tests that don't
-    start or don't end have caught nothing; they are named by STUCK.
+def run_tests(mutation: tuple[str, str, str, str] | None, *rounds: list[str]) -> str | None:
+    """The name of the first test that fails with the mutation planted, or None. A round of tests
+    runs if those before it have caught nothing.
     """
     with tempfile.TemporaryDirectory() as work:
         copy = Path(work) / "copy"
@@ -372,15 +441,23 @@ def run_tests(mutation: tuple[str, str, str, str] | None, *tests: str) -> str | 
         if mutation is not None:
             file, text, replacement, _ = mutation
             (copy / file).write_text((copy / file).read_text().replace(text, replacement))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["-k", "not kill_9", *tests]  # which takes minutes, and sees what others see
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        try:
-            result = subprocess.run(
-                command, cwd=copy, capture_output=True, text=True, timeout=900, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            return f"{STUCK} don't end"
+        failures = (first_failure(copy, tests) for tests in rounds if tests)
+        return next(filter(None, failures), None)
+
+
+def first_failure(folder: Path, tests: list[str]) -> str | None:
+    """The name of the first of the tests that fails, or None. Tests that don't start or don't end
+    have caught nothing; they are named by STUCK.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-k", "not kill_9", *tests]  # which takes minutes, and sees what others see
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        result = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=900, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return f"{STUCK} don't end"
     if result.returncode == 0:
         return None
     # 1: a test failed. An error on import, a name that is not there and the like have other codes.
@@ -393,10 +470,10 @@ def is_caught(test: str | None) -> bool:
 
 
 def check_lists() -> None:
-    """Each text is there once, each bug has its own name, and each pair names what there is."""
-    stale = [
-        bug for file, text, _, bug in MUTATIONS if (REPOSITORY / file).read_text().count(text) != 1
-    ]
+    """Refuse lists that don't fit the code: each text is there once, the file with the bug is
+    Python, each bug has its own name, and each pair names what there is.
+    """
+    stale = [bug for file, *edit, bug in MUTATIONS if not can_be_planted(file, *edit)]
     names = [bug for *_, bug in MUTATIONS]
     stale += [bug for bug in set(names) if names.count(bug) > 1]
     there = set(re.findall(r"^def (test_\w+)", PITFALLS.read_text(), re.MULTILINE))
@@ -406,6 +483,16 @@ def check_lists() -> None:
         raise SystemExit(f"the lists of mutations.py are stale: {'; '.join(stale)}")
 
 
+def can_be_planted(file: str, text: str, replacement: str) -> bool:
+    path = REPOSITORY / file
+    before = path.read_text() if path.exists() else ""
+    try:
+        ast.parse(before.replace(text, replacement))
+    except SyntaxError:
+        return False
+    return before.count(text) == 1 and text != replacement
+
+
 def earlier() -> dict[tuple[str, str], str]:
     """What the table has: {(file or pitfall test, bug): test that caught it, or yes or no}."""
     lines = TABLE.read_text().splitlines() if TABLE.exists() else []
@@ -413,11 +500,12 @@ def earlier() -> dict[tuple[str, str], str]:
     return {(first, bug): result for first, bug, result in cells}
 
 
-def others_last(file: str) -> Callable[[str], bool]:
-    """A sorting key that puts the tests of `file` first: they catch its bugs soonest."""
-    own = {"runs": "runs resume", "flags": "runs resume", "metrics": "runs", "loading": "runs"}
-    names = [f"test_{name}.py" for name in own.get(Path(file).stem, Path(file).stem).split()]
-    return lambda test: Path(test).name not in names
+def quickest_first(file: str) -> tuple[list[str], list[str]]:
+    """The test files that catch the bugs of a file soonest, and the others."""
+    stem = Path(file).stem
+    own = [f"tests/test_{name}.py" for name in QUICKEST.get(stem, stem).split()]
+    everything = [f"tests/{name}.py" for name in TESTS]
+    return [test for test in own if test in everything], [t for t in everything if t not in own]
 
 
 def main() -> None:
@@ -426,22 +514,19 @@ def main() -> None:
     chosen = [m for m in MUTATIONS if not words or any(word in m[3] for word in words)]
     bugs = {m[3]: m for m in chosen}
     pairs = [(test, bug) for test, bug in PAIRS if bug in bugs]
-    everything = [f"tests/{name}.py" for name in TESTS]
     started = time.perf_counter()
-    if (failed := run_tests(None, *everything)) is not None:
+    if (failed := run_tests(None, [f"tests/{name}.py" for name in TESTS])) is not None:
         raise SystemExit(f"without any bug: {failed}")
     found = earlier() if words else {}
 
     def alone(pair: tuple[str, str]) -> str | None:
-        return run_tests(bugs[pair[1]], f"tests/{PITFALLS.name}::{pair[0]}")
+        return run_tests(bugs[pair[1]], [f"tests/{PITFALLS.name}::{pair[0]}"])
 
     with ThreadPoolExecutor(2) as pool:
         for (test, bug), result in zip(pairs, pool.map(alone, pairs), strict=True):
             found[test, bug] = "yes" if is_caught(result) else "no"
             print(f"{test[:66]:66} {bug:50} {result or 'SURVIVED'}", flush=True)
-        caught = pool.map(
-            lambda m: run_tests(m, *sorted(everything, key=others_last(m[0]))), chosen
-        )
+        caught = pool.map(lambda m: run_tests(m, *quickest_first(m[0])), chosen)
         for (file, _, _, bug), result in zip(chosen, caught, strict=True):
             found[file, bug] = result or EQUIVALENT.get(bug, "nothing")
             print(f"{file:12} {bug:66} {result or 'SURVIVED'}", flush=True)

@@ -10,9 +10,12 @@ import transformers
 from conftest import letter_tokenizer, make_rollout, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import InputError, ValueModel, completion_logprobs, completion_values, disable_dropout
+from common import ValueModel, disable_dropout
+from plumbing.decoding import can_be_static
+from plumbing.errors import InputError
+from plumbing.forward import completion_logprobs, completion_values
 from plumbing.loading import load_policy
-from sampling import can_be_static, generate
+from sampling import generate
 
 pytestmark = pytest.mark.slow
 VOCAB, EOS = 20, 19
@@ -131,7 +134,7 @@ def test_greedy_sampling_gives_the_tokens_of_the_library(model):
 def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(model):
     rollout = sample(model, temperature=0.8, num_generations=4)
     disable_dropout(model)
-    logprobs = completion_logprobs(model.train(), rollout, 0.8)
+    logprobs, _ = completion_logprobs(model.train(), rollout, 0.8)
     model.eval()
     assert (logprobs != 0).any()
     assert torch.allclose(logprobs, rollout.logprobs, atol=1e-4)
@@ -150,13 +153,16 @@ def test_a_static_cache_and_bfloat16_weights_change_no_more_than_rounding(model)
 
 
 def test_a_row_alone_is_the_row_in_a_left_padded_batch_whatever_the_micro_batch(model):
-    whole = completion_logprobs(model, RAGGED, 1.0)
-    parts = [completion_logprobs(model, RAGGED, 1.0, size) for size in (1, 3)]
+    whole, entropies = completion_logprobs(model, RAGGED, 1.0)
+    limits = {"max_rows": 1}, {"max_rows": 3}, {"max_tokens": 20}
+    parts = [completion_logprobs(model, RAGGED, 1.0, **limit) for limit in limits]
     for i, prompt in enumerate(PROMPTS):
         completion = RAGGED.tokens[i, 7:][RAGGED.completion_mask[i]].tolist()
-        alone = completion_logprobs(model, make_rollout([prompt], [completion], eos=EOS), 1.0)
+        alone, _ = completion_logprobs(model, make_rollout([prompt], [completion], eos=EOS), 1.0)
         assert torch.allclose(whole[i, : len(completion)], alone[0], atol=1e-4)
-    assert all(torch.allclose(part, whole, atol=1e-4) for part in parts)
+    for part, part_entropies in parts:
+        assert torch.allclose(part, whole, atol=1e-4)
+        assert torch.allclose(part_entropies, entropies, atol=1e-4)
 
 
 def test_the_value_model_reads_every_architecture(model):

@@ -1,5 +1,6 @@
-"""The pages against the code: line references and named tests of docs/details.md, the tables of
-docs/compare.md, every link, and the headers of the scripts.
+"""The pages against the code: line references and named tests of docs/details.md, names, files and
+tests of docs/architecture.md, the tables of docs/compare.md, every link, and the headers of the
+scripts.
 
 After lines have moved,
 
@@ -18,6 +19,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "details.md"
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 ENTRY = re.compile(r"^### (\d+)\. \S.*$", re.MULTILINE)
 # `text of a line` in [ppo.py, line 171](../ppo.py#L171), with a new line for a space anywhere
 # but in the snippet.
@@ -61,12 +63,29 @@ def test_each_reference_names_the_line_that_its_snippet_is_on():
         assert lines_with(match["snippet"], match["path"]) == [int(match["line"])], hint
 
 
-def test_each_test_that_is_named_exists():
-    page = PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", [PAGE, ARCHITECTURE], ids=lambda path: path.stem)
+def test_each_test_that_is_named_exists(path):
+    page = path.read_text(encoding="utf-8")
     named = TEST.findall(page)
     assert len(named) == page.count("::"), "a test named in another form is not checked"
     for file, name in set(named):
         assert lines_with(f"def {name}(", file), f"{file} has no {name}"
+
+
+def test_the_page_of_the_architecture_names_every_file_and_each_name_is_defined_where_it_says():
+    page = ARCHITECTURE.read_text(encoding="utf-8")
+    assert len(page.split("\n")) <= 90
+    program = [p for part in ("", "plumbing/", "tools/") for p in REPOSITORY.glob(f"{part}*.py")]
+    missing = [p.name for p in program if p.name not in page and p.name != "__init__.py"]
+    assert program and not missing, missing
+    # `name`, `name` in [file.py](../folder/file.py)
+    names = re.findall(r"((?:`\w+`(?:, | and ))*`\w+`) in \[[\w.]+\]\(\.\./([\w/.]+)\)", page)
+    assert len(names) > 20
+    for several, file in names:
+        text = (REPOSITORY / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", several):
+            defined = rf"^(def {name}\(|class {name}\b|{name} = )"
+            assert re.search(defined, text, re.MULTILINE), f"{file} does not define {name}"
 
 
 def test_the_entries_are_numbered_without_gaps_and_each_has_a_line_and_a_test():
@@ -120,6 +139,16 @@ def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there
     assert last == {
         "episodes": 16, "seconds": 6, "heldout": 0.7, "training": 2, "kl": 1, "gb": 2,
     }  # fmt: skip
+
+
+def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import speed
+
+    monkeypatch.setattr(speed, "STEPS", 1)
+    sizes = {"model": "tiny", "prompts": 2, "generations": 2, "max_new_tokens": 2}
+    (step,) = speed.plain(sizes | {"path": str(REPOSITORY / "tiny")}, bf16=False)
+    assert 4 <= step["tokens"] <= 8 and step["rollout"] > 0 and step["update"] > 0
 
 
 def test_the_page_of_the_experiments_has_the_figures_that_were_measured(monkeypatch):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import rloo
-from tasks import prompt_batch
+from plumbing.data import prompt_batch
 
 EOS, ROWS, UPDATES = 19, 12, 4  # 4 prompts x 3 completions; 2 epochs x 2 minibatches
 FLAGS = {
@@ -40,7 +40,7 @@ RUNS = {
         {"loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch"}
         | {"mask_truncated_completions": True, "seed": 6},
     ),
-    "cispo": (grpo, {"loss_type": "cispo", "clip_range_high": 1.02}),
+    "cispo": (grpo, {"loss_type": "cispo", "cispo_bound": 1.02}),
     "gspo": (grpo, {"importance_sampling_level": "sequence", "clip_range": 0.01}),
     "rloo": (rloo, {}),
     "rloo, normalised and clipped": (

@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -14,17 +13,19 @@ from test_trl_parity import PlainSGD
 
 import grpo
 import rloo
+from plumbing.config import ByModel
 from plumbing.loading import load_policy
-
-sys.path.append(str(Path(__file__).parent.parent / "docs"))
 from tools import outgrow
 
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
-PAGE = Path(outgrow.__file__).with_suffix(".md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "outgrow.md").read_text(encoding="utf-8")
 SCRIPTS = {grpo: (trl.GRPOConfig, trl.GRPOTrainer), rloo: (trl.RLOOConfig, trl.RLOOTrainer)}
 
 
 def shown(value: object) -> str:
+    if isinstance(value, ByModel):
+        tiny = "" if value.tiny is None else f"tiny {shown(value.tiny)}"
+        return ", ".join(filter(None, (shown(value.other), tiny)))
     return "" if value in (None, MISSING) else json.dumps(value, default=str).strip('"')
 
 
@@ -34,9 +35,7 @@ def row(flag: str) -> list[str]:
     ours, theirs = {}, {"": None} if field is None else {}  # ordered sets
     for script, (config, trainer) in SCRIPTS.items():
         if flag in (here := {f.name: shown(f.default) for f in fields(script.Config)}):
-            both = {"": script.PRETRAINED, "tiny ": script.TINY}
-            filled = ", ".join(name + shown(d[flag]) for name, d in both.items() if flag in d)
-            ours[here[flag] or filled] = None
+            ours[here[flag]] = None
             theirs |= {shown(f.default): None for f in fields(config) if f.name == field}
             assert {field, argument} <= {None, *dir(config), *inspect.signature(trainer).parameters}
     place = f"`{field}`" if field else f"argument `{argument}`" if argument else "none"
@@ -58,10 +57,10 @@ def test_the_page_has_each_flag_with_its_place_in_trl_and_both_defaults():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_script_moves_the_weights_to_where_the_run_does(script, make_job, monkeypatch):
-    rollouts, trainers, generate, job = [], [], script.generate, make_job(script)
+    rollouts, trainers, sample, job = [], [], script.sample, make_job(script)
 
     def recorded(*args: object, **options: object) -> object:
-        return rollouts.append(generate(*args, **options)) or rollouts[-1]
+        return rollouts.append(sample(*args, **options)) or rollouts[-1]
 
     class Replaying(SCRIPTS[script][1]):
         def _generate_single_turn(self, prompt_ids: list, *others: object) -> object:
@@ -74,7 +73,7 @@ def test_the_script_moves_the_weights_to_where_the_run_does(script, make_job, mo
             ids = [ids[-T:][real[-T:]].tolist() for ids, real in rows]
             return (ids, None) if script is grpo else ids
 
-    monkeypatch.setattr(script, "generate", recorded)
+    monkeypatch.setattr(script, "sample", recorded)
     monkeypatch.setattr(torch.optim, "AdamW", PlainSGD)  # AdamW would blow up rounding errors
     monkeypatch.setattr(trl, Replaying.__base__.__name__, Replaying)
     model = save_model(f"{job.model}-llama", small_llama(0.1, vocab_size=20), letter_tokenizer())

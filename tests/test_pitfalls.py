@@ -36,28 +36,37 @@ from transformers import (
 import grpo
 import ppo
 import rloo
+import sampling
 from common import (
-    InputError,
+    Rollout,
     ValueModel,
-    completion_logprobs,
-    completion_values,
+    completion_mask,
     disable_dropout,
     gae,
+    importance_ratio,
     kl_estimate,
     masked_mean,
     masked_whiten,
-    model_inputs,
+    policy_ratio,
     reference,
     token_entropy,
     token_logprobs,
 )
 from grpo import group_advantages, grpo_loss
 from plumbing.config import parse_flags
+from plumbing.data import RewardModel, Task
+from plumbing.errors import InputError
+from plumbing.forward import (
+    completion_logprobs,
+    completion_values,
+    micro_batches,
+    model_inputs,
+)
 from plumbing.loading import add_adapter, load_policy
+from plumbing.scoring import prompt_tokens, score
 from ppo import policy_loss, shape_rewards
 from rloo import rloo_advantages, rloo_loss
-from sampling import Rollout, completion_mask, draw, generate
-from tasks import RewardModel, Task, prompt_tokens, score
+from sampling import draw, generate
 
 SCRIPTS = [ppo, grpo, rloo]
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "cispo"]
@@ -71,11 +80,17 @@ def losses(logprobs, old, advantages, mask) -> dict[str, torch.Tensor]:
     """The scalar loss of RLOO and of each loss type of GRPO on the same rows. That of PPO is made
     in its loop: see the tests that run it.
     """
-    options = {"clip_range": 0.2, "clip_range_high": 1.5, "max_new_tokens": mask.shape[1]}
-    return {"rloo": rloo_loss(logprobs, old, advantages, mask, clip_range=0.2)} | {
-        loss_type: grpo_loss(logprobs, old, advantages, mask, loss_type=loss_type, **options)
+    options = {"clip_range": 0.2, "clip_range_high": 1.5, "cispo_bound": 1.5}
+    options["max_new_tokens"] = mask.shape[1]
+    return {"rloo": rloo_loss(logprobs, old, advantages, mask, clip_range=0.2)[0]} | {
+        loss_type: grpo_loss(logprobs, old, advantages, mask, loss_type=loss_type, **options)[0]
         for loss_type in LOSS_TYPES
     }
+
+
+def logprobs_of(model, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+    """completion_logprobs without the entropies: (B, T)."""
+    return completion_logprobs(model, rollout, temperature)[0]
 
 
 @pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
@@ -124,6 +139,25 @@ def logprobs_of_the_update(monkeypatch, script) -> list[tuple[Rollout, torch.Ten
     return seen
 
 
+def generated_for_training(monkeypatch, script) -> list[tuple[dict, Rollout]]:
+    """(options, rollout) of every call of sampling.generate that the loop makes, evaluations left
+    out.
+    """
+    seen, generate, sample = [], sampling.generate, script.sample
+
+    def spy(*args, **options):
+        seen.append((options, generate(*args, **options)))
+        return seen[-1][1]
+
+    def sample_for_training(*args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "generate", spy)
+            return sample(*args, **options)
+
+    monkeypatch.setattr(script, "sample", sample_for_training)
+    return seen
+
+
 # --- Masks, padding, EOS ---
 
 
@@ -144,7 +178,7 @@ def test_01_masks_inferred_from_ids_drop_eos_where_pad_equals_eos(name):
         ends = (rollout.tokens[:, 3:] == EOS) & (rollout.tokens[:, 3:] == EOS).cumsum(1).eq(1)
         assert 3 < ends.any(1).sum() < 24, "no row ended with EOS, or all did"
         assert rollout.completion_mask[ends].all(), "the EOS token is not in the mask?"
-        logprobs = completion_logprobs(model, rollout, 0.7)
+        logprobs = logprobs_of(model, rollout, 0.7)
         logprobs.retain_grad()
         loss = losses(logprobs, logprobs.detach(), torch.ones(24), rollout.completion_mask)[name]
         loss.backward()
@@ -179,7 +213,7 @@ def test_02_left_padding_without_position_ids_shifts_learned_positions():
     short = make_rollout([[1, 2, 3]], [[5, 6, EOS]])
     padded = make_rollout([[1, 2, 3], [8] * 8], [[5, 6, EOS], [5, 6, EOS]])
     model = small_gpt2()
-    a, b = (completion_logprobs(model, rollout, 1.0)[:1] for rollout in (short, padded))
+    a, b = (logprobs_of(model, rollout)[:1] for rollout in (short, padded))
     assert torch.allclose(a, b, atol=1e-5), "position ids not counted from the attention mask?"
 
 
@@ -262,12 +296,12 @@ def test_07_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothin
     and for the value loss vf_coef times that.
     """
     job, seen = make_job(ppo), {"policy_loss": [], "value_loss": []}
-    spy_on(monkeypatch, ppo, "generate", lambda rollout, *args: more_padding(rollout, extra))
+    spy_on(monkeypatch, ppo, "sample", lambda rollout, *args: more_padding(rollout, extra))
     rows_seen = logprobs_of_the_update(monkeypatch, ppo)
 
-    def keep(terms: list, loss: torch.Tensor, *args) -> None:
-        loss.retain_grad()
-        terms.append(loss)
+    def keep(terms: list, result: tuple[torch.Tensor, torch.Tensor], *args) -> None:
+        result[0].retain_grad()
+        terms.append(result[0])
 
     for name, terms in seen.items():
         spy_on(monkeypatch, ppo, name, partial(keep, terms))
@@ -296,10 +330,10 @@ def test_08_the_temperature_is_missing_from_the_log_probs():
         model, prompts, torch.ones_like(prompts), num_generations=8, max_new_tokens=6,
         temperature=0.7, eos_token_ids=[EOS], pad_token_id=0,
     )  # fmt: skip
-    logprobs = completion_logprobs(model, rollout, 0.7)
+    logprobs = logprobs_of(model, rollout, 0.7)
     hint = "logits not divided by the temperature, or read one position off?"
     assert torch.allclose(logprobs, rollout.logprobs, atol=1e-5), hint
-    assert not torch.allclose(completion_logprobs(model, rollout, 1.0), rollout.logprobs, atol=0.1)
+    assert not torch.allclose(logprobs_of(model, rollout), rollout.logprobs, atol=0.1)
 
 
 def test_09_the_checkpoints_generation_config_leaks_into_sampling():
@@ -331,16 +365,10 @@ def test_10_dropout_that_is_no_module_stays_on():
 
 def test_11_top_k_and_top_p_make_the_kl_negative(job, monkeypatch):
     """#351, #1161: the sampler is not the policy. The scripts never ask for either."""
-    seen = []
-    original = job.script.generate
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(job.script, "generate", spy)
+    seen = generated_for_training(monkeypatch, job.script)
     assert job()[0]["objective/kl"] == pytest.approx(0, abs=1e-9)
-    assert seen and not any({"top_k", "top_p"} & set(kwargs) for kwargs in seen)
+    assert len(seen) == 2, "8 completions, 4 at a time"
+    assert not any({"top_k", "top_p"} & set(options) for options, _ in seen)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"top_p": 0.5}])
@@ -352,8 +380,8 @@ def test_11_what_top_k_and_top_p_do_to_the_estimate(options):
         model, prompt, torch.ones_like(prompt), num_generations=200, max_new_tokens=4,
         eos_token_ids=[EOS], pad_token_id=0, generator=torch.Generator().manual_seed(0), **options,
     )  # fmt: skip
-    policy = completion_logprobs(model, rollout, 1.0)
-    sharper = completion_logprobs(model, rollout, 0.7)
+    policy = logprobs_of(model, rollout)
+    sharper = logprobs_of(model, rollout, 0.7)
     kl = kl_estimate(policy, sharper, "k1").sum(1).mean()
     assert kl < 0 if options else kl > 0
 
@@ -369,7 +397,7 @@ def test_12_old_log_probs_of_the_decode_loop_differ_from_those_of_the_training_f
         return dataclasses.replace(rollout, logprobs=rollout.logprobs - 0.5)
 
     in_float64(monkeypatch, job.script)
-    spy_on(monkeypatch, job.script, "generate", after)
+    spy_on(monkeypatch, job.script, "sample", after)
     line = job(num_epochs=2)[0]
     hint = "the old log-probs are those of the sampler?"
     assert line["val/ratio_max_dev_first"] < 1e-12 and line["objective/kl"] == 0, hint
@@ -381,7 +409,7 @@ def test_13_small_steps_are_lost_in_bfloat16_weights(tmp_path):
     model = load_policy(str(tmp_path))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
-    completion_logprobs(model, RAGGED, 1.0).sum().backward()
+    logprobs_of(model, RAGGED).sum().backward()
     optimizer.step()
     moved = [(p != b)[p.grad != 0] for p, b in zip(model.parameters(), before, strict=True)]
     assert torch.cat(moved).float().mean() > 0.9
@@ -393,13 +421,13 @@ def test_14_log_probs_drift_with_the_batch_shape(make):
     same padding, and alone without any.
     """
     model, width = make().eval(), RAGGED.completion_mask.shape[1]
-    whole = completion_logprobs(model, RAGGED, 1.0)
+    whole = logprobs_of(model, RAGGED)
     for i, (tokens, real) in enumerate(zip(RAGGED.tokens, RAGGED.attention_mask, strict=True)):
         prompt, completion = tokens[:-width][real[:-width]], tokens[-width:][real[-width:]]
         bare = make_rollout([prompt.tolist()], [completion.tolist()])
-        alone = completion_logprobs(model, RAGGED[i : i + 1], 1.0)[0]
+        alone = logprobs_of(model, RAGGED[i : i + 1])[0]
         assert torch.allclose(alone, whole[i], atol=1e-5)
-        alone, n = completion_logprobs(model, bare, 1.0)[0], len(completion)
+        alone, n = logprobs_of(model, bare)[0], len(completion)
         assert torch.allclose(alone, whole[i, :n], atol=1e-5), "padding is read, or shifts a row?"
 
 
@@ -422,13 +450,14 @@ def test_16_gradient_accumulation_is_not_the_gradient_of_the_big_batch(name):
     function, options = rloo_loss, {"clip_range": 0.2, "num_rows": 8}
     if name != "rloo":
         function, options = grpo_loss, options | {"clip_range_high": 1.5, "loss_type": name}
-        options |= {"max_new_tokens": 4, "num_tokens": mask.sum()}
+        options |= {"cispo_bound": 1.5, "max_new_tokens": 4, "num_tokens": mask.sum()}
     gradients = []
     for size in (8, 4, 2, 1):
         logprobs = randn(8, 4).requires_grad_()
         for start in range(0, 8, size):
             rows = slice(start, start + size)
-            function(logprobs[rows], old[rows], advantages[rows], mask[rows], **options).backward()
+            arguments = logprobs[rows], old[rows], advantages[rows], mask[rows]
+            function(*arguments, **options)[0].backward()
         gradients.append(logprobs.grad)
     same = all(torch.allclose(g, gradients[0], atol=1e-12) for g in gradients)
     assert same, "normalised by the rows or tokens of the micro-batch, not of the minibatch?"
@@ -483,7 +512,7 @@ def test_18_the_kl_in_the_loss_has_no_gradient_or_one_whose_mean_is_0():
         drawn = torch.multinomial(probs, 64, replacement=True, generator=generator)[:, None]
         logprobs = logits.log_softmax(-1)[drawn]
         options = {"ref_logprobs": ref[drawn], "kl_coef": 1.0, "clip_range": 0.2}
-        loss = grpo_loss(
+        loss, _ = grpo_loss(
             logprobs, logprobs.detach(), torch.zeros(64), torch.ones_like(drawn), **options
         )
         optimizer.zero_grad()
@@ -506,10 +535,11 @@ def test_18_the_gradient_of_k3_is_0_at_the_reference_and_in_expectation_that_of_
 
     def kl_in_the_loss(logprobs: torch.Tensor, ref: torch.Tensor, coefficient: float):
         one = torch.ones(4, 1)
-        return 4 * grpo_loss(
+        loss, _ = grpo_loss(
             logprobs[:, None], logprobs.detach()[:, None], torch.zeros(4), one,
             ref_logprobs=ref[:, None], kl_coef=coefficient, clip_range=0.2,
         )  # fmt: skip
+        return 4 * loss
 
     at_reference = gradient(kl_in_the_loss(policy, policy.detach(), 1.0))
     assert (at_reference == 0).all(), "k1 in the loss?"
@@ -621,14 +651,15 @@ def test_25_logits_or_values_are_read_one_token_off(make):
     torch.nn.init.normal_(value_model.head.weight)
     prompt, completion = [1, 2, 3], [5, 6, EOS]
     rollout = make_rollout([prompt], [completion])
-    logprobs = completion_logprobs(model, rollout, 1.0)[0]
+    logprobs = logprobs_of(model, rollout)[0]
     values = completion_values(value_model, rollout)[0]
     for t, token in enumerate(completion):
         seen = torch.tensor([prompt + completion[:t]])
         logits = model(seen).logits[0, -1]
         expected = logits.log_softmax(-1)[token].item()
         assert logprobs[t].item() == pytest.approx(expected, abs=1e-5), "one position off?"
-        value = value_model(seen, torch.ones_like(seen))[0, -1].item()
+        hidden = value_model.backbone(seen).last_hidden_state[0, -1]
+        value = value_model.head(hidden).item()
         assert values[t].item() == pytest.approx(value, abs=1e-5), "the value knows the action?"
 
 
@@ -643,10 +674,10 @@ def test_26_the_reference_is_not_the_policy_that_the_run_starts_from(kind):
     with torch.no_grad():
         for p in policy.parameters():
             p.add_(0.05)
-    started_from = completion_logprobs(policy.eval(), RAGGED, 1.0)  # outside: the adapter is on
+    started_from = logprobs_of(policy.eval(), RAGGED)  # outside: the adapter is on
     with reference(policy.train(), 0.1) as model:
         assert not model.training and not any(p.requires_grad for p in model.parameters())
-        kl = started_from - completion_logprobs(model, RAGGED, 1.0)
+        kl = started_from - logprobs_of(model, RAGGED)
     assert (kl == 0).all(), "the reference was read again, or is the base under the adapter?"
 
 
@@ -732,7 +763,7 @@ def test_31_metrics_average_over_padding(script, flags, make_job, tmp_path, monk
     """
     job, extra = make_job(script), 0
     in_float64(monkeypatch, script)  # or Adam would blow up the rounding of other shapes
-    spy_on(monkeypatch, script, "generate", lambda rollout, *args: more_padding(rollout, extra))
+    spy_on(monkeypatch, script, "sample", lambda rollout, *args: more_padding(rollout, extra))
     flags |= {"num_steps": 2, "completions": 16, "temperature": 3.0, "num_epochs": 2}
     flags |= {"model": early_stopper(tmp_path)}
     flags |= {"num_mini_batches": 2, "learning_rate": 0.01, "kl_coef": 0.3, "clip_range": 0.02}
@@ -774,8 +805,7 @@ def test_33_decoded_text_is_encoded_again():
 
 def test_33_the_ids_that_are_trained_on_are_those_that_were_sampled(job, monkeypatch):
     """Masks included, each row once per epoch: nothing was encoded again, cut or padded anew."""
-    sampled = []
-    spy_on(monkeypatch, job.script, "generate", lambda rollout, *args: sampled.append(rollout))
+    sampled = generated_for_training(monkeypatch, job.script)
     seen = logprobs_of_the_update(monkeypatch, job.script)
     job(num_epochs=1, num_mini_batches=2, completions=16, temperature=3.0)
 
@@ -784,7 +814,9 @@ def test_33_the_ids_that_are_trained_on_are_those_that_were_sampled(job, monkeyp
         return sorted(row for parts in fields for row in torch.cat(parts, dim=1).tolist())
 
     trained = rows([rollout for rollout, _ in seen])
-    assert len(trained) == 16 and trained == rows(sampled), "other ids than the sampled ones?"
+    assert len(trained) == 16 and trained == rows([r for _, r in sampled]), (
+        "other ids than the sampled ones?"
+    )
 
 
 # --- Seen in other educational code ---
@@ -803,7 +835,9 @@ def test_dr_grpo_still_divides_by_each_length():
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     logprobs = torch.zeros(2, 4, requires_grad=True)
     args = torch.zeros(2, 4), torch.ones(2), mask
-    grpo_loss(logprobs, *args, clip_range=0.2, loss_type="dr_grpo", max_new_tokens=4).backward()
+    options = {"clip_range": 0.2, "loss_type": "dr_grpo", "max_new_tokens": 4}
+    loss, _ = grpo_loss(logprobs, *args, **options)
+    loss.backward()
     assert logprobs.grad[0].sum() == 2 * logprobs.grad[1].sum()
 
 
@@ -817,7 +851,8 @@ def test_inputs_are_changed_in_place():
     gae(a, b, mask, 0.9, 0.9), shape_rewards(rewards, a, mask, 0.1)
     losses(a, b, rewards.double(), mask.bool()), policy_loss(a, b, c, 0.2)
     ppo.value_loss(a, b, d, 0.2)
-    group_advantages(rewards, 2), rloo_advantages(rewards, 2)
+    group_advantages(rewards, 2), rloo_advantages(rewards, 2), rloo_advantages(rewards, 2, True)
+    policy_ratio(a), importance_ratio(a, b, mask, "token"), importance_ratio(a, b, mask, "sequence")
     for x, y in zip([*tensors, mask, rewards], before, strict=True):
         assert torch.equal(x, y)
 
@@ -828,10 +863,12 @@ def test_the_tokens_and_masks_that_a_model_reads_are_changed_in_place():
     rollout.tokens[~rollout.attention_mask] = 7
     before, model = copy.deepcopy(rollout), small_gpt2()
     value_model = ValueModel.on_backbone_of(model)
-    completion_logprobs(model, rollout, 0.7, with_entropy=True)
-    completion_logprobs(model, rollout, 0.7, 1)
+    completion_logprobs(model, rollout, 0.7)
+    completion_logprobs(model, rollout, 0.7, max_rows=1)
+    completion_logprobs(model, rollout, 0.7, max_tokens=6, bf16=True)
     completion_values(value_model, rollout)
-    value_model(rollout.tokens, rollout.attention_mask)
+    completion_values(value_model, rollout, max_rows=1)
+    micro_batches(rollout, torch.tensor([1, 0]), max_rows=1, max_tokens=6)
     model_inputs(model, rollout.tokens, rollout.attention_mask, use_cache=False)
     completion_mask(rollout.tokens[:, 4:], [EOS])
     score(
@@ -887,12 +924,14 @@ def test_minimum_for_maximum_where_the_advantage_is_negative(ratio, advantage):
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         old, mask, A = torch.zeros(1, 1), torch.ones(1, 1).bool(), torch.tensor([advantage])
         if script == "ppo":
-            policy_loss(logprobs, old, A[:, None], 0.2).sum().backward()
+            loss, clipped = policy_loss(logprobs, old, A[:, None], 0.2)
         else:
-            loss = {"grpo": grpo_loss, "rloo": rloo_loss}[script]
-            loss(logprobs, old, A, mask, clip_range=0.2).backward()
+            function = {"grpo": grpo_loss, "rloo": rloo_loss}[script]
+            loss, clipped = function(logprobs, old, A, mask, clip_range=0.2)
+        loss.sum().backward()
         expected = 0.0 if stopped else -advantage * ratio
         assert logprobs.grad.item() == pytest.approx(expected), "minimum for maximum?"
+        assert clipped.item() == stopped, "counted as clipped where the gradient flows?"
 
 
 def test_whitening_adds_the_mean_back_or_goes_row_by_row():
@@ -958,8 +997,12 @@ def test_gae_runs_over_padding_to_the_end_of_the_row():
 def test_a_nan_loss_is_skipped_without_a_word(job, monkeypatch):
     """rlhf-book, tiny-grpo: it must stop the run, and name the step."""
     names = {ppo: "policy_loss", grpo: "grpo_loss", rloo: "rloo_loss"}
-    original = getattr(job.script, names[job.script])
-    monkeypatch.setattr(job.script, names[job.script], lambda *a, **k: original(*a, **k) * math.nan)
+    spy_on(
+        monkeypatch,
+        job.script,
+        names[job.script],
+        lambda result, *args: (result[0] * math.nan, result[1]),
+    )
     with pytest.raises(Exception, match="step 0: the gradient is nan"):
         job()
     assert json.loads((job.folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The page that tools/plot.py draws."""
+"""The page that curves.py draws."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tools import plot
+from plumbing import curves
 
 NAMES = ["objective/scores", "objective/kl", "objective/entropy", "length/mean"]
 
@@ -32,7 +32,7 @@ def axes_of(folders: list[Path], output: Path, monkeypatch) -> list:
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
     )
-    plot.draw(folders, output)
+    curves.draw(folders, output)
     return figures[0].axes
 
 
@@ -62,4 +62,10 @@ def test_a_line_that_the_run_is_just_writing_is_left_out(tmp_path):
     run = write_run(tmp_path, 0)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "objective/sc')
-    assert plot.read_metrics(run)["objective/scores"] == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert curves.read_metrics(run)["objective/scores"] == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_a_script_has_its_colour_whatever_else_is_on_the_page():
+    assert curves.line_colours(["rloo-tiny-add", "ppo-tiny-add"]) == ["C2", "C0"]
+    several = curves.line_colours(["ppo-tiny-add", "ppo-gpt2-sentiment", "mine", "grpo-tiny-add"])
+    assert several[0] == "C0" and several[3] == "C1" and len(set(several)) == 4

@@ -1,4 +1,4 @@
-"""PPO: its losses, its loop on small models, and that it learns for the right reason."""
+"""PPO: its rewards, its losses, and what its loop alone does, on small models."""
 
 import math
 
@@ -15,7 +15,9 @@ from conftest import (
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import ppo
-from common import InputError, gae, masked_whiten
+from common import gae, masked_whiten, policy_ratio
+from plumbing.errors import InputError
+from plumbing.forward import completion_logprobs
 from plumbing.metrics import Meter
 from ppo import policy_loss, shape_rewards, value_loss
 
@@ -65,10 +67,21 @@ def test_with_gamma_and_lambda_1_and_no_value_every_token_gets_the_whole_score_e
 )
 def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(advantage, ratio, loss, slope):
     logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    value = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
+    value, clipped = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
     value.sum().backward()
     assert value.item() == pytest.approx(loss)
     assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio
+    assert clipped.tolist() == [[slope == 0]], "counted as clipped where the clip doesn't decide?"
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_ratio_that_overflows_exp_gives_no_nan_and_a_bad_token_keeps_its_gradient(advantage):
+    """exp(100) is infinite in float32: where the clip stops the gradient, 0 * inf would be NaN."""
+    logprobs = torch.tensor([[100.0, 0.0]], requires_grad=True)
+    loss, _ = policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([[advantage, 1.0]]), 0.2)
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+    assert (logprobs.grad[0, 0] > 0) == (advantage < 0) and logprobs.grad[0, 1] == -1
 
 
 def test_where_the_value_clip_does_not_bite_rounding_does_not_pass_for_it():
@@ -76,7 +89,9 @@ def test_where_the_value_clip_does_not_bite_rounding_does_not_pass_for_it():
     generator = torch.Generator().manual_seed(0)
     old, returns = torch.randn(2, 100, 10, generator=generator)
     old, values = 0.05 * old, 0.05 * torch.rand(100, 10, generator=generator)
-    assert torch.equal(value_loss(values, old, returns, 0.2), 0.5 * (values - returns) ** 2)
+    loss, clipped = value_loss(values, old, returns, 0.2)
+    assert torch.equal(loss, 0.5 * (values - returns) ** 2)
+    assert not clipped.any()
 
 
 @pytest.mark.parametrize(
@@ -90,10 +105,20 @@ def test_where_the_value_clip_does_not_bite_rounding_does_not_pass_for_it():
 )
 def test_the_value_loss_is_half_the_larger_of_two_squared_errors(value, ret, loss, slope):
     values = torch.tensor([[value]], requires_grad=True)
-    result = value_loss(values, torch.zeros(1, 1), torch.tensor([[ret]]), 0.2)
+    result, clipped = value_loss(values, torch.zeros(1, 1), torch.tensor([[ret]]), 0.2)
     result.sum().backward()
     assert result.item() == pytest.approx(loss)
     assert values.grad.item() == pytest.approx(slope)
+    assert clipped.tolist() == [[slope == 0]], "counted as clipped where the clip doesn't decide?"
+
+
+def test_where_neither_bound_moves_the_loss_nothing_is_clipped():
+    """An advantage of 0 at a large ratio; a value as far from its return as its bound is."""
+    far = torch.tensor([[3.0]])
+    assert policy_loss(far, torch.zeros(1, 1), torch.zeros(1, 1), 0.2)[1].tolist() == [[False]]
+    # The value and its bound of 0.25 are equally far from the return.
+    near, ret = torch.tensor([[0.5]]), torch.tensor([[0.375]])
+    assert value_loss(near, torch.zeros(1, 1), ret, 0.25)[1].tolist() == [[False]]
 
 
 def test_loss_gradients_equal_finite_differences():
@@ -102,8 +127,8 @@ def test_loss_gradients_equal_finite_differences():
         return torch.randn(2, 3, generator=generator, dtype=torch.float64)
 
     x = numbers(0).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: policy_loss(x, numbers(1), numbers(2), 0.2), (x,))
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, numbers(1), numbers(2), 0.2), (x,))
+    assert torch.autograd.gradcheck(lambda x: policy_loss(x, numbers(1), numbers(2), 0.2)[0], (x,))
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, numbers(1), numbers(2), 0.2)[0], (x,))
 
 
 def test_more_padding_on_the_right_changes_no_advantage_no_loss_and_no_metric():
@@ -113,22 +138,24 @@ def test_more_padding_on_the_right_changes_no_advantage_no_loss_and_no_metric():
     scores = torch.tensor([1.0, -1.0, 2.0])
 
     def update(extra: int) -> list[float]:
-        def pad(x: torch.Tensor) -> torch.Tensor:  # with garbage: the mask must keep it out
-            return torch.cat([x, torch.full((3, extra), 7.0)], dim=1)
+        def pad(x: torch.Tensor, garbage: float = 7.0) -> torch.Tensor:  # the mask keeps it out
+            return torch.cat([x, torch.full((3, extra), garbage)], dim=1)
 
         mask = torch.cat([MASK, torch.zeros(3, extra, dtype=torch.bool)], dim=1)
         rewards = shape_rewards(scores, pad(old) - pad(ref), mask, 0.1)
         advantages, returns = gae(rewards, pad(old_values), mask, 1.0, 0.95)
         advantages = masked_whiten(advantages, mask)
-        pg = policy_loss(pad(logprobs), pad(old), advantages, 0.2)
-        vf = value_loss(pad(values), pad(old_values), returns, 0.2)
-        meter = Meter()
-        meter.add("pg", pg, mask)
-        meter.add("vf", vf, mask)
-        meter.maximum("max", (pad(logprobs) - pad(old)).abs(), mask)
-        return [((pg + 0.1 * vf) * mask).sum().item(), *meter.means().values()]
+        pg, clipped = policy_loss(pad(logprobs), pad(old, 3.0), advantages, 0.2)
+        vf, vf_clipped = value_loss(pad(values), pad(old_values, 3.0), returns, 0.2)
+        rollout = make_rollout([[1]] * 3, [[1] * 3, [1], [1] * 4], extra_right=extra)
+        meter, ratio = Meter(), policy_ratio(pad(logprobs) - pad(old, 3.0))
+        arguments = pad(logprobs), pad(old, 3.0), pad(ref), ratio, clipped, mask
+        meter.add_policy(rollout, torch.arange(3), *arguments)
+        for name, x in {"pg": pg, "vf": vf, "vf_clipped": vf_clipped}.items():
+            meter.add(name, x, mask)
+        return [((pg + 0.1 * vf) * mask).sum().item(), *meter.results().values()]
 
-    assert update(0) == pytest.approx(update(5), rel=1e-5)
+    assert len(update(0)) == 9 and update(0) == pytest.approx(update(5), rel=1e-5)
 
 
 # --- The loop ---
@@ -190,11 +217,12 @@ def test_the_value_model_can_start_from_a_reward_model_that_shares_the_tokens(jo
     model = GPT2ForSequenceClassification(config)
     folder = save_model(tmp_path / "rm", model, letter_tokenizer())
     flags = {"reward_model": folder, "value_init": "reward_model"}
-    built = []
+    built, build = [], ppo.ValueModel.on_backbone_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "initial_value_model", keep(built, ppo.initial_value_model))
+        patch.setattr(ppo.ValueModel, "on_backbone_of", keep(built, build))
         line = job(**flags)[0]
-    assert math.isfinite(line["loss/value_avg"]) and built[0].head.in_features == 16
+    assert math.isfinite(line["loss/value_avg"])
+    assert [value_model.head.in_features for value_model in built] == [16]
     with pytest.raises(InputError, match="needs --reward_model"):
         job(value_init="reward_model")
     save_model(tmp_path / "rm", model, byte_tokenizer())
@@ -212,17 +240,12 @@ def keep(results: list, function):
     return kept
 
 
-# --- Learning ---
-
-
 def test_eos_gets_a_gradient_where_pad_equals_eos():
-    from common import completion_logprobs
-
     model = small_gpt2()
     rollout = make_rollout([[1, 2]], [[5, EOS]], extra_right=2)
     rollout.tokens[:, 4:] = EOS
-    logprobs = completion_logprobs(model, rollout, 1.0)
+    logprobs, _ = completion_logprobs(model, rollout, 1.0)
     logprobs.retain_grad()
-    loss = policy_loss(logprobs, logprobs.detach(), torch.ones(1, 4), 0.2)
+    loss, _ = policy_loss(logprobs, logprobs.detach(), torch.ones(1, 4), 0.2)
     (loss * rollout.completion_mask).sum().backward()
     assert logprobs.grad.tolist() == [[-1, -1, 0, 0]]

@@ -17,8 +17,8 @@ from conftest import in_float64, letter_tokenizer, save_model, small_gpt2
 from transformers import AutoModelForCausalLM
 
 import ppo
-from sampling import Rollout
-from tasks import prompt_batch, read_prompts
+from common import Rollout
+from plumbing.data import prompt_batch, read_prompts
 
 FLAGS = {
     "num_steps": 2, "prompts_per_step": 6, "num_generations": 2, "rollout_batch_size": 4,
@@ -73,23 +73,26 @@ def spy_on_the_loop(patch: pytest.MonkeyPatch, records: Records, tasks: list) ->
 
         patch.setattr(ppo, name, wrapped)
 
-    def on_value_model(result, policy, *args):
-        records.policy, records.value_model = policy, result
+    build = ppo.ValueModel.on_backbone_of
+
+    def on_backbone_of(policy):
+        records.policy, records.value_model = policy, build(policy)
+        return records.value_model
 
     def on_score(result, task, rows, rollout, tokenizer):
         records.rollouts.append(rollout)
         records.before.append(copy.deepcopy((records.policy, records.value_model)))
         return result[0].double(), result[1]
 
-    def on_generate(result, *args, **kwargs):
+    def on_sample(result, *args, **kwargs):
         assert not {"top_k", "top_p"} & set(kwargs)
 
     in_float64(patch, ppo)
     wrap("load_task", lambda task, *args: tasks.append(task))
-    wrap("initial_value_model", on_value_model)
+    patch.setattr(ppo.ValueModel, "on_backbone_of", on_backbone_of)
     wrap("reference", lambda ref, *args: setattr(records, "reference", ref))
     wrap("score", on_score)
-    wrap("generate", on_generate)
+    wrap("sample", on_sample)
     wrap("clear_cache", lambda result: setattr(records, "clears", records.clears + 1))
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -118,7 +121,8 @@ def naive_forward(models, prompt: list[int], completion: list[int]) -> tuple[tor
     tokens = torch.tensor([prompt + completion])
     logits = policy(tokens).logits[0, len(prompt) - 1 : -1] / FLAGS["temperature"]
     log_p = logits.log_softmax(-1)
-    values = value_model(tokens, torch.ones_like(tokens))[0, len(prompt) - 1 : -1]
+    hidden = value_model.backbone(tokens).last_hidden_state[0, len(prompt) - 1 : -1]
+    values = value_model.head(hidden).squeeze(-1)
     logprobs = log_p[torch.arange(len(completion)), completion]
     return logprobs, -(log_p.exp() * log_p).sum(-1), values
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import sys
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -15,17 +14,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassi
 import grpo
 import ppo
 import rloo
-from common import (
-    InputError,
-    ValueModel,
-    completion_logprobs,
-    completion_values,
-    disable_dropout,
-    reference,
-)
+from common import ValueModel, disable_dropout, reference
 from plumbing import loading
+from plumbing.checkpoints import save_model as save_trained
+from plumbing.errors import InputError
+from plumbing.forward import completion_logprobs, completion_values
 from plumbing.loading import add_adapter, load_policy, load_tokenizer
-from plumbing.runs import Run
 from sampling import generate
 
 
@@ -41,7 +35,7 @@ def train_adapter(policy: PeftModel) -> PeftModel:
 
 def logprobs(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return completion_logprobs(model, RAGGED, 0.7)
+        return completion_logprobs(model, RAGGED, 0.7)[0]
 
 
 @pytest.fixture(params=SMALL_MODELS)
@@ -99,7 +93,7 @@ def test_after_the_reference_was_read_the_adapter_trains_and_the_base_does_not(p
     with reference(policy, kl_coef=0.1) as model:
         logprobs(model)
     assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
-    completion_logprobs(train_adapter(policy), RAGGED, 1.0).sum().backward()
+    completion_logprobs(train_adapter(policy), RAGGED, 1.0)[0].sum().backward()
     with_gradient = {name for name, p in policy.named_parameters() if p.grad is not None}
     assert with_gradient == trained
 
@@ -357,11 +351,7 @@ def test_saving_an_adapter_asks_no_hub(tmp_path, monkeypatch):
     policy.peft_config["default"].base_model_name_or_path = "some/name"
     with pytest.raises(AssertionError, match="asked the hub"):
         policy.save_pretrained(tmp_path)
-    run = SimpleNamespace(
-        policy=policy, tokenizer=letter_tokenizer(), folder=tmp_path,
-        config=SimpleNamespace(merge_adapter=False),
-    )  # fmt: skip
-    Run._save(run)
+    save_trained(tmp_path, policy, letter_tokenizer(), merge_adapter=False)
     assert (tmp_path / "model/adapter_model.safetensors").exists()
 
 

@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 import grpo
 import ppo
 import rloo
-from plumbing.runs import Run, _crc32
+from plumbing.checkpoints import read_state, write_state
+from plumbing.errors import Fault, InputError
+from plumbing.runs import Run
 
 SCRIPTS = [ppo, grpo, rloo]
 MEASURED = ("time/", "memory/", "tokens_per_second")  # what differs from run to run anyway
@@ -97,20 +99,60 @@ def test_a_resumed_run_that_is_done_changes_nothing_and_more_steps_make_it_longe
     assert records("run")[:6] == before[0][:6]
 
 
-def test_resume_without_a_run_starts_one_and_without_a_checkpoint_starts_anew(here, monkeypatch):
-    assert run(ppo, [*FLAGS, "--resume"])[0] == 0
-    monkeypatch.setattr(Run, "_checkpoint", lambda self: None)
-    monkeypatch.setattr(Run, "_save", lambda self: None)
+def printed_by(script, flags: list[str], monkeypatch) -> list[str]:
+    """What a command prints: run() keeps stderr alone."""
+    lines = []
     with monkeypatch.context() as m:
-        stop_after(1, m)
-        assert run(ppo, [*FLAGS, "--output_dir", "other"])[0] == 130
-    assert len(records("other")) == 2
-    assert run(ppo, [*FLAGS, "--output_dir", "other", "--resume"])[0] == 0
-    assert records("other") == records("run")
+        m.setattr("builtins.print", lambda *args, **kwargs: lines.append(args[0]))
+        assert run(script, flags)[0] == 0
+    return lines
 
 
-def contents(folder: str) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+def stop_without_a_checkpoint(step: int, monkeypatch) -> None:
+    """As by kill -9 before the first checkpoint."""
+    with monkeypatch.context() as m:
+        m.setattr(Run, "_write_checkpoint", lambda self: None)
+        m.setattr(Run, "_save_model", lambda self: None)
+        stop_after(step, m)
+        assert run(ppo, FLAGS)[0] == 130
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a run without a step"])
+def test_resume_where_there_is_nothing_to_resume_says_so_and_starts(there, here, monkeypatch):
+    if there == "an empty folder":
+        Path("run").mkdir()
+    elif there == "a run without a step":
+        assert run(ppo, [*FLAGS, "--reward", "reward.py:divides_by_zero"])[0] == 2
+    assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
+    lines = printed_by(ppo, [*FLAGS, "--resume"], monkeypatch)
+    assert lines[0] == "--resume: run holds no checkpoint, the run starts at step 0"
+    assert not Path("run.old").exists()
+    assert_same_run("run", "whole")
+
+
+def test_resume_without_a_checkpoint_says_so_before_anything_is_loaded(here, monkeypatch):
+    lines = []
+    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: lines.append(args[0]))
+    monkeypatch.setattr(ppo, "load_policy", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ppo.main([*FLAGS, "--resume"])
+    assert lines == ["--resume: run holds no checkpoint, the run starts at step 0"]
+
+
+def test_resume_without_a_checkpoint_keeps_the_lines_of_metrics_as_old(here, monkeypatch):
+    assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
+    stop_without_a_checkpoint(1, monkeypatch)
+    before = contents("run")
+    lines = printed_by(ppo, [*FLAGS, "--resume"], monkeypatch)
+    assert "--resume: run holds no checkpoint, the run starts at step 0" in lines
+    assert "The run in run is now run.old." in lines
+    assert contents("run.old") == before
+    assert_same_run("run", "whole")
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(
@@ -128,9 +170,33 @@ def test_a_command_that_is_refused_leaves_the_run_that_is_there_as_it_is(flags, 
 def test_an_overwrite_that_fails_at_once_says_nothing_of_what_the_old_run_saved(here):
     assert run(ppo, FLAGS)[0] == 0
     before = contents("run")
-    code, lines = run(ppo, [*FLAGS, "--overwrite", "--reward", "reward.py:raises"])
-    assert code == 2 and "saved" not in lines[0]
-    assert contents("run") == before
+    for _ in range(2):  # the second finds a run without a step, which is not worth keeping
+        code, lines = run(ppo, [*FLAGS, "--overwrite", "--reward", "reward.py:divides_by_zero"])
+        assert code == 2 and "saved" not in lines[0]
+        assert contents("run.old") == before and not Path("run/checkpoint").exists()
+
+
+def test_an_overwritten_run_takes_the_place_of_the_one_that_was_overwritten_before(
+    here, monkeypatch
+):
+    assert run(ppo, FLAGS)[0] == 0
+    first = contents("run")
+    lines = printed_by(ppo, [*FLAGS, "--overwrite", "--seed", "1"], monkeypatch)
+    assert lines.count("The run in run is now run.old.") == 1
+    second = contents("run")
+    assert contents("run.old") == first and second != first
+    assert run(ppo, [*FLAGS, "--overwrite", "--seed", "2"])[0] == 0
+    assert contents("run.old") == second and contents("run") != second
+
+
+def test_a_folder_that_is_no_run_does_not_make_room_for_an_overwritten_one(here):
+    assert run(ppo, FLAGS)[0] == 0
+    Path("run.old").mkdir()
+    Path("run.old/thesis.txt").write_text("years of work")
+    before = contents(".")
+    code, lines = run(ppo, [*FLAGS, "--overwrite"])
+    assert code == 2 and "run.old: holds something that is not a run" in lines[0]
+    assert contents(".") == before
 
 
 def test_after_running_out_of_memory_the_advice_can_be_followed_on_resume(here):
@@ -142,22 +208,49 @@ def test_after_running_out_of_memory_the_advice_can_be_followed_on_resume(here):
     assert [x["step"] for x in records("run")] == list(range(7))
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(here, monkeypatch):
-    assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
-    with monkeypatch.context() as m:
-        stop_after(4, m)
-        assert run(ppo, FLAGS)[0] == 130
+def test_a_damaged_checkpoint_is_named_and_nothing_is_touched(here):
+    assert run(ppo, FLAGS)[0] == 0
     path = Path("run/checkpoint/state.pt")
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
-    printed = []
-    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: printed.append(args[0]))
-    assert run(ppo, [*FLAGS, "--resume"])[0] == 0
-    assert "run/checkpoint is damaged, it is left out: its checksum is wrong" in printed
-    assert "run/checkpoint.old is whole: going on after 4 steps." in printed
-    monkeypatch.undo()
-    assert_same_run("run", "whole")
+    before = contents(".")
+    code, lines = run(ppo, [*FLAGS, "--resume", "--num_steps", "8"])
+    damage = "run/checkpoint/state.pt is damaged (its checksum is wrong)"
+    assert (code, lines) == (2, [f"error: --resume: {damage}; --overwrite starts the run anew"])
+    assert contents(".") == before
+
+
+def test_every_byte_of_a_checkpoint_counts(tmp_path):
+    """torch.load alone doesn't notice most of them."""
+    path = tmp_path / "state.pt"
+    state = {"step": 3, "weights": {"a": torch.randn(9, 7)}, "torch": torch.get_rng_state()}
+    write_state(path, state)
+    assert torch.equal(read_state(path)["weights"]["a"], state["weights"]["a"])
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+    data = path.read_bytes()
+    for at in range(0, len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with pytest.raises(InputError, match=r"state\.pt is damaged \(its checksum is wrong\)"):
+            read_state(path)
+    for length in (0, 3, 4, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(InputError, match=r"state\.pt is damaged"):
+            read_state(path)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before_it(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    write_state(path, {"step": 1})
+    for name in ("fsync", "replace"):
+
+        def fail(*args):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as m, pytest.raises(Fault, match="No space left on device"):
+            m.setattr(*((os, name) if name == "fsync" else (Path, name)), fail)
+            write_state(path, {"step": 2})
+        assert read_state(path) == {"step": 1} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_checkpoint_is_data_and_nothing_in_it_is_run(here):
@@ -166,12 +259,9 @@ def test_a_checkpoint_is_data_and_nothing_in_it_is_run(here):
             return (Path("was_run").touch, ())
 
     damage()()
-    for folder in ("run/checkpoint", "run/checkpoint.old"):
-        torch.save({"step": Bad()}, f"{folder}/state.pt")
-        record = {"step": 1, "crc32": _crc32(Path(folder, "state.pt"))}
-        Path(folder, "record.json").write_text(json.dumps(record))
+    write_state(Path("run/checkpoint/state.pt"), {"step": Bad()})
     code, lines = run(ppo, [*RUN.split(), "--resume"])
-    assert code == 2 and "no checkpoint that is whole" in lines[-1]
+    assert code == 2 and "run/checkpoint/state.pt is damaged" in lines[-1]
     assert not Path("was_run").exists()
 
 
@@ -215,8 +305,13 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(h
 
 def test_lines_that_were_written_after_the_checkpoint_are_not_there_twice(here, monkeypatch):
     """As after a kill: the files are further than the checkpoint."""
-    assert run(ppo, FLAGS)[0] == 0
-    shutil.rmtree("run/checkpoint")  # checkpoint.old is that after step 4
+    with monkeypatch.context() as m:
+        m.setattr(Run, "_save_model", lambda self: shutil.copytree("run/checkpoint", "after_4"))
+        stop_after(3, m)
+        assert run(ppo, FLAGS)[0] == 130
+    assert run(ppo, [*FLAGS, "--resume"])[0] == 0 and len(records("run")) == 7
+    shutil.rmtree("run/checkpoint")
+    Path("after_4").rename("run/checkpoint")
     with monkeypatch.context() as m:
         stop_after(4, m)
         assert run(ppo, [*FLAGS, "--resume"])[0] == 130
@@ -252,26 +347,24 @@ def test_half_an_update_is_no_checkpoint_and_its_model_is_said_to_be_that(here, 
 def test_a_run_of_another_kind_of_device_is_not_resumed(here):
     assert run(ppo, FLAGS)[0] == 0
     path = Path("run/checkpoint/state.pt")
-    state = torch.load(path, weights_only=True)
+    state = read_state(path)
     state["generators"]["sampler"] = torch.zeros(16, dtype=torch.uint8)  # as on CUDA
-    torch.save(state, path)
-    record = {"step": state["step"], "crc32": _crc32(path)}
-    (path.parent / "record.json").write_text(json.dumps(record))
+    write_state(path, state)
     code, lines = run(ppo, [*FLAGS, "--resume", "--num_steps", "8"])
     assert code == 2
     assert lines[-1] == "error: --resume: the run was on another kind of device, see --device"
 
 
 def test_records_without_a_checkpoint_survive_a_resume_that_fails(here, monkeypatch):
-    with monkeypatch.context() as m:
-        m.setattr(Run, "_checkpoint", lambda self: None)
-        stop_after(1, m)
-        assert run(ppo, FLAGS)[0] == 130
+    stop_without_a_checkpoint(1, monkeypatch)
     before = contents("run")
-    assert run(ppo, [*FLAGS, "--resume", "--reward", "reward.py:raises"])[0] == 2
-    assert contents("run") == before
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "wandb", None)  # the last check of all
+        assert run(ppo, [*FLAGS, "--resume", "--wandb"])[0] == 2
+    assert contents("run") == before and not Path("run.old").exists()
     assert run(ppo, [*FLAGS, "--resume"])[0] == 0
     assert [x["step"] for x in records("run")] == list(range(7))
+    assert contents("run.old") == before
 
 
 def start(*flags: str) -> subprocess.Popen:
@@ -292,7 +385,7 @@ def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(here):
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
-    saved = json.loads(Path("run/checkpoint/record.json").read_text())["step"]
+    saved = read_state(Path("run/checkpoint/state.pt"))["step"]
     assert f"run is saved up to step {saved}, --resume goes on from there" in errors
     assert len(records("run")) == saved
     assert Path("run/model/model.safetensors").exists()
@@ -308,18 +401,19 @@ def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here):
         # Mostly while it writes: after the start, which takes seconds.
         before = Path("run/metrics.jsonl")
         known = before.stat().st_size if before.exists() else 0
-        while process.poll() is None and rng.random() < 0.97:
-            time.sleep(0.1)
+        latest = time.monotonic() + (rng.random() * 3 if rng.random() < 0.2 else 60)
+        while process.poll() is None and time.monotonic() < latest:
+            time.sleep(0.02)
             if before.exists() and before.stat().st_size != known:
-                time.sleep(rng.random() * 0.3)
+                time.sleep(rng.random() * 0.8)
                 break
         process.kill()
         process.communicate()
         if process.returncode == 0:  # done: again from the start
             assert_same_run("run", "whole")
             shutil.rmtree("run")
-        elif Path("run/checkpoint/record.json").exists():
-            steps.add(json.loads(Path("run/checkpoint/record.json").read_text())["step"])
+        elif Path("run/checkpoint/state.pt").exists():
+            steps.add(read_state(Path("run/checkpoint/state.pt"))["step"])
         kills += 1
     assert len(steps) > 10, "killed before it had computed anything?"
     process = start(*flags, "--resume")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,10 +27,10 @@ from transformers import (
 import grpo
 import ppo
 import rloo
-from common import Fault, InputError
 from plumbing import loading, runs
-from plumbing.config import parse_flags
-from plumbing.loading import load_policy, load_tokenizer
+from plumbing.config import HEADINGS, ByModel, RunConfig, flag, parse_flags
+from plumbing.errors import Fault, InputError
+from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer, pick_device
 from plumbing.metrics import (
     Meter,
     explained_variance,
@@ -89,6 +90,88 @@ def test_names_of_trl_are_understood():
         ppo.Config, "", ["--response_length", "9", "--cliprange=0.3", "--beta", "1"]
     )
     assert (config.max_new_tokens, config.clip_range, config.kl_coef) == (9, 0.3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "expected"),
+    [
+        (["--kl-coef", "1"], "kl_coef", 1.0),
+        (["--kl-coef=1"], "kl_coef", 1.0),
+        (["--kl_coef", "1e-2"], "kl_coef", 0.01),
+        (["--overwrite"], "overwrite", True),
+        (["--overwrite", "--seed", "3"], "overwrite", True),
+        (["--overwrite", "false"], "overwrite", False),
+        (["--disable_dropout", "False"], "disable_dropout", False),
+        (["--bf16=true"], "bf16", True),
+        (["--bf16", "no"], "bf16", False),
+        (["--bf16"], "bf16", True),
+        (["--model", "x/y"], "bf16", fast_at_bfloat16(pick_device(None))),
+        (["--reward", "a", "b", "--seed", "3"], "reward", ["a", "b"]),
+        (["--reward_weights=0.5"], "reward_weights", [0.5]),
+        (["--missing_eos_penalty", "-1"], "missing_eos_penalty", -1.0),
+        (["--device", "cpu"], "device", "cpu"),
+        ([], "device", str(pick_device(None))),
+        (["--kl_estimator", "k3"], "kl_estimator", "k3"),
+    ],
+)
+def test_how_a_flag_may_be_written(args, name, expected):
+    value = getattr(parse_flags(ppo.Config, "", args), name)
+    assert value == expected and type(value) is type(expected)
+
+
+def test_what_is_not_given_is_the_default_of_the_model_and_ten_times_the_rate_for_an_adapter(
+    tmp_path,
+):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}')
+    rates = [
+        ([], 5e-4),
+        (["--lora_r", "4"], 5e-3),
+        (["--model", "x/y"], 5e-5),
+        (["--model", "x/y", "--lora_r", "4"], 5e-4),
+        (["--model", str(tmp_path)], 5e-4),
+        (["--model", "x/y", "--lora_r", "4", "--learning_rate", "3e-6"], 3e-6),
+    ]
+    for args, rate in rates:
+        config = parse_flags(ppo.Config, "", args)
+        assert config.learning_rate == pytest.approx(rate, rel=1e-12)
+        tiny = config.model == "tiny"
+        assert (config.task, config.num_steps) == (("add", 60) if tiny else ("sentiment", 40))
+        assert config.micro_batch_tokens == (None if tiny else 1024)
+        assert not any(isinstance(value, ByModel) for value in vars(config).values())
+
+
+def test_a_script_changes_a_default_in_one_line_and_keeps_help_and_heading(capsys):
+    @dataclasses.dataclass(kw_only=True)
+    class Config(ppo.Config):
+        kl_coef: float = flag(0.25)
+        learning_rate: float = flag(1e-3)
+        reward: list[str] = flag(["brevity"])
+        my_flag: int = flag(3, "of mine")
+
+    config = parse_flags(Config, "", ["--lora_r", "8"])
+    assert (config.kl_coef, config.learning_rate, config.my_flag) == (0.25, 1e-2, 3)
+    assert config.reward == ["brevity"] and config.reward is not Config().reward
+    with pytest.raises(SystemExit):
+        parse_flags(Config, "", ["--help"])
+    text = capsys.readouterr().out
+    assert re.search(r"--kl_coef X +weight of the KL penalty; .* \(0\.25\)\n", text)
+    assert text.index("update:") < text.index("--kl_coef") < text.index("this algorithm:")
+    assert re.search(r"--my_flag N +of mine \(3\)\n", text)
+
+
+def test_each_script_gives_the_defaults_that_the_shared_flags_leave_open():
+    """And no flag but those that differ is in two places."""
+    open_ones = {
+        field.name
+        for field in dataclasses.fields(RunConfig)
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
+    assert {"num_steps", "num_generations", "kl_coef", "learning_rate"} <= open_ones
+    for script in (ppo, grpo, rloo):
+        own = set(script.Config.__annotations__)
+        assert open_ones <= own and script.Config.script == script.__name__
+        shared = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+        assert all(vars(script.Config).get(name) != shared[name] for name in own & set(shared))
 
 
 def test_every_error_is_one_line_without_a_traceback_in_a_real_process(tmp_path):
@@ -242,12 +325,16 @@ def test_the_help_has_groups_one_line_a_flag_and_the_defaults(capsys):
             script.main(["--help"])
         lines = capsys.readouterr().out.split("\n")
         assert exit_.value.code == 0
-        for group in ("the job", "rollout", "reward and advantage", "update", "the run"):
-            assert f"{group}:" in lines
+        for heading in HEADINGS:
+            assert f"{heading}:" in lines
         flags = [line for line in lines if line.startswith("  --") and "--help" not in line]
         assert len(flags) == len(dataclasses.fields(script.Config))
-        assert all(re.match(r"  --\w+( [A-Z0-9]+)?  +\S", line) for line in flags), flags
+        value = r"( N| X| TEXT| NAME| \[BOOL\]| (X|TEXT) \[\2 \.\.\.\])"
+        assert all(re.match(rf"  --\w+{value}  +\S", line) for line in flags), flags
         assert any("--temperature" in f and f.endswith("(1.0)") for f in flags)
+        end = lines.index(f"{HEADINGS[-1]}:")
+        rest = lines[lines.index(f"{HEADINGS[0]}:") : end]
+        assert all(line.startswith("  --") or line[:1] != " " for line in rest), "one line a flag"
         assert max(map(len, lines)) <= 116 and "==SUPPRESS==" not in "".join(lines)
 
 
@@ -262,22 +349,33 @@ def test_a_folder_that_holds_a_run_is_left_alone_without_overwrite(capsys, tmp_p
     error = fails(args, 2, capsys)
     assert "already holds a run: give --resume, --overwrite or another --output_dir" in error
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
-    ppo.main([*args, "--overwrite"])
+    ppo.main([*args, "--overwrite", "--seed", "1"])
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "run.old/metrics.jsonl").read_text() == before
+    assert (tmp_path / "run/metrics.jsonl").read_text() != before
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(capsys, tmp_path, small_folder):
     flags = "--num_steps 1 --prompts_per_step 2 --max_new_tokens 2 --num_eval_prompts 1".split()
     args = ["--model", small_folder, "--output_dir", str(tmp_path / "run"), *flags]
     ppo.main(args)
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in files_in(tmp_path / "run")}
     (tmp_path / "bad.py").write_text("def bad(completions, **kw): return 1 / 0")
+    # Refused before it starts: nothing is touched.
+    for fault in (["--reward", f"{tmp_path}/bad.py:worse"], ["--prompts", "nowhere.jsonl"]):
+        fails([*args, "--overwrite", *fault], 2, capsys)
+        assert {p: p.read_bytes() for p in files_in(tmp_path / "run")} == before
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "small"]
+    # At its first call of the reward: the run is there under its new name.
     fails([*args, "--overwrite", "--reward", f"{tmp_path}/bad.py:bad"], 2, capsys)
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "small"]
-    ppo.main([*args, "--overwrite", "--seed", "1"])
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() != before[tmp_path / "run/metrics.jsonl"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "small"]
+    old = tmp_path / "run.old"
+    kept = {tmp_path / "run" / p.relative_to(old): p.read_bytes() for p in files_in(old)}
+    assert kept == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "run.old", "small"]
 
 
 def test_a_run_that_failed_before_its_first_step_is_simply_done_again(
@@ -324,17 +422,68 @@ def test_a_metric_of_two_micro_batches_is_the_mean_over_all_tokens_not_of_means(
     meter = Meter()
     for row in range(2):
         meter.add("m", x[row : row + 1], mask[row : row + 1])
-        meter.maximum("max", x[row : row + 1], mask[row : row + 1])
-    for row in (1, 0):
-        meter.maximum("max, then less", x[row : row + 1], mask[row : row + 1])
+    meter.add("rows", torch.tensor([2.0, 4.0, 9.0]))
+    meter.add("rows", torch.tensor(1.0))
     hint = "over padding, a mean of means, or the last micro-batch alone?"
-    assert meter.means() == {"m": 4.0, "max": 10.0, "max, then less": 10.0}, hint
+    assert meter.results() == {"m": 4.0, "rows": 4.0}, hint
+
+
+def test_shares_are_added_up_within_a_minibatch_and_averaged_over_the_minibatches():
+    meter = Meter()
+    for shares, norm in (([1.0, 2.0, 4.0], 3.0), ([1.0], 5.0)):
+        for share in shares:
+            meter.add_share("loss", torch.tensor(share, requires_grad=True))
+        meter.end_mini_batch(torch.tensor(norm))
+    assert meter.results() == {"loss": 4.0, "grad_norm": 4.0}
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_a_fault(norm):
+    with pytest.raises(Fault, match=f"the gradient is {norm}: lower --learning_rate"):
+        Meter().end_mini_batch(torch.tensor(norm))
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_row_the_same(per_row):
+    """Micro-batches of ragged rows, in another order than the rollout's, NaN at padding. The
+    largest deviation of the ratio is that of the first minibatch alone.
+    """
+    nan = torch.nan
+    rollout = make_rollout([[1], [1], [1]], [[5, EOS], [5], [5, 6, EOS]])
+    mask = rollout.completion_mask
+    old = torch.tensor([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0], [4.0, 5.0, 6.0]])
+    moved = torch.tensor([[1.0, 3.0, nan], [5.0, nan, nan], [1.0, 1.0, 1.0]])
+    entropy = torch.tensor([[1.0, 2.0, nan], [6.0, nan, nan], [3.0, 3.0, 3.0]])
+    ratio, clipped = torch.tensor([1.5, 0.5, 1.25]), torch.tensor([True, False, False])
+    if not per_row:
+        ratio = ratio.unsqueeze(1).expand(3, 3).masked_fill(~mask, nan)
+        clipped = clipped.unsqueeze(1).expand(3, 3) | ~mask
+    meter = Meter()
+    for rows in ([2, 1], [0]):
+        at = torch.tensor(rows)
+        new = (old + moved)[at].requires_grad_()
+        meter.add_policy(rollout, at, new, old[at], entropy[at], ratio[at], clipped[at], mask[at])
+    meter.end_mini_batch(torch.tensor(1.0))
+    first = meter.results()["val/ratio_max_dev_first"]
+    far = torch.full_like(old, 9.0)
+    far = far[:, 0] if per_row else far
+    meter.add_policy(rollout, torch.arange(3), old, old, entropy, far, clipped, mask)
+    assert first == 0.5 and meter.results()["val/ratio_max_dev_first"] == 0.5
+    assert torch.equal(meter.old_logprobs, old), "rows were exchanged"
+    results = meter.results()
+    # The second pass adds a squared distance of 0, and the same entropies again.
+    assert results["policy/approxkl_avg"] == pytest.approx(0.5 * (1 + 9 + 25 + 3) / 12)
+    assert results["policy/entropy_avg"] == pytest.approx((1 + 2 + 6 + 9) / 6)
+    by_row, by_token = ((1.5 + 0.5 + 1.25) / 3, 1 / 3), ((3 + 0.5 + 3.75) / 6, 2 / 6)
+    mean_ratio, share_clipped = by_row if per_row else by_token
+    assert results["val/ratio"] == pytest.approx((mean_ratio + 9) / 2)
+    assert results["policy/clipfrac_avg"] == pytest.approx(share_clipped)
 
 
 def test_an_empty_mask_gives_0_not_nan():
     meter = Meter()
     meter.add("m", torch.ones(2), torch.zeros(2).bool())
-    assert meter.means() == {"m": 0}
+    assert meter.results() == {"m": 0}
 
 
 def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant():
@@ -383,9 +532,10 @@ def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_gro
 def test_lengths_count_eos_and_neither_prompt_nor_padding():
     completions = [[5, EOS], [6, 7, 8, 9, 10], [EOS], [5, 6, 7, EOS]]
     rollout = make_rollout([[1, 2, 3], [4], [1], [2, 2]], completions, extra_right=2)
-    metrics = rollout_metrics(rollout, 2.0, 2.0)
+    metrics = rollout_metrics(rollout, {"time/rollout": 2.5, "time/update": 1.5})
     assert (metrics["length/mean"], metrics["length/max"]) == (3, 5)
     assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.25, 3)
+    assert (metrics["time/rollout"], metrics["time/update"]) == (2.5, 1.5)
     assert metrics["tokens_per_second"] == 3 and metrics["memory/peak_gb"] > 0.01
 
 
@@ -496,7 +646,7 @@ def test_each_warning_has_a_cause_and_a_remedy(changes, name):
     history = [STEP | c for c in changes] if name == "constant reward" else varied
     [(found, text)] = warnings_about(history, bf16=False)
     assert found == name and "\n" not in text
-    assert any(word in text for word in ("--", "look at", "prompts too"))
+    assert any(word in text for word in ("--", "look at", "prompts too", "inspect_reward.py"))
 
 
 @pytest.mark.parametrize(
@@ -513,6 +663,25 @@ def test_each_warning_has_a_cause_and_a_remedy(changes, name):
 def test_no_warning_without_a_cause(changes):
     history = [STEP | {"objective/scores": i / 10} | c for i, c in enumerate(changes)]
     assert warnings_about(history, bf16=False) == []
+
+
+@pytest.mark.parametrize("num_steps", [1, 12])
+def test_an_infinite_kl_raises_the_warning_of_a_large_one(num_steps):
+    infinite = dict.fromkeys(["objective/kl", "objective/kl_token"], torch.inf)
+    changes = [{"objective/kl_token": 0.01}] * (num_steps - 1) + [infinite]
+    history = [STEP | {"objective/scores": i / 10} | c for i, c in enumerate(changes)]
+    [(found, text)] = warnings_about(history, bf16=False)
+    assert found == "large KL" and "the KL is inf" in text and "--kl_coef" in text
+
+
+@pytest.mark.parametrize(
+    ("kl", "num_tokens", "warned"),
+    [(12.0, 500, False), (12.0, 24, True), (60.0, 500, True), (9.9, 5, False)],
+)
+def test_a_large_kl_is_one_of_many_nats_that_are_many_per_token_too(kl, num_tokens, warned):
+    """12 nats are much for 24 tokens, .5 each, and little for 500, .024 each."""
+    history = [STEP | {"objective/kl": kl, "objective/kl_token": kl / num_tokens}]
+    assert [name for name, _ in warnings_about(history, bf16=False)] == ["large KL"] * warned
 
 
 def test_rounding_to_bfloat16_is_no_reason_to_warn_of_the_ratio():

@@ -1,27 +1,19 @@
 """The decode loop: what it samples from, where rows stop, and that its shortcuts change nothing."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import EOS, VOCAB, small_gpt2, small_llama
 
-from common import (
-    InputError,
-    completion_logprobs,
-    disable_dropout,
-    kl_estimate,
-    set_up_training,
-)
-from sampling import (
-    Rollout,
-    bfloat16_copy,
-    completion_mask,
-    concatenate,
-    draw,
-    generate,
-    preallocated_cache,
-)
+from common import Rollout, completion_mask, disable_dropout, kl_estimate
+from plumbing.decoding import bfloat16_copy, preallocated_cache
+from plumbing.errors import InputError
+from plumbing.forward import completion_logprobs
+from plumbing.loading import set_up_training
+from sampling import concatenate, draw, generate
+from sampling import sample as sample_in_parts
 
 PROMPTS = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
 PROMPT_MASK = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]])
@@ -113,7 +105,7 @@ def test_the_extremes_of_the_uniform_number_draw_possible_tokens_only():
 def test_recorded_logprobs_are_those_of_the_training_forward(small_model):
     """Sampled at a temperature and scored without it is the commonest mistake of all."""
     rollout = sample(small_model, temperature=0.7, num_generations=4)
-    recomputed = completion_logprobs(small_model, rollout, 0.7)
+    recomputed, _ = completion_logprobs(small_model, rollout, 0.7)
     assert torch.allclose(rollout.logprobs, recomputed, atol=1e-4)
 
 
@@ -123,8 +115,8 @@ def test_top_k_makes_the_estimate_of_a_positive_kl_negative(small_model):
     """
     for top_k, low, high in ((0, 0.05, 9.0), (3, -9.0, -0.05)):
         rollout = sample(small_model, top_k=top_k, num_generations=100)
-        policy = completion_logprobs(small_model, rollout, 1.0)
-        ref = completion_logprobs(small_model, rollout, 0.6)
+        policy, _ = completion_logprobs(small_model, rollout, 1.0)
+        ref, _ = completion_logprobs(small_model, rollout, 0.6)
         kl = kl_estimate(policy, ref, "k1")[rollout.completion_mask].mean()
         assert low < kl < high, top_k
 
@@ -274,6 +266,32 @@ def test_rollouts_can_be_indexed_and_put_together(small_model):
         assert torch.equal(getattr(parts, name), value), name
 
 
+@pytest.mark.parametrize("max_rows", [4, 5, 8, 100])
+def test_sub_batches_are_generated_in_turn_and_put_together(small_model, max_rows):
+    """Bit for bit: the same calls of generate, with the same use of the generator."""
+    prompts, mask = PROMPTS[[0, 1, 2, 0, 1]], PROMPT_MASK[[0, 1, 2, 0, 1]]
+    options = {"max_new_tokens": 8, "eos_token_ids": [EOS], "pad_token_id": 0}
+    generator = torch.Generator().manual_seed(0)
+    shapes = count_forwards(small_model)
+    rollout = sample_in_parts(
+        small_model, prompts, mask, num_generations=4, max_rows=max_rows, generator=generator,
+        **options,
+    )  # fmt: skip
+    assert max(rows for rows, length in shapes if length == 1) <= max_rows
+    generator.manual_seed(0)
+    step = max_rows // 4  # prompts
+    parts = [
+        generate(
+            small_model, prompts[i : i + step], mask[i : i + step], num_generations=4,
+            generator=generator, **options,
+        )
+        for i in range(0, 5, step)
+    ]  # fmt: skip
+    assert rollout.tokens.shape == (20, 11)
+    for name, value in vars(concatenate(parts)).items():
+        assert torch.equal(getattr(rollout, name), value), name
+
+
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])
 def test_the_token_drawn_is_the_first_whose_cumulative_probability_exceeds_the_number(vocab):
     """Found block by block; here over the whole row, in float64."""
@@ -352,7 +370,8 @@ def test_bfloat16_rounds_weights_but_not_rotary_frequencies():
 def test_decoding_in_bfloat16_uses_the_fused_attention_that_training_on_a_cpu_does_not():
     model = small_llama(dropout=0.1)
     disable_dropout(model)  # gives the layers a config of their own
-    set_up_training(model, bf16=True)
+    config = SimpleNamespace(bf16=True, gradient_checkpointing=False, compile=False)
+    set_up_training(config, model)
     copied = bfloat16_copy(model)
     used = [m.model.layers[1].self_attn.config._attn_implementation for m in (model, copied)]
     assert used == ["eager", "sdpa"]

@@ -1,21 +1,22 @@
 """What must hold for ppo.py, grpo.py and rloo.py alike: their loops, on small models."""
 
+import copy
+import inspect
 import json
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 from conftest import in_float64, letter_tokenizer, save_model, small_gpt2, small_llama
 from transformers import AutoModelForCausalLM
 
-import common
 import grpo
 import ppo
 import rloo
-import sampling
-from common import Fault, InputError
-from plumbing import config as flags
-from plumbing import runs
+from plumbing import decoding, forward, runs
+from plumbing.config import RunConfig, documentation, parse_flags
+from plumbing.errors import Fault, InputError
 
 SCRIPTS = [ppo, grpo, rloo]
 ADVANTAGES = {ppo: "gae", grpo: "group_advantages", rloo: "rloo_advantages"}
@@ -74,23 +75,23 @@ def test_old_logprobs_are_computed_only_where_they_can_differ(job, monkeypatch, 
     value model's left out.
     """
     counts, of_values = {"with gradient": 0, "without": 0}, []
-    read = common.completion_states
+    read = forward.completion_states
 
     def spy(backbone, rollout):
         if not any(backbone is other for other in of_values):
             counts["with gradient" if torch.is_grad_enabled() else "without"] += 1
         return read(backbone, rollout)
 
-    monkeypatch.setattr(common, "completion_states", spy)
+    monkeypatch.setattr(forward, "completion_states", spy)
     if job.script is ppo:
-        build = ppo.initial_value_model
+        build = ppo.ValueModel.on_backbone_of
 
-        def built(*args):
-            value_model = build(*args)
+        def built(model):
+            value_model = build(model)
             of_values.append(value_model.backbone)
             return value_model
 
-        monkeypatch.setattr(ppo, "initial_value_model", built)
+        monkeypatch.setattr(ppo.ValueModel, "on_backbone_of", built)
     flags = {"num_epochs": 1, "num_mini_batches": 1} | flags
     job(**flags)
     assert counts["without"] == forwards[job.script.__name__]
@@ -141,7 +142,7 @@ def test_the_saved_model_is_the_trained_one_and_the_configuration_is_resolved(jo
     assert all(moved)
     assert after.config.resid_pdrop == 0.1  # dropout is off in the run, not in what it leaves
     config = json.loads((job.folder / "config.json").read_text())
-    assert config["eval_every"] == job.script.PRETRAINED["eval_every"]
+    assert config["eval_every"] == 20  # the default but for the tiny model
     assert config["task"] == "sentiment"
 
 
@@ -159,15 +160,21 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(job):
 
 def test_evaluations_repeat_their_random_numbers_and_share_none_with_training(job, monkeypatch):
     seeds = {"evaluation": [], "training": []}
-    for module, name in ((runs, "evaluation"), (job.script, "training")):
 
-        def spy(*args, original=module.generate, seen=seeds[name], **kwargs):
+    def watch(module, function, seen):
+        original = getattr(module, function)
+
+        def spy(*args, **kwargs):
             seen.append(kwargs["generator"].initial_seed())
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(module, "generate", spy)
+        monkeypatch.setattr(module, function, spy)
+
+    watch(runs, "generate", seeds["evaluation"])
+    watch(job.script, "sample", seeds["training"])
     job(num_steps=2, eval_every=1)
     assert len(seeds["evaluation"]) == 2 * 3 and len(set(seeds["evaluation"])) == 1
+    assert len(seeds["training"]) == 2 and len(set(seeds["training"])) == 1
     assert not set(seeds["evaluation"]) & set(seeds["training"])
 
 
@@ -197,7 +204,7 @@ def record_gradients(monkeypatch) -> list[list[torch.Tensor]]:
         (grpo, {}),
         (grpo, {"loss_type": "dapo", "mask_truncated_completions": "true"}),
         (grpo, {"loss_type": "dr_grpo"}),
-        (grpo, {"loss_type": "cispo", "clip_range_high": "1.01"}),
+        (grpo, {"loss_type": "cispo", "cispo_bound": "1.01"}),
         (grpo, {"importance_sampling_level": "sequence"}),
         (grpo, {"importance_sampling_level": "sequence", "loss_type": "dapo"}),
         (rloo, {}),
@@ -283,7 +290,8 @@ def test_a_nan_gradient_stops_the_run_before_it_reaches_the_weights(job, monkeyp
 
     def broken(*args, **kwargs):
         calls.append(1)
-        return original(*args, **kwargs) * (math.nan if len(calls) > 4 else 1.0)
+        loss, clipped = original(*args, **kwargs)
+        return loss * (math.nan if len(calls) > 4 else 1.0), clipped
 
     monkeypatch.setattr(job.script, name, broken)
     with pytest.raises(Fault, match="step 1: the gradient is nan: lower --learning_rate") as error:
@@ -307,6 +315,153 @@ def test_a_reward_that_fails_late_leaves_the_model_and_the_metrics_so_far(job):
         job(num_steps=9, reward=f"{file}:late", eval_every=100)
     assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 3
     AutoModelForCausalLM.from_pretrained(job.folder / "model")
+
+
+# --- Flags that must reach what they are for ---
+
+
+GRPO_FLAGS = {
+    "clip_range": 0.1, "clip_range_high": 0.3, "cispo_bound": 2.5, "loss_type": "dapo",
+    "importance_sampling_level": "sequence", "max_new_tokens": 5, "kl_coef": 0.25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "flags"), [(grpo, GRPO_FLAGS), (rloo, {"clip_range": 0.1})])
+def test_every_flag_of_the_loss_reaches_it_and_with_it_the_counts_of_the_minibatch(
+    script, flags, make_job, monkeypatch
+):
+    calls, name = [], LOSS[script]
+    original = getattr(script, name)
+    arguments = inspect.signature(original).parameters
+    names = {field.name for field in fields(script.Config)}
+    assert set(script.LOSS_FLAGS) == set(flags) == set(arguments) & names
+
+    def spy(logprobs, old_logprobs, advantages, mask, **kwargs):
+        calls.append((mask, kwargs))
+        return original(logprobs, old_logprobs, advantages, mask, **kwargs)
+
+    monkeypatch.setattr(script, name, spy)
+    job = make_job(script)
+    job(num_mini_batches=2, micro_batch_size=3, completions=16, **({"kl_coef": 0.25} | flags))
+    assert [len(mask) for mask, _ in calls] == [3, 3, 2] * 2
+    for start in (0, 3):
+        num_tokens = sum(int(mask.sum()) for mask, _ in calls[start : start + 3])
+        for mask, given in calls[start : start + 3]:
+            assert {flag: given[flag] for flag in flags} == flags
+            assert given["num_rows"] == 8
+            if script is grpo:
+                assert given["num_tokens"] == num_tokens
+                assert given["ref_logprobs"].shape == mask.shape
+            assert set(given) <= set(arguments)
+
+
+def test_cispo_bound_changes_an_update_where_a_ratio_exceeds_it_and_no_other(make_job, monkeypatch):
+    recorded, job = record_gradients(monkeypatch), make_job(grpo)
+    in_float64(monkeypatch, grpo)
+    flags = {"loss_type": "cispo", "num_mini_batches": 2, "learning_rate": 1e-2, "kl_coef": 0}
+    lines = [job(completions=32, cispo_bound=bound, **flags)[0] for bound in (1.05, 1e3, 1e6)]
+    tight, loose, looser = (recorded[i : i + 2] for i in (0, 2, 4))
+    for before, after in zip(tight[0][0], loose[0][0], strict=True):
+        assert torch.equal(before, after), "at the first update every ratio is 1, below any bound"
+    for (a, _), (b, _) in zip(loose, looser, strict=True):
+        assert all(map(torch.equal, a, b)), "a bound that no ratio exceeds changed the update"
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(tight[1][0], loose[1][0], strict=True))
+    assert lines[0]["policy/clipfrac_avg"] > 0.01
+    assert lines[1]["policy/clipfrac_avg"] == lines[2]["policy/clipfrac_avg"] == 0
+
+
+@pytest.mark.parametrize("bounds", [[], [-2.0, 1.5]])
+def test_in_rloo_the_score_is_clipped_then_the_kl_of_all_its_tokens_subtracted(
+    bounds, make_job, monkeypatch
+):
+    """At the second step, where the KL isn't 0. The rewards are compared with those that plain
+    forward passes over one row at a time give, without any of our functions.
+    """
+    job, rewards, policies, rollouts, given = make_job(rloo), [], [], [], []
+    load, score, advantages = rloo.load_policy, rloo.score, rloo.rloo_advantages
+
+    def load_in_float64(*args):
+        policies.append(load(*args).double())
+        return policies[0]
+
+    def score_and_keep(task, rows, rollout, tokenizer):
+        scores, texts = score(task, rows, rollout, tokenizer)
+        policies.append(copy.deepcopy(policies[0]).eval())
+        rollouts.append(rollout)
+        given.append(scores)
+        return scores, texts
+
+    monkeypatch.setattr(rloo, "load_policy", load_in_float64)
+    monkeypatch.setattr(rloo, "score", score_and_keep)
+    monkeypatch.setattr(
+        rloo, "rloo_advantages", lambda r, *args: rewards.append(r) or advantages(r, *args)
+    )
+    args = ["--overwrite", f"--model={job.model}", f"--output_dir={job.folder}", "--num_steps=2"]
+    args += ["--prompts_per_step=4", "--max_new_tokens=6", "--num_eval_prompts=2", "--kl_coef=0.5"]
+    args += [f"--reward={job.folder.parent}/reward.py:spread", "--learning_rate=0.01"]
+    args += ["--temperature=0.7", "--device=cpu", "--bf16=false"]
+    rloo.main(args + (["--reward_clip_range", *map(str, bounds)] if bounds else []))
+
+    rollout, policy = rollouts[1], policies[2]
+    reference = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float64).eval()
+    width, expected = rollout.completion_mask.shape[1], []
+    for tokens, real, score in zip(rollout.tokens, rollout.attention_mask, given[1], strict=True):
+        ids, kl = tokens[real], 0.0
+        length = int(real[-width:].sum())
+        for model, sign in ((policy, 1), (reference, -1)):
+            with torch.no_grad():
+                logprobs = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
+            for i in range(len(ids) - length, len(ids)):
+                kl += sign * logprobs[i - 1, ids[i]].item()
+        clipped = min(max(score.item(), bounds[0]), bounds[1]) if bounds else score.item()
+        expected.append(clipped - 0.5 * kl)
+        assert abs(kl) > 1e-3
+    assert rewards[1].tolist() == pytest.approx(expected, abs=1e-6)
+    assert given[1].min() < -2 and given[1].max() > 1.5, "the bounds would not show"
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 20])
+def test_every_forward_pass_keeps_the_limits_of_its_phase_and_the_precision_asked_for(
+    bf16, max_tokens, job, monkeypatch
+):
+    """Those of the policy, the reference and the value model: with gradient at most
+    micro_batch_size rows, without rollout_batch_size; micro_batch_tokens holds for both.
+    """
+    passes, states = [], forward.completion_states
+
+    def spy(backbone, rollout):
+        width = rollout.completion_mask.shape[1]
+        prompts = rollout.tokens[:, :-width], rollout.attention_mask[:, :-width]
+        distinct = {tuple(x[real].tolist()) for x, real in zip(*prompts, strict=True)}
+        longest = rollout.completion_mask.sum(1).max()
+        passes.append(
+            {
+                "gradient": torch.is_grad_enabled(),
+                "rows": len(rollout.tokens),
+                "tokens": len(distinct) * max(map(len, distinct)) + len(rollout.tokens) * longest,
+                "bf16": torch.is_autocast_enabled("cpu"),
+            }
+        )
+        return states(backbone, rollout)
+
+    monkeypatch.setattr(forward, "completion_states", spy)
+    flags = {"completions": 16, "num_mini_batches": 2, "micro_batch_size": 3, "kl_coef": 0.1}
+    flags |= {"rollout_batch_size": 5, "temperature": 3.0, "bf16": bf16, "num_epochs": 1}
+    flags |= {} if max_tokens is None else {"micro_batch_tokens": max_tokens}
+    job(**flags)
+    models = 2 if job.script is ppo else 1  # with gradient; without, one more: the reference
+    assert all(p["bf16"] == bf16 for p in passes)
+    for gradient, limit, num_models in ((True, 3, models), (False, 5, models + 1)):
+        rows = [p["rows"] for p in passes if p["gradient"] == gradient]
+        assert sum(rows) == 16 * num_models
+        if max_tokens is None:
+            assert max(rows) == limit
+            assert len(rows) == num_models * (6 if gradient else 4), "3 + 3 + 2; 5 + 5 + 5 + 1"
+        else:
+            assert max(rows) <= limit
+    if max_tokens is not None:
+        assert all(p["tokens"] <= max_tokens or p["rows"] == 1 for p in passes)
 
 
 # --- Groups ---
@@ -426,38 +581,38 @@ def test_with_shuffled_advantages_the_reward_does_not_rise(job, monkeypatch):
 
 
 def test_every_flag_has_a_help_text_and_the_common_ones_the_same_in_all_scripts():
-    texts = [
-        {name: field.metadata.get("help") for name, field in s.Config.__dataclass_fields__.items()}
-        for s in SCRIPTS
-    ]
-    assert all(all(fields.values()) for fields in texts)
+    texts = []
+    for script in SCRIPTS:
+        documented = documentation(script.Config)
+        texts.append({f.name: documented[f.name]["help"] for f in fields(script.Config)})
+        assert all(texts[-1].values())
+        own = set(texts[-1]) - {f.name for f in fields(RunConfig)}
+        assert {documented[name]["group"] for name in own} == {"this algorithm"}
     common = set.intersection(*map(set, texts))
-    differ = {name for name in common if len({fields[name] for fields in texts}) > 1}
-    assert differ <= {"num_generations", "kl_coef", "clip_range", "output_dir"}
-    assert len(common) > 25
+    assert common == {f.name for f in fields(RunConfig)} and len(common) > 25
+    assert all(len({help_texts[name] for help_texts in texts}) == 1 for name in common)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_every_command_in_the_header_is_understood(script):
     text = script.__doc__.replace("\\\n", " ")
     commands = [line.split("#")[0].split() for line in text.split("\n") if "  python " in line]
-    assert len(commands) >= 3
+    assert len(commands) >= 2 and any("--reward" in command for command in commands)
+    assert ["python", f"{script.__name__}.py"] in commands
     for _, name, *args in commands:
         assert name == f"{script.__name__}.py"
-        config = flags.parse_flags(script.Config, "", args)
-        flags.apply_defaults(config, script.TINY)
-        flags.check_flags(config)
+        parse_flags(script.Config, "", args)
 
 
 def test_gradient_checkpointing_changes_no_gradient_and_leaves_the_cache_on(job, monkeypatch):
     recorded, lengths = record_gradients(monkeypatch), []
-    read = sampling._next_logits
+    read = decoding._next_logits
 
     def spy(model, tokens, *args, **kwargs):
         lengths.append(tokens.shape[1])
         return read(model, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(sampling, "_next_logits", spy)
+    monkeypatch.setattr(decoding, "_next_logits", spy)
     flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-3, "kl_coef": 0.3}
     in_float64(monkeypatch, job.script)
     job(**flags)

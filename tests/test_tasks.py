@@ -2,8 +2,10 @@
 
 import json
 import re
+import subprocess
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,28 +20,22 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from common import InputError
+from plumbing.data import RewardModel, Task, load_reward, load_task, prompt_batch, read_prompts
+from plumbing.errors import InputError
 from plumbing.loading import load_tokenizer
+from plumbing.scoring import decode, encode_prompts, score, verify
 from tasks import (
-    RewardModel,
-    Task,
+    REWARDS,
+    TASKS,
     add_prompts,
-    decode,
-    describe_scores,
-    encode_prompts,
-    explained_by_prompt,
-    inspect_reward,
-    load_reward,
-    load_task,
     numeric_match,
-    prompt_batch,
-    read_prompts,
-    score,
     sentiment_prompts,
     sentiment_reward,
-    verify,
 )
+from tools import inspect_reward
+from tools.inspect_reward import describe_scores, explained_by_prompt
 
+REPOSITORY = Path(__file__).parent.parent
 CHAT_TEMPLATE = (
     "{{ '<|endoftext|>' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -92,6 +88,86 @@ def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(
     assert len(train) > 50 and heldout and not [row for row in heldout if row in train]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sentimant", "did you mean sentiment"),
+        ("sing", "--task sing: not in tasks.py, which has add, s"),
+        (None, "--task None: not in tasks.py"),
+    ],
+)
+def test_an_unknown_task_is_refused_with_the_names_that_there_are(name, message):
+    with pytest.raises(InputError, match=message):
+        load_task(task_config(task=name), TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
+
+
+def test_a_task_needs_prompts_and_its_own_weights_hold_unless_flags_say_otherwise():
+    rows = [{"prompt": "a"}]
+    tasks = {
+        "none": lambda config, chat: Task([], rows, [sentiment_reward]),
+        "two": lambda config, chat: Task(rows, rows, [sentiment_reward] * 2, [1.0, 0.5]),
+    }
+
+    def load(**flags) -> Task:
+        return load_task(task_config(**flags), tasks, REWARDS, byte_tokenizer(), "cpu")
+
+    with pytest.raises(InputError, match="--task none: needs prompts"):
+        load(task="none")
+    assert load(task="two").weights == [1.0, 0.5]
+    assert load(task="two", reward_weights=[2.0, 3.0]).weights == [2.0, 3.0]
+    assert load(task="two", reward=["brevity"]).weights == [1.0]
+
+
+OWN_TASKS = """
+from plumbing.data import Task
+
+def vowels(completions, **columns):
+    return [sum(letter in "aeiou" for letter in text) / 4 for text in completions]
+
+def letters(config, chat):
+    rows = [{"prompt": letter} for letter in "abcdefgh"]
+    return Task(rows[:6], rows[6:], [vowels])
+
+TASKS = {"letters": letters}
+REWARDS = {"vowels": vowels}
+"""
+
+
+USES_OWN_TASKS = """
+import sys
+
+sys.path[:0] = [FOLDER, "."]
+import tasks  # before the scripts: they get the one in FOLDER
+import grpo, ppo, rloo
+from tools import inspect_reward
+
+FLAGS = "--task letters --device cpu --max_new_tokens 4 --num_generations 2".split()
+RUN = [*FLAGS, "--num_steps", "1", "--prompts_per_step", "4"]
+ppo.main([*RUN, "--output_dir", f"{FOLDER}/ppo"])
+grpo.main([*RUN, "--output_dir", f"{FOLDER}/grpo", "--reward", "vowels"])
+rloo.main([*RUN, "--output_dir", f"{FOLDER}/rloo"])
+inspect_reward.main([*FLAGS, "--num_prompts", "4"])
+"""
+
+
+def test_the_scripts_run_with_a_tasks_py_of_ones_own(tmp_path):
+    """A file with a TASKS and a REWARDS of its own, in place of the built-in one."""
+    (tmp_path / "tasks.py").write_text(OWN_TASKS)
+    program = f"FOLDER = {str(tmp_path)!r}\n{USES_OWN_TASKS}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "8 scores: mean" in done.stdout  # of the inspection
+    for script in ("ppo", "grpo", "rloo"):
+        lines = (tmp_path / script / "samples.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        heldout = [sample["prompt"] for sample in samples if sample["split"] == "heldout"]
+        assert set(heldout) == {"g", "h"}
+        for sample in samples:
+            vowels = sum(letter in "aeiou" for letter in sample["completion"])
+            assert sample["score"] == vowels / 4
+
+
 # --- Prompts of the user ---
 
 
@@ -124,13 +200,14 @@ def test_a_fault_in_the_prompts_file_is_named_with_its_line(tmp_path, text, mess
     assert "p.jsonl" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_prompts_file_is_split_and_a_single_prompt_is_enough(tmp_path):
+def test_a_tenth_of_a_prompts_file_is_held_out_and_of_fewer_than_ten_none(tmp_path, capsys):
     file = tmp_path / "p.jsonl"
-    for n, expected in ((1, (1, 1)), (50, (45, 5))):
+    for n, expected in ((1, (1, 1)), (2, (2, 2)), (9, (9, 9)), (10, (9, 1)), (50, (45, 5))):
         file.write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(n)))
         config = task_config(task="sentiment", prompts=str(file))
-        task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+        task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
         assert (len(task.train), len(task.heldout)) == expected
+        assert ("none is held out" in capsys.readouterr().out) == (n < 10)
     assert not [row for row in task.heldout if row in task.train]
 
 
@@ -139,7 +216,7 @@ def test_a_prompt_that_the_file_has_twice_is_not_on_both_sides(tmp_path):
     rows = [{"prompt": f"p{i % 40}", "n": i} for i in range(50)]
     file.write_text("\n".join(map(json.dumps, rows)))
     config = task_config(task="sentiment", prompts=str(file))
-    task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+    task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
     held = {row["prompt"] for row in task.heldout}
     assert 0 < len(task.heldout) < 5 and len(task.train) == 45
     assert not [row for row in task.train if row["prompt"] in held]
@@ -297,7 +374,7 @@ def test_a_reward_at_fault_is_named_in_one_line(reward, message):
 def test_a_reward_is_loaded_from_a_file_by_name(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def good(completions, **kw):\n    return [1.0] * len(completions)\n")
-    assert load_reward(f"{file}:good")(["a"]) == [1.0]
+    assert load_reward(f"{file}:good", REWARDS)(["a"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +391,7 @@ def test_a_reward_that_cannot_be_loaded_is_named(tmp_path, spec, message):
     file.write_text("def good(): pass\n")
     bad.write_text("def f(:\n")
     with pytest.raises(InputError, match=message):
-        load_reward(spec.format(file=file, bad=bad))
+        load_reward(spec.format(file=file, bad=bad), REWARDS)
 
 
 def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
@@ -323,9 +400,9 @@ def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
     file.write_text("def one(completions, **kw):\n    return [1.0] * len(completions)\n")
     config = task_config(prompts=str(prompts))
     with pytest.raises(InputError, match="'Paris'; or give --reward"):
-        load_task(config, byte_tokenizer(), torch.device("cpu"))
+        load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
     config.reward = [f"{file}:one"]
-    task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+    task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
     assert verify(task, task.heldout, ["12"]) is None
 
 
@@ -380,7 +457,7 @@ def test_a_roberta_reward_model_scores_as_the_library_does_and_says_how_much_it_
     reward = RewardModel(save_model(tmp_path / "r", model, tokenizer), torch.device("cpu"))
     expected = [model(torch.tensor([tokenizer(t).input_ids])).logits.item() for t in ("abc", "de")]
     assert reward(["a", "d"], ["bc", "e"]) == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(InputError, match="reads 24 tokens"):
+    with pytest.raises(InputError, match="takes 24 tokens"):
         reward(["a" * 20], ["b" * 5])
 
 
@@ -436,11 +513,11 @@ def test_a_reward_model_and_a_function_are_added(reward_model_folder, tmp_path):
     config = task_config(
         reward=[f"{file}:one"], reward_model=reward_model_folder, reward_weights=[2.0, 0.5]
     )
-    task = load_task(config, byte_tokenizer(), torch.device("cpu"))
+    task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
     assert task.weights == [2.0, 0.5] and task.rewards[1] is task.reward_model
     config.reward_weights = [1.0]
-    with pytest.raises(InputError, match="1 values for 2 rewards"):
-        load_task(config, byte_tokenizer(), torch.device("cpu"))
+    with pytest.raises(InputError, match=r"\[1.0\]: give one per reward, here 2"):
+        load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
 
 
 # --- The embedded model ---
@@ -473,12 +550,14 @@ def test_a_ready_made_reward_is_named_by_its_name(name, columns, expected, chat)
     texts = [" a b\n", "7"]
     completions = [[{"role": "assistant", "content": t}] for t in texts] if chat else texts
     prompts = ["x"] * 2
-    assert load_reward(name)(prompts=prompts, completions=completions, **columns) == expected
+    assert (
+        load_reward(name, REWARDS)(prompts=prompts, completions=completions, **columns) == expected
+    )
 
 
 def test_repetition_is_the_share_of_runs_of_four_words_seen_before():
     text = "so very good it is " * 4  # 20 words, 17 runs of four, 5 of them different
-    assert load_reward("no_repetition")(completions=[text]) == [pytest.approx(5 / 17 - 1)]
+    assert load_reward("no_repetition", REWARDS)(completions=[text]) == [pytest.approx(5 / 17 - 1)]
 
 
 @pytest.mark.parametrize(
@@ -536,6 +615,9 @@ def test_constant_scores_and_missing_ones_are_described():
         "100% of the prompts give all their completions the same score",
     ]
     lines = describe_scores(torch.tensor([[0.0, 1.0], [0.5, torch.nan]]))
+    assert [line.split()[:3] for line in lines if "#" in line] == [
+        ["0", "to", "0.1"], ["0.5", "to", "0.6"], ["0.9", "to", "1"]
+    ]  # fmt: skip
     assert "50% of the prompts give all their completions the same score" in lines
     assert sum("#" in line for line in lines) == 3
 
@@ -545,8 +627,8 @@ def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(
         "def length(completion_ids, completions, prompts):\n"
         "    return [float(len(ids)) + ('9' in p) for ids, p in zip(completion_ids, prompts)]\n"
     )
-    flags = f"--inspect --reward {tmp_path}/r.py:length --max_new_tokens 5 --num_prompts 8"
-    inspect_reward(flags.split())
+    flags = f"--reward {tmp_path}/r.py:length --max_new_tokens 5 --num_prompts 8"
+    inspect_reward.main(flags.split())
     output = capsys.readouterr().out
     assert output.startswith("64 scores: mean ")
     assert re.search(r"the prompt alone explains \d+% of the variance", output)
@@ -556,5 +638,6 @@ def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(
     )
     assert len(low) == len(high) == 4 and max(low) < min(high)
     assert "+" in lowest and "\N{RIGHTWARDS ARROW}" in lowest
-    counts = [int(n) for n in re.findall(r"^ +\S+  #* (\d+)$", output, re.MULTILINE)]
-    assert len(counts) == 10 and sum(counts) == 64
+    bars = re.findall(r"^ +(\S+) to (\S+) +#* (\d+)$", output, re.MULTILINE)
+    assert len(bars) == 10 and sum(int(count) for _, _, count in bars) == 64
+    assert [end for _, end, _ in bars[:-1]] == [start for start, _, _ in bars[1:]]

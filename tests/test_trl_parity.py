@@ -1,4 +1,4 @@
-"""GRPO and RLOO against the trainers of TRL: losses, gradients, advantages and whole steps.
+"""GRPO and RLOO against the trainers of TRL: losses, clips, gradients, advantages, whole steps.
 
 TRL's own trainers run here, on the same small model and the same completions. TRL removed its PPO
 trainer after 1.12.0; ppo.py is compared with the papers' equations instead, in test_ppo_by_hand.py.
@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import rloo
-from common import completion_logprobs
-from grpo import group_advantages, grpo_loss, importance_ratio
-from rloo import normalize, rloo_advantages, rloo_loss
-from sampling import Rollout
+from common import Rollout, importance_ratio
+from grpo import group_advantages, grpo_loss
+from plumbing.forward import completion_logprobs
+from rloo import rloo_advantages, rloo_loss
 
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
 datasets = pytest.importorskip("datasets")
@@ -162,7 +162,7 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
     loss_type, level, clip_range_high, kl_coef, grpo_trainer, folder
 ):
     model = load(folder)
-    logprobs = completion_logprobs(model, ROLLOUT, TEMPERATURE)
+    logprobs, _ = completion_logprobs(model, ROLLOUT, TEMPERATURE)
     noise = numbers(0, 0.4)
     noise[-3] -= 1.2  # a completion with A > 0, far above the clip range also as a whole
     old = (logprobs.detach() + noise) * ROLLOUT.completion_mask
@@ -171,10 +171,10 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
     ratio = importance_ratio(logprobs, old, ROLLOUT.completion_mask, "sequence")
     assert ratio[-3, 0] > 1.5 and advantages[-3] > 0
     num_tokens = ROLLOUT.completion_mask.sum()
-    ours = grpo_loss(
+    ours, clipped = grpo_loss(
         logprobs, old, advantages, ROLLOUT.completion_mask, clip_range=0.2,
-        clip_range_high=clip_range_high, loss_type=loss_type, importance_sampling_level=level,
-        max_new_tokens=T, ref_logprobs=ref, kl_coef=kl_coef,
+        clip_range_high=clip_range_high, cispo_bound=clip_range_high, loss_type=loss_type,
+        importance_sampling_level=level, max_new_tokens=T, ref_logprobs=ref, kl_coef=kl_coef,
     )  # fmt: skip
 
     t = grpo_trainer
@@ -189,31 +189,45 @@ def test_the_loss_of_grpo_and_its_gradient_are_those_of_trl(
     t.epsilon_high = 0.7 - clip_range_high
     other = t._compute_loss(t.model, inputs)
     t.epsilon_high = clip_range_high
+    t._metrics["train"].clear()
     theirs = t._compute_loss(t.model, inputs)
     assert (theirs - other).abs() > 1e-3, "the upper side of the clip is not at work"
     kl = f"KL {kl_coef}" if kl_coef else "no KL"
     name = f"{loss_type}, {level} level, clip 0.2 to {clip_range_high}, {kl}"
     compare(f"loss: {name}", [ours], [theirs])
     compare(f"gradient: {name}", gradients(model, ours), gradients(t.model, theirs))
+    clipped = clipped & ROLLOUT.completion_mask
+    assert clipped.any()
+    if loss_type == "cispo":  # there TRL counts completions with A > 0 alone
+        clipped = clipped & (advantages > 0).unsqueeze(1)
+    shares = clipped.any(dim=1).double().mean(), clipped.sum() / num_tokens
+    share = shares[0] if level == "sequence" else shares[1]
+    logged = t._metrics["train"]
+    [theirs] = logged["cispo_clip_ratio" if loss_type == "cispo" else "clip_ratio/region_mean"]
+    compare(f"share clipped: {name}", [share], [torch.tensor(theirs)])
 
 
 def test_the_loss_of_rloo_and_its_gradient_are_those_of_trl(folder):
     model = load(folder)
-    logprobs = completion_logprobs(model, ROLLOUT, TEMPERATURE)
+    logprobs, _ = completion_logprobs(model, ROLLOUT, TEMPERATURE)
     old = (logprobs.detach() + numbers(0, 0.1)) * ROLLOUT.completion_mask
     advantages = torch.linspace(-2, 3, ROWS)
-    ours = rloo_loss(logprobs, old, advantages, ROLLOUT.completion_mask, clip_range=0.2)
+    ours, clipped = rloo_loss(logprobs, old, advantages, ROLLOUT.completion_mask, clip_range=0.2)
     t = trainer("RLOO", folder)
     t.model.train()
     inputs = their_inputs(ROLLOUT, advantages=advantages, old_logps=old.sum(1))
     theirs = t._compute_loss(t.model, inputs)
     compare("loss: rloo", [ours], [theirs])
     compare("gradient: rloo", gradients(model, ours), gradients(t.model, theirs))
+    [theirs] = t._metrics["train"]["clip_ratio/region_mean"]
+    compare("share clipped: rloo", [clipped.double().mean()], [torch.tensor(theirs)])
+    assert clipped.any()
 
 
 # --- From rewards to advantages ---
 
 SOME = [1.0, None, 2.0, -1.0, 0.5, 0.5, 0.5, 0.5, None, None, None, None]
+FEW = [1.0, 2.0, 4.0, -1.0, None, 0.5, None, None, None, None, None, None]
 MORE = [0.2, None, None, 1.0, 2.0, 3.0, 4.0, 5.0, None, 1.5, 1.0, None]
 
 
@@ -244,7 +258,7 @@ def test_the_advantages_of_grpo_are_those_of_trl(rewards, scale, folder):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("clip", [None, (0.0, 1.5)])
-@pytest.mark.parametrize("rewards", [[REWARDS], [SOME, MORE]])
+@pytest.mark.parametrize("rewards", [[REWARDS], [SOME], [FEW], [SOME, MORE]])
 def test_the_advantages_of_rloo_are_those_of_trl(rewards, clip, normalised, kl_coef, folder):
     weights = [1.0, 0.5][: len(rewards)]
     t = trainer(
@@ -261,13 +275,13 @@ def test_the_advantages_of_rloo_are_those_of_trl(rewards, clip, normalised, kl_c
     theirs = t._generate_and_score_completions([{"prompt": "a"}] * ROWS)["advantages"]
 
     with torch.no_grad():
-        policy, ref = (completion_logprobs(m, ROLLOUT, TEMPERATURE) for m in (moved, model))
+        policy, ref = (completion_logprobs(m, ROLLOUT, TEMPERATURE)[0] for m in (moved, model))
     scores = total(rewards, weights)
     scores = scores.clamp(*clip) if clip else scores
-    ours = rloo_advantages(scores - kl_coef * (policy - ref).sum(1), G)
-    ours = normalize(ours, ~scores.isnan()) if normalised else ours
+    ours = rloo_advantages(scores - kl_coef * (policy - ref).sum(1), G, normalised)
     name = f"KL {kl_coef}, {'normalised' if normalised else 'plain'}, clip {clip}"
-    name += ", rewards None" if SOME in rewards else ""
+    name += ", rewards None" if SOME in rewards else ", one or no reward" if FEW in rewards else ""
+    name += ", 2 rewards" if len(rewards) == 2 else ""
     compare(f"advantages: rloo, {name}", [ours], [theirs])
 
 
@@ -295,7 +309,7 @@ STEPS = {
     ),
     "cispo": (
         grpo,
-        {"loss_type": "cispo", "clip_range_high": 5.0},
+        {"loss_type": "cispo", "cispo_bound": 5.0},
         {"loss_type": "cispo", "epsilon_high": 5.0},
     ),
     "gspo": (
@@ -340,7 +354,7 @@ def our_steps(
     lines = [json.dumps({"prompt": "abc"[i]}) for i in range(3)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines * 2))
     (tmp_path / "fixed.py").write_text(f"def fixed(completions, **kw): return {REWARDS}\n")
-    monkeypatch.setattr(script, "generate", lambda *args, **kwargs: ROLLOUT)
+    monkeypatch.setattr(script, "sample", lambda *args, **kwargs: ROLLOUT)
     monkeypatch.setattr(script, "score", lambda *args: (torch.tensor(REWARDS), ["x"] * ROWS))
     monkeypatch.setattr(torch.optim, "AdamW", PlainSGD)
     flags = {

@@ -1,6 +1,6 @@
 import torch
 
-from sampling import completion_mask
+from common import completion_mask
 
 
 def test_up_to_and_including_the_first_eos():

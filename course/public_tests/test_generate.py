@@ -1,8 +1,8 @@
 import torch
 
 from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
+from plumbing.scoring import decode, encode_prompts
 from sampling import generate
-from tasks import decode, encode_prompts
 
 
 def test_near_temperature_0_the_tiny_model_adds():

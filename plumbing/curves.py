@@ -1,0 +1,87 @@
+"""The curves of one or several runs on one page: python tools/plot.py."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from plumbing.errors import InputError, first_line, optional_library
+
+PANELS = {
+    "reward": ["objective/scores"],
+    "KL to the reference, nats a completion": ["objective/kl"],
+    "entropy, nats a token": ["objective/entropy"],
+    "tokens a completion": ["length/mean"],
+    "share of tokens clipped (RLOO: of completions)": ["policy/clipfrac_avg"],
+    "held out: sampled, and greedy (dashed)": ["eval/accuracy", "eval/accuracy_greedy"],
+}
+COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
+
+
+def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
+    """The metrics of a run: {name: {step: value}}, known values alone. Raises InputError."""
+    path = Path(folder) / "metrics.jsonl"
+    curves = {}
+    try:
+        # A last line that is not complete is left out: the run may be writing it.
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+            record = json.loads(line)
+            for name, value in record.items():
+                if value is not None:
+                    curves.setdefault(name, {})[record["step"]] = value
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        raise InputError(f"{path}: can't be read ({first_line(e)})") from e
+    if not curves:
+        raise InputError(f"{path}: holds no metrics yet")
+    return curves
+
+
+def line_colours(labels: list[str]) -> list[str]:
+    """A colour per label: that of its script, or, once that is taken, another."""
+    others = [f"C{n}" for n in range(10) if f"C{n}" not in COLOURS.values()]
+    colours = []
+    for label in labels:
+        own = COLOURS.get(label.partition("-")[0])
+        colours.append(own if own and own not in colours else others[len(colours) % len(others)])
+    return colours
+
+
+def draw(folders: list[Path], output: Path) -> None:
+    """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Raises InputError."""
+    # No pyplot: it keeps figures, and needs a screen.
+    library = optional_library("matplotlib.figure", "plots need matplotlib: pip install matplotlib")
+    groups = {}
+    for folder in folders:
+        label = re.sub(r"-s\d+$", "", Path(folder).resolve().name)
+        groups.setdefault(label, []).append(read_metrics(folder))
+    figure = library.Figure(figsize=(12, 6.2), layout="constrained")
+    colours = line_colours(list(groups))
+    for index, (title, names) in enumerate(PANELS.items(), 1):
+        axes = figure.add_subplot(2, 3, index)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if index > 3:
+            axes.set_xlabel("step")
+        for (label, runs), colour in zip(groups.items(), colours):
+            for name, style in zip(names, ("-", "--")):
+                if not any(name in run for run in runs):  # a task without right and wrong answers
+                    name = name.replace("accuracy", "reward")
+                curves = [run[name] for run in runs if name in run]
+                steps = sorted(set.intersection(*map(set, curves))) if curves else []
+                if not steps:
+                    continue
+                values = np.array([[curve[step] for step in steps] for curve in curves])
+                seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
+                shown = label + seeds if style == "-" else None
+                axes.plot(steps, values.mean(0), style, color=colour, lw=1.4, label=shown)
+                if len(curves) > 1 and style == "-":
+                    band = (values.min(0), values.max(0))
+                    axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
+        if index == 1 and axes.lines:
+            axes.legend(fontsize=8, frameon=False)
+    try:
+        figure.savefig(output, dpi=100)
+    except (OSError, ValueError) as e:  # ValueError: an ending that it doesn't know
+        raise InputError(f"--output {output}: {first_line(e)}") from e

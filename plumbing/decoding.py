@@ -1,0 +1,274 @@
+"""Under sampling.generate: the forward passes of the decode loop, and what makes them fast.
+
+- Prefill is one forward pass over each distinct prompt, whatever the number of its completions.
+- Rows that have ended leave the batch, several at a time.
+- Keys and values are written into memory of the final size, nothing is concatenated.
+- With bf16, weights are rounded to bfloat16 once per rollout, not at every token.
+- On CUDA a token is one CUDA graph, not a thousand kernel launches, and the loop waits for the
+  device every eighth token only.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.pytorch_utils import Conv1D
+
+from common import base_model
+from plumbing.errors import InputError, first_line
+from plumbing.forward import model_inputs
+from plumbing.loading import context_length, fast_at_bfloat16
+
+
+class Decoder:
+    """A batch of B rows that grows by a token per `step`, with its KV cache.
+
+    Rows that have drawn EOS are dropped on the way: `rows` (R,) says which of the B rows are left.
+    static: tensors of one shape for every token, as a CUDA graph needs; default: on CUDA. Raises
+    InputError where the model's context has no room for max_new_tokens after the prompts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        max_new_tokens: int,
+        eos_token_ids: list[int],
+        bf16: bool = False,
+        static: bool | None = None,
+    ) -> None:
+        num_rows, length = prompt_ids.shape
+        limit, capacity = context_length(model), length + max_new_tokens
+        if limit is not None and capacity > limit:
+            lengths = f"{length} prompt tokens and {max_new_tokens} new ones"
+            raise InputError(f"{lengths} don't fit into the model's context of {limit}")
+        self.prompt_ids, self.prompt_mask, self.device = prompt_ids, prompt_mask, prompt_ids.device
+        self.max_new_tokens, self.num_drawn = max_new_tokens, 0
+        self.eos = torch.tensor(eos_token_ids, device=self.device, dtype=torch.long)
+        self.model = bfloat16_copy(model) if bf16 else model
+        self.cache = preallocated_cache(self.model, capacity)
+        on_cuda = self.device.type == "cuda"
+        self.static = can_be_static(model) and on_cuda if static is None else static
+        self.static_step: StaticStep | None = None
+        self.rows = torch.arange(num_rows, device=self.device)
+        self.running = torch.ones_like(self.rows, dtype=torch.bool)  # (R,) has drawn no EOS yet
+        not_drawn = prompt_mask.new_zeros(num_rows, max_new_tokens)
+        self.mask = torch.cat([prompt_mask, not_drawn], dim=1).bool()  # (R, P+T) what is seen
+
+    def prefill(self) -> Tensor:
+        """Fill the cache with the prompts; logits of the first token (B, V)."""
+        # One forward pass over each distinct prompt, which is then copied for its completions.
+        both = torch.cat([self.prompt_ids, self.prompt_mask], dim=1)
+        distinct, which = both.unique(dim=0, return_inverse=True)
+        logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
+        self.cache.batch_select_indices(which)
+        if self.static and all(isinstance(layer, PreallocatedLayer) for layer in self.cache.layers):
+            self.static_step = StaticStep(self.model, self.cache, len(which))
+        return logits
+
+    def step(self, drawn: Tensor) -> Tensor | None:
+        """One forward pass over drawn (R,), the tokens just drawn for `rows`: logits (R, V) of the
+        next ones, R without the rows dropped here. None where no other token is needed.
+        """
+        self.num_drawn += 1
+        self.running &= ~torch.isin(drawn, self.eos)
+        if self.num_drawn == self.max_new_tokens:
+            return None
+        # To count the running rows is to wait for the device: on a GPU only at every eighth token.
+        if self.device.type == "cpu" or self.num_drawn % 8 == 0:
+            num_running = int(self.running.sum())
+            if num_running == 0:
+                return None
+            drawn = self._drop_ended(drawn, num_running)
+        length = self.prompt_ids.shape[1] + self.num_drawn  # with the tokens just drawn
+        self.mask[:, length - 1] = True
+        if self.static_step is not None:
+            return self.static_step(drawn, self.mask, length - 1)
+        return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
+
+    def _drop_ended(self, drawn: Tensor, num_running: int) -> Tensor:
+        """Drop rows that have ended, if they are enough; `drawn` of the rows that are left."""
+        # Dropping copies the cache, so a row or two don't pay for it. With CUDA graphs the number
+        # of rows is halved: each number of rows is another graph.
+        size = len(self.rows) // 2 if self.static_step is not None else num_running
+        if num_running > min(size, 7 / 8 * len(self.rows)):
+            return drawn
+        kept = self.running.long().argsort(descending=True, stable=True)[:size]
+        self.cache.batch_select_indices(kept)
+        self.rows, self.mask, self.running = self.rows[kept], self.mask[kept], self.running[kept]
+        return drawn[kept]
+
+
+def _next_logits(
+    model: nn.Module, tokens: Tensor, mask: Tensor, cache: DynamicCache, **options: Tensor
+) -> Tensor:
+    """Logits of the next token (B, V): tokens (B, L) follow the C in the cache; mask (B, C+L)."""
+    options |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    return model(**model_inputs(model, tokens, mask, **options)).logits[:, -1]
+
+
+def bfloat16_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with its weights rounded to bfloat16, to decode with. Buffers keep their
+    precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
+    """
+    rounded = {id(p): nn.Parameter(p.bfloat16(), requires_grad=False) for p in model.parameters()}
+    copied = copy.deepcopy(model, memo=rounded)
+    for module in copied.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.shape[1:] == (base_model(copied).config.get_text_config().hidden_size,):
+                setattr(module, name, buffer.bfloat16())  # positions, added to the hidden states
+    backbone = base_model(copied).base_model
+    if backbone._supports_sdpa:  # the fastest for one token at a time, on every device
+        backbone.set_attn_implementation("sdpa")
+    # DoRA looks at the weights of the layers that it adapts.
+    is_dora = any("magnitude" in name for name, _ in copied.named_parameters())
+    if backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and not is_dora:
+        for module in list(copied.modules()):
+            for name, child in module.named_children():
+                if type(child) in (nn.Linear, Conv1D):  # GPT-2's Conv1D: a transposed weight
+                    weight = child.weight.T if type(child) is Conv1D else child.weight
+                    setattr(module, name, PackedLinear(weight, child.bias))
+    return copied
+
+
+class PackedLinear(nn.Module):
+    """A linear layer, weight (out, in), for decoding on a CPU. oneDNN rearranges a bfloat16 matrix
+    before each product; for few rows that takes as long as the product: here it is done once.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def preallocated_cache(model: nn.Module, capacity: int) -> DynamicCache:
+    """A KV cache for `capacity` tokens per row, with layers that are written in place."""
+    cache = DynamicCache(config=base_model(model).config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            cache.layers[index] = PreallocatedLayer(capacity)
+    return cache
+
+
+def can_be_static(model: nn.Module) -> bool:
+    """Whether every token can be decoded with tensors of one shape."""
+    # Not where the forward depends on values of its tensors, or on the length of the cache.
+    return base_model(model).config.model_type not in ("gpt_neo", "falcon", "mpt", "xglm")
+
+
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values of one layer, each (rows, heads, capacity, head size), written in place.
+
+    At first `keys` and `values` are those of the prompts; from the first `batch_select_indices` on
+    they are views of the buffers up to the last token; after `make_static` the whole buffers. A
+    sliding window keeps all its tokens, and the mask hides the old ones.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.buffers = capacity, None
+        self.column: Tensor | None = None  # (1,) where a static cache writes the next token
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append keys and values (rows, heads, L, head size); returns those of all tokens."""
+        if self.buffers is None:  # the prompts
+            return super().update(keys, values)
+        if self.column is not None:
+            self.keys.index_copy_(2, self.column, keys)
+            self.values.index_copy_(2, self.column, values)
+        else:
+            start = self.keys.shape[2]
+            self._view(len(keys), start + keys.shape[2])
+            self.keys[:, :, start:], self.values[:, :, start:] = keys, values
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows. The first call allocates, and may repeat rows."""
+        old, length = (self.keys, self.values), self.keys.shape[2]
+        if self.buffers is None:
+            shapes = [(len(indices), x.shape[1], self.capacity, x.shape[3]) for x in old]
+            # Zeros, not empty: masked columns have weight 0 in the attention, and 0 * NaN is NaN.
+            self.buffers = [x.new_zeros(shape) for x, shape in zip(old, shapes)]
+        self._view(len(indices), length)
+        for new, states in zip((self.keys, self.values), old):
+            new.copy_(states[indices])
+
+    def _view(self, num_rows: int, length: int) -> None:
+        self.keys, self.values = (buffer[:num_rows, :, :length] for buffer in self.buffers)
+
+    def make_static(self, column: Tensor) -> None:
+        """From now on write at `column` and return all columns, whether filled or not."""
+        self._view(len(self.keys), self.capacity)
+        self.column, self.is_compileable = column, True
+
+    def get_seq_length(self) -> int | Tensor:
+        return super().get_seq_length() if self.column is None else self.column
+
+    def get_max_cache_shape(self) -> int:  # transformers 5.0 takes the size of some masks from it
+        return -1 if self.column is None else self.capacity
+
+    def get_mask_sizes(self, *args) -> tuple[int, int]:
+        return super().get_mask_sizes(*args) if self.column is None else (self.capacity, 0)
+
+
+class StaticStep:
+    """The forward pass over one token per row, in tensors that keep their shape and address.
+
+    On CUDA it is captured as a graph, once per number of rows, and replayed: launching its kernels
+    one by one takes longer than running them. On a CPU it is an ordinary forward pass.
+    """
+
+    def __init__(self, model: nn.Module, cache: DynamicCache, num_rows: int) -> None:
+        device, capacity = cache.layers[0].keys.device, cache.layers[0].capacity
+        self.model, self.cache = model, cache
+        self.tokens = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        self.mask = torch.zeros(num_rows, capacity, dtype=torch.bool, device=device)
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.capture = device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if self.capture else None
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        for layer in cache.layers:
+            layer.make_static(self.column)
+
+    def __call__(self, drawn: Tensor, mask: Tensor, column: int) -> Tensor:
+        """Logits (R, V) after drawn (R,), which is written at `column`; mask (R, capacity)."""
+        num_rows = len(drawn)
+        self.tokens[:num_rows, 0], self.mask[:num_rows] = drawn, mask
+        self.column.fill_(column)
+        if num_rows not in self.graphs:  # once without a graph, which capturing needs as a warm-up
+            logits = self._forward(num_rows)
+            self.graphs[num_rows] = self._captured(num_rows) if self.capture else None
+            return logits
+        if self.graphs[num_rows] is None:
+            return self._forward(num_rows)
+        graph, logits = self.graphs[num_rows]
+        graph.replay()
+        return logits
+
+    def _forward(self, num_rows: int) -> Tensor:
+        tokens, mask = self.tokens[:num_rows], self.mask[:num_rows]
+        return _next_logits(self.model, tokens, mask, self.cache, cache_position=self.column)
+
+    def _captured(self, num_rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """The forward pass as a graph, and the tensor of logits that replaying it fills."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer context brings the stream back where capturing fails half-way.
+            stream = torch.cuda.stream(torch.cuda.current_stream())
+            with stream, torch.cuda.graph(graph, pool=self.pool):
+                logits = self._forward(num_rows)
+        except RuntimeError as e:
+            warnings.warn(f"decoding without CUDA graphs, slowly: {first_line(e)}", stacklevel=2)
+            self.capture = False
+            return None
+        return graph, logits

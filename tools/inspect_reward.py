@@ -1,0 +1,108 @@
+"""Look at a reward before you train on it: the scores of the model as it is, and what gets them.
+
+python tools/inspect_reward.py --prompts my_prompts.jsonl --reward my_rewards.py:my_function
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from plumbing.config import TaskConfig, flag, parse_flags
+from plumbing.data import load_task, prompt_batch, text_of
+from plumbing.errors import InputError
+from plumbing.loading import load_policy, load_tokenizer, pick_device
+from plumbing.metrics import is_flat
+from plumbing.runs import run_main
+from plumbing.scoring import check_prompts, encode_prompts, sampling_options, score
+from sampling import generate
+from tasks import REWARDS, TASKS
+
+
+@dataclass(kw_only=True)
+class Config(TaskConfig):
+    smallest_group: ClassVar[int] = 2
+
+    num_prompts: int = flag(32, "sampled from those to train on", group="rollout")
+    num_generations: int = flag(8)
+    max_new_tokens: int = flag(64)
+
+
+def describe_scores(scores: torch.Tensor) -> list[str]:
+    """Mean, spread, quantiles and a histogram of scores (N, G), NaN left out, as lines of text."""
+    known = scores[~scores.isnan()]
+    quantiles = known.quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1])).tolist()
+    low, *_, high = quantiles
+    names = ("min", "10%", "median", "90%", "max")
+    shown = "  ".join(f"{name} {q:.3g}" for name, q in zip(names, quantiles))
+    lines = [f"{len(known)} scores: mean {known.mean():.3g}, std {known.std():.3g}; {shown}"]
+    if scores.isnan().any():
+        lines.append(f"{int(scores.isnan().sum())} completions got no score (None)")
+    counts = known.histc(10, low, high).long().tolist() if high > low else []
+    edges = [low + i * (high - low) / 10 for i in range(10)] + [high]
+    for i, count in enumerate(counts):
+        bar = "#" * round(50 * count / max(counts))
+        lines.append(f"  {edges[i]:8.3g} to {edges[i + 1]:<8.3g}  {bar} {count}")
+    flat = is_flat(scores).float().mean()
+    lines.append(f"{flat:.0%} of the prompts give all their completions the same score")
+    if high > low and len(scores) > 1 and not scores.isnan().any():
+        lines.append(f"the prompt alone explains {explained_by_prompt(scores):.0%} of the variance")
+    return lines
+
+
+def explained_by_prompt(scores: torch.Tensor) -> float:
+    """The share of the variance of scores (N, G) that lies between prompts, 0 where negative. A
+    baseline removes it. ICC(1) of Shrout and Fleiss 1979, which has no bias for small G.
+    """
+    num_generations = scores.shape[1]
+    between = num_generations * scores.mean(1).var()
+    within = scores.var(dim=1).mean()
+    share = (between - within) / (between + (num_generations - 1) * within)
+    return max(0.0, float(share))
+
+
+def extremes(scores: torch.Tensor, prompts: list, texts: list[str]) -> list[str]:
+    """Lines with the four lowest and the four highest scores (B,), of B prompts and completions."""
+    known = (~scores.isnan()).nonzero().squeeze(1).tolist()
+    order = sorted(known, key=lambda i: scores[i].item())
+    lines = []
+    for title, some in (("lowest", order[:4]), ("highest", order[::-1][:4])):
+        lines.append(f"{title}:")
+        for i in some:
+            line = f"{text_of(prompts[i])} \N{RIGHTWARDS ARROW} {texts[i]}"
+            line = textwrap.shorten(line, 200, placeholder=" ...")
+            lines.append(f"  {scores[i].item():7.3g}  {line}")
+    return lines
+
+
+def main(args: list[str] | None = None) -> None:
+    """Sample completions, score them, and print what the scores look like. Nothing is trained."""
+    config = parse_flags(Config, __doc__, args)
+    device = pick_device(config.device)
+    model, tokenizer = load_policy(config.model).to(device), load_tokenizer(config.model)
+    task = load_task(config, TASKS, REWARDS, tokenizer, device)
+    check_prompts(config, model, tokenizer, task)
+    rows = prompt_batch(task.train, 0, min(config.num_prompts, len(task.train)), config.seed)
+    ids, mask = encode_prompts(tokenizer, rows, device)
+    sampling = sampling_options(config, model, tokenizer)
+    rollout = generate(model, ids, mask, num_generations=config.num_generations, **sampling)
+    scores, texts = score(task, rows, rollout, tokenizer)
+    if scores.isnan().all():
+        raise InputError("the reward returned None for every completion")
+    print("\n".join(describe_scores(scores.view(-1, config.num_generations))))
+    mean_length = rollout.completion_mask.sum(1).float().mean()
+    ended = rollout.finished.float().mean()
+    print(f"{ended:.0%} of the completions ended by themselves; mean length {mean_length:.0f}")
+    prompts = [row["prompt"] for row in rows for _ in range(config.num_generations)]
+    print("\n".join(extremes(scores, prompts, texts)))
+
+
+if __name__ == "__main__":
+    run_main(main)
