@@ -694,8 +694,8 @@ def test_log_probs_in_chunks_have_the_same_values_and_gradients(small_model, mon
     whole = gradients_of(small_model, 0.7)
     monkeypatch.setattr(forward, "CHUNK", 3 * small_model.config.vocab_size)
     chunked = gradients_of(small_model, 0.7, max_tokens=20)
-    for g, expected in zip(chunked[0], whole[0], strict=True):
-        assert torch.allclose(g, expected, atol=1e-5)
+    for g, expected in zip(chunked[0], whole[0], strict=True):  # sums in another order
+        assert torch.allclose(g, expected, atol=2e-6 * float(expected.abs().max()))
     assert torch.allclose(chunked[1], whole[1], atol=1e-5)
     assert torch.allclose(chunked[2], whole[2], atol=1e-5)
 

@@ -1,10 +1,12 @@
 """An interrupted run goes on as if it had never been interrupted."""
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -391,32 +393,59 @@ def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(here):
     assert Path("run/model/model.safetensors").exists()
 
 
+@pytest.fixture
+def start_forked(monkeypatch):
+    """Starts of ppo.py that take no seconds for imports: processes forked off one that has them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(ppo.__file__).parent))  # for the preload
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ppo", "tokenizers", "transformers.models.gpt2"])
+
+    def start(*flags: str) -> multiprocessing.process.BaseProcess:
+        process = context.Process(target=ppo.main, args=([*flags],))
+        process.start()
+        return process
+
+    return start
+
+
 @pytest.mark.slow
-def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here):
+def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here, start_forked):
     flags = [*FLAGS, "--num_steps", "40", "--save_every", "1"]
-    assert run(ppo, [*flags, "--output_dir", "whole"])[0] == 0
+    whole = start_forked(*flags, "--output_dir", "whole")
+    whole.join(120)
+    assert whole.exitcode == 0
+    step_seconds = statistics.median(seconds_of_steps("whole"))
     rng, kills, steps = random.Random(0), 0, set()
+    metrics = Path("run/metrics.jsonl")
     while kills < 50:
-        process = start(*flags, "--resume")
-        # Mostly while it writes: after the start, which takes seconds.
-        before = Path("run/metrics.jsonl")
-        known = before.stat().st_size if before.exists() else 0
-        latest = time.monotonic() + (rng.random() * 3 if rng.random() < 0.2 else 60)
-        while process.poll() is None and time.monotonic() < latest:
-            time.sleep(0.02)
-            if before.exists() and before.stat().st_size != known:
-                time.sleep(rng.random() * 0.8)
+        process = start_forked(*flags, "--resume")
+        # Mostly within the steps that come after the first line that it writes.
+        known = metrics.stat().st_size if metrics.exists() else 0
+        latest = time.monotonic() + (rng.random() if rng.random() < 0.2 else 60)
+        while process.is_alive() and time.monotonic() < latest:
+            time.sleep(0.002)
+            if metrics.exists() and metrics.stat().st_size != known:
+                time.sleep(rng.random() * 5 * step_seconds)
                 break
         process.kill()
-        process.communicate()
-        if process.returncode == 0:  # done: again from the start
+        process.join()
+        if process.exitcode == 0:  # done: again from the start
             assert_same_run("run", "whole")
             shutil.rmtree("run")
-        elif Path("run/checkpoint/state.pt").exists():
-            steps.add(read_state(Path("run/checkpoint/state.pt"))["step"])
+            continue
+        assert process.exitcode == -signal.SIGKILL
         kills += 1
+        if Path("run/checkpoint/state.pt").exists():
+            steps.add(read_state(Path("run/checkpoint/state.pt"))["step"])
     assert len(steps) > 10, "killed before it had computed anything?"
-    process = start(*flags, "--resume")
-    errors = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, errors
+    last = start_forked(*flags, "--resume")
+    last.join(120)
+    assert last.exitcode == 0
     assert_same_run("run", "whole")
+
+
+def seconds_of_steps(folder: str) -> list[float]:
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    return [sum(seconds for k, seconds in step.items() if k.startswith("time/")) for step in steps]

@@ -327,14 +327,28 @@ def test_keys_and_values_stay_where_they_are_while_decoding(small_model):
     assert [layer.keys.data_ptr() for layer in cache.layers] == places
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_static_step_that_cuda_graphs_replay_samples_the_same_tokens(small_model, bf16):
+def test_the_static_step_that_cuda_graphs_replay_samples_the_same_tokens(small_model):
     """Rows end at different times, so the number of rows is halved on the way."""
-    options = {"num_generations": 40, "seed": 2, "bf16": bf16, "temperature": 2.0}
+    options = {"num_generations": 40, "seed": 2, "temperature": 2.0}
     plain, static = sample(small_model, **options), sample(small_model, static=True, **options)
     assert plain.finished.any() and not plain.finished.all()
     assert torch.equal(plain.tokens, static.tokens)
-    assert torch.allclose(plain.logprobs, static.logprobs, atol=1e-2 if bf16 else 1e-5)
+    assert torch.allclose(plain.logprobs, static.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_log_probs_of_bfloat16_decoding_are_those_of_a_forward_pass_to_rounding(
+    small_model, static
+):
+    """Not token for token: each machine rounds a bfloat16 product in its own way, and one token
+    that is drawn otherwise changes the rest of its row.
+    """
+    options = {"num_generations": 40, "seed": 2, "temperature": 2.0, "bf16": True}
+    rollout = sample(small_model, static=static, **options)
+    assert rollout.finished.any() and not rollout.finished.all()
+    expected, _ = completion_logprobs(small_model, rollout, 2.0)
+    wrong = (rollout.logprobs - expected).abs()[rollout.mask]
+    assert wrong.mean() < 0.02 and wrong.max() < 0.2
 
 
 def test_the_static_step_sees_few_numbers_of_rows(small_model):
