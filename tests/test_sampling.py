@@ -347,7 +347,7 @@ def test_log_probs_of_bfloat16_decoding_are_those_of_a_forward_pass_to_rounding(
     rollout = sample(small_model, static=static, **options)
     assert rollout.finished.any() and not rollout.finished.all()
     expected, _ = completion_logprobs(small_model, rollout, 2.0)
-    wrong = (rollout.logprobs - expected).abs()[rollout.mask]
+    wrong = (rollout.logprobs - expected).abs()[rollout.completion_mask]
     assert wrong.mean() < 0.02 and wrong.max() < 0.2
 
 
