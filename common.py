@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 #     completion_mask                           |   1    1    1     0       (B, T)
 #     logprobs                                  |  l_1  l_2  l_3    0       (B, T)
 #     values    (PPO)                           |  V_1  V_2  V_3    0       (B, T)
-#     rewards   (PPO)                           | -bk  -bk  -bk+s   0       (B, T)
+#     rewards   (PPO)                           |  r_1  r_2  r_3    0       (B, T)
 #
 # l_t and V_t come from the hidden state one column to the LEFT of token t: the state before the
-# token is chosen. In the rewards b is kl_coef, k the KL of the token and s the score. The masks are
-# made while sampling and never from token ids, because pad may equal EOS.
+# token is chosen. r_t is -kl_coef kl_t, and the last one has the score s added. The masks are made
+# while sampling and never from token ids, because pad may equal EOS.
 #
 #   score         what the reward function says about a completion: one number a row, s
-#   reward        what is learnt from: the score, less the KL penalty where it is part of it; r
+#   reward        what advantages are made of, r: PPO, RLOO: score and KL penalty; GRPO: the score
 #   return        what the value model learns to predict: the rewards to come, by GAE; R
 #   advantage     how much better an action was than expected: A
 #   step          one rollout and the updates that learn from it
@@ -52,7 +52,7 @@ class Rollout:
     tokens: Tensor  # (B, P+T) prompt and completion; pad_token_id after the first EOS
     attention_mask: Tensor  # (B, P+T) bool: False at padding on either side
     completion_mask: Tensor  # (B, T) bool: True up to and including the first EOS
-    logprobs: Tensor  # (B, T) of the distribution that each token was drawn from; 0 off the mask
+    logprobs: Tensor  # (B, T) as drawn, 0 off the mask; step 3 of the loops computes its own
     finished: Tensor  # (B,) bool: ended with EOS, not at the length limit
 
     def __getitem__(self, rows: Tensor | slice) -> Rollout:
@@ -123,9 +123,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Schulman,
     "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are unbiased, k2 is not;
-    k1 may be negative. As a gradient that is another matter. In a loss the expected gradient of k1
-    is 0, whatever the KL. In a reward k2 and k3 pull hardly at all near the reference. Raises
-    ValueError for another name.
+    k1 may be negative. In a loss the expected gradient of k1 is 0, that of k2 is the gradient of
+    KL(policy || reference), that of k3 of KL(reference || policy). In a reward k1 gives the first,
+    and k2 and k3 hardly pull near the reference. Raises ValueError for another name.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -139,10 +139,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def policy_ratio(log_ratio: Tensor) -> Tensor:
-    """rho = pi / pi_old from log pi - log pi_old, of any shape."""
-    # Above 88 exp overflows in float32, and where the clip asks for no gradient the backward pass
-    # makes NaN of 0 * inf. No clip range comes near exp(20). What is above it is subtracted as a
-    # constant, so that a bad token keeps its gradient.
+    """rho = pi / pi_old from log pi - log pi_old, of any shape; at most exp(20)."""
+    # exp overflows above 88 in float32, and where the clip asks for no gradient the backward pass
+    # makes NaN of 0 * inf. So a log-ratio above 20, which no clip range reaches, counts as 20. It
+    # keeps its gradient: a bad token must be pushed back.
     excess = (log_ratio - 20).clamp(min=0).detach()
     return (log_ratio - excess).exp()
 
@@ -171,9 +171,9 @@ def gae(
     """Generalised advantage estimation: (advantages, returns), each (B, T), not whitened.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}: Schulman et al.
-    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. Both are
-    0 off the mask. The episode ends with the last real token of a row, also of one that was cut at
-    the length limit: after it V and A are 0, whatever the value model says at padding.
+    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. What is
+    returned is 0 off the mask. The episode ends with the last real token of a row, also of one that
+    was cut at the length limit: after it V and A are 0, whatever the value model says at padding.
     """
     mask = mask.bool()
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
@@ -200,8 +200,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def disable_dropout(*models: nn.Module) -> int:
     """Switch every kind of dropout off for good; returns the number of sites switched off.
 
-    The ratio of PPO compares two forward passes of the same weights. With dropout it isn't 1 even
-    before the first update. The config of the model itself, which is saved with it, stays as it is.
+    Before the first update the ratio compares two forward passes of the same weights. With dropout
+    it isn't 1 even there. The config of the model itself, which is saved with it, stays as it is.
     """
     sites = 0
     for model in models:
@@ -293,7 +293,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def has_new_adapter(policy: nn.Module) -> bool:
-    """Whether a LoRA adapter is there that changes nothing yet: all that trains is 0, but A.
+    """Whether a LoRA adapter is there that changes nothing yet: all its weights but A are 0.
 
     Judged by the weights, not by where the adapter came from. With B other than 0 the base model
     is not the policy that the run starts from (huggingface/trl#1193).

@@ -57,7 +57,7 @@ class Config(RunConfig):
     cispo_bound: float = flag(5.0, "largest weight of a token, for loss_type cispo")
     mask_truncated_completions: bool = flag(False, "no gradient from completions without EOS")
 
-    # Its defaults of the flags that all scripts have.
+    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int = flag(ByModel(tiny=180, other=40))
     prompts_per_step: int = flag(ByModel(tiny=32, other=4))
     num_generations: int = flag(8)
@@ -79,11 +79,11 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
     # Equal rewards must give exactly 0. In float32 they give a rounding error, which a division by
-    # their std of about 0 would blow up (huggingface/trl#4158).
+    # a std of about 0 would blow up (huggingface/trl#4158).
     groups = rewards.double().view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
-    # [1] 4.1.2: less the mean, over the std plus 1e-4. The std has Bessel's correction, and is that
-    # of the "group", that of the "batch", or left out ("none"), as in [2].
+    # [1] 4.1.2: less the mean, over the std plus 1e-4. The std has Bessel's correction. It is that
+    # of the group, that of the batch, or it is left out, as in [2].
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
         variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1).clamp(min=1)
@@ -129,9 +129,9 @@ def grpo_loss(
         loss = -A * ratio.clamp(max=cispo_bound).detach() * logprobs
         clipped = (ratio > cispo_bound) & (A != 0)
     if ref_logprobs is not None and kl_coef != 0:
-        loss = loss + kl_coef * kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")
+        kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")  # [1] eq. 4
+        loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
-
     # Its mean over the minibatch, as each paper takes it.
     num_rows = len(loss) if num_rows is None else num_rows
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
@@ -158,8 +158,8 @@ def main(args: list[str] | None = None) -> None:
     task = load_task(config, TASKS, REWARDS, tokenizer, device)
     check_prompts(config, policy, tokenizer, task)
 
-    # The reference that the KL is measured against. Dropout is off before it is copied from the
-    # policy: otherwise the KL wouldn't be 0 at step 0.
+    # The reference that the KL is measured against. Dropout is off: it would make the policy
+    # differ from its own copy, and the KL at step 0 wouldn't be 0.
     if config.disable_dropout:
         disable_dropout(policy)
     set_up_training(config, policy)
@@ -171,15 +171,15 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # A forward pass: of which distribution, and of how many rows and tokens at once.
+    # The arguments of every forward pass, and the limits of a micro-batch in the update.
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
     loss_options = {name: getattr(config, name) for name in LOSS_FLAGS}
-    # With a single update per rollout the policy that sampled is the one that is updated: the
-    # update computes its log-probs anyway. Left on, dropout would make them differ.
+    # With a single update per rollout, the old log-probs are those that the update computes: one
+    # forward pass less. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     with Run(
@@ -221,12 +221,12 @@ def main(args: list[str] | None = None) -> None:
                     ref_logprobs, _ = completion_logprobs(
                         ref_model, rollout, max_rows=max_rows, **forward
                     )
-            # The rollout's memory isn't needed below.
+            # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
             clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
             advantages = group_advantages(scores, G, config.scale_rewards).to(device)  # (B,)
-            if config.mask_truncated_completions:  # in the loss; in the baseline they count
+            if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
             watch.lap("time/rollout")
 
@@ -239,8 +239,8 @@ def main(args: list[str] | None = None) -> None:
             mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
-                # A micro-batch adds its share of the minibatch's loss to the gradient: the sum is
-                # the same whatever the size of a micro-batch.
+                # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
+                # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows in micro_batches(rollout, mini_batch, **in_update):
                     logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
                     old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]
@@ -271,7 +271,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             if config.kl_coef > 0:
-                kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k3")  # (B, T)
+                kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k3")  # (B, T), for the log
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
             metrics |= group_metrics(scores, G)
             metrics |= {"lr": learning_rate, "episode": (step + 1) * B}

@@ -1,18 +1,22 @@
 """PPO: proximal policy optimisation of a language model against a score, with a KL penalty.
 
 The policy pi samples a completion y_1 .. y_T of a prompt; its score is s. A state is the text so
-far, an action is the next token. On the left are the names of the code; eps is clip_range, eps_v is
-clip_range_value.
+far, an action is the next token. pi_old and V_old are policy and value model as they were when the
+rollout was sampled; pi and V change in the update. On the left are the names of the code; eps is
+clip_range, eps_v is clip_range_value.
 
-  kl          kl_t estimates KL(pi || pi_ref) from log pi(y_t) - log pi_ref(y_t)
+  kl          kl_t = log pi_old(y_t) - log pi_ref(y_t), without gradient; or k2, k3 of it
   rewards     r_t = -kl_coef kl_t, and s is added at the last token                   [1] eq. 2
-  advantages  delta_t = r_t + gamma V_{t+1} - V_t                                     [2] eq. 12
+  advantages  delta_t = r_t + gamma V_old_{t+1} - V_old_t                             [2] eq. 12
               A_t = delta_t + gamma lam A_{t+1}, whitened over the batch              [2] eq. 11
-  returns     R_t = A_t + V_t, with A_t before whitening
+  returns     R_t = A_t + V_old_t, with A_t before whitening
   ratio       rho_t = pi(y_t) / pi_old(y_t)
   pg          max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps))                     [2] eq. 7
   vf          max((V_t - R_t)^2, (clip(V_t, V_old - eps_v, V_old + eps_v) - R_t)^2) / 2      [3]
-  loss        sum over the tokens of a minibatch of pg + vf_coef vf, over their number
+  loss        mean of pg + vf_coef vf over the tokens of a minibatch
+
+Left out: the entropy bonus of [2] eq. 9, and the pretraining term of InstructGPT, arXiv 2203.02155,
+eq. 2, which is this objective otherwise.
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
@@ -66,7 +70,7 @@ class Config(RunConfig):
     vf_coef: float = flag(0.1, "weight of the value loss")
     value_init: Literal["policy", "reward_model"] = flag("policy", "backbone of the value model")
 
-    # Its defaults of the flags that all scripts have.
+    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int = flag(ByModel(tiny=60, other=40))
     prompts_per_step: int = flag(ByModel(tiny=256, other=16))
     num_generations: int = flag(1)
@@ -81,8 +85,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     """The reward of each token: scores (B,), kl and mask (B, T) -> (B, T), 0 off the mask.
 
     [1] eq. 2, with the KL penalty paid token by token. The score s sits on the last real token,
-    usually EOS. TRL's PPO puts it one slot later: the advantage of EOS then holds gamma lam s +
-    gamma (1 - lam) V, with V the value at that slot, instead of s.
+    usually EOS. TRL's PPO puts it one slot later: GAE then discounts it by gamma lam, and mixes in
+    the value of a slot that holds no token.
     """
     mask = mask.bool()
     # The last real token is where the count of real tokens reaches its total.
@@ -95,11 +99,11 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate of each token, to be minimised: each (B, T) -> (loss, clipped), (B, T).
 
-    [2] eq. 7. Outside the clip range there is no gradient where moving on would pay, and the full
-    gradient where it would hurt: hence the maximum of the two losses, for advantages of either
-    sign. `clipped` is True where the clip decides.
+    [2] eq. 7. Once the ratio has left the clip range in the direction that the advantage favours,
+    the gradient is 0. If it has left in the other direction, the full gradient brings it back.
+    `clipped` is True where the clip decides.
     """
-    # To minimise the maximum of the losses is to maximise the minimum of the paper's objectives.
+    # The paper maximises a minimum of objectives; this is its negative.
     ratio = policy_ratio(logprobs - old_logprobs)
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
@@ -109,7 +113,7 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error of each token, halved: each (B, T) -> (loss, clipped), (B, T). [3]."""
+    """Clipped squared error, halved, as in [3]: each (B, T) -> (loss, clipped), each (B, T)."""
     # The worse of two predictions counts: a value can't profit from moving far in one update.
     bounded_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
     free, bounded = (values - returns) ** 2, (bounded_values - returns) ** 2
@@ -130,8 +134,8 @@ def main(args: list[str] | None = None) -> None:
     task = load_task(config, TASKS, REWARDS, tokenizer, device)
     check_prompts(config, policy, tokenizer, task)
 
-    # The value model, and the reference that the KL is measured against. Dropout is off before the
-    # reference is copied from the policy: otherwise the KL wouldn't be 0 at step 0.
+    # The value model, and the reference that the KL is measured against. Dropout is off: it
+    # would make the policy differ from its own copy, and the KL at step 0 wouldn't be 0.
     value_model = ValueModel.on_backbone_of(value_backbone(config, policy, tokenizer, task))
     if config.disable_dropout:
         disable_dropout(policy, value_model)
@@ -147,14 +151,14 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # A forward pass: of which distribution, and of how many rows and tokens at once.
+    # The arguments of every forward pass, and the limits of a micro-batch in the update.
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
-    # With a single update per rollout the policy that sampled is the one that is updated: the
-    # update computes its log-probs anyway. Left on, dropout would make them differ.
+    # With a single update per rollout, the old log-probs are those that the update computes: one
+    # forward pass less. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     with Run(
@@ -206,7 +210,7 @@ def main(args: list[str] | None = None) -> None:
                         ref_model, rollout, max_rows=max_rows, **forward
                     )
                 kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
-            # The rollout's memory isn't needed below.
+            # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
             clear_cache()
 
             # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
@@ -228,8 +232,8 @@ def main(args: list[str] | None = None) -> None:
             mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
-                # A micro-batch adds its share of the minibatch's mean over tokens to the gradient:
-                # the sum is the same whatever the size of a micro-batch.
+                # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
+                # gradient: the sum is the same whatever b is. Its tensors are (b, T).
                 num_tokens = mask[mini_batch].sum()
                 for rows in micro_batches(rollout, mini_batch, **in_update):
                     logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
@@ -237,8 +241,8 @@ def main(args: list[str] | None = None) -> None:
                     old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]
                     m = mask[rows]
 
-                    # The clipped surrogate of the policy, and the clipped error of the values.
-                    # They are means over the tokens, not over the rows: long rows weigh more.
+                    # The clipped surrogate of the policy, and the clipped error of the values:
+                    # means over the tokens, not over the rows. So long rows weigh more.
                     pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value

@@ -3,14 +3,14 @@
 For a prompt the policy pi samples a group of G completions. s_i is the score of completion i, and
 y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_range.
 
-  kl          kl_t = log pi(y_t) - log pi_ref(y_t), of each token                      k1 in [2]
+  kl          kl_t = log pi_old(y_t) - log pi_ref(y_t), without gradient               k1 in [2]
   rewards     r_i = s_i - kl_coef * sum of kl_t over the tokens of completion i
   advantages  A_i = r_i - mean of r_j over the other G - 1 completions of the group    [1] eq. 8
   ratio       rho_i = pi(y) / pi_old(y), of the whole completion: a product over its tokens
   loss        max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), its mean over the completions
 
 There is no value model: a completion is compared with the others of its prompt.
-Ratio and clip are TRL's. With one update per rollout rho_i is 1: plain REINFORCE, as in [1].
+Ratio and clip are TRL's. With one update per rollout rho_i is 1, and this is REINFORCE, as in [1].
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 
@@ -50,7 +50,7 @@ class Config(RunConfig):
     reward_clip_range: list[float] = flag([], "LOW HIGH: bounds of the score, before the KL")
     normalize_advantages: bool = flag(False, "scale advantages to variance 1 over the batch")
 
-    # Its defaults of the flags that all scripts have.
+    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int = flag(ByModel(tiny=180, other=40))
     prompts_per_step: int = flag(ByModel(tiny=64, other=8))
     num_generations: int = flag(4)
@@ -71,11 +71,11 @@ def rloo_advantages(rewards: Tensor, num_generations: int, normalize: bool = Fal
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
     # Equal rewards must give exactly 0. In float32 they give a rounding error, which a division by
-    # their std of about 0 would blow up (huggingface/trl#4158).
+    # a std of about 0 would blow up (huggingface/trl#4158).
     groups = rewards.double().view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
-    # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so on policy the
-    # gradient is unbiased, but not after `normalize`: variance 1 over the batch, as in TRL.
+    # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so the gradient is
+    # unbiased on policy. `normalize`, to variance 1 over the batch as in TRL, gives that up.
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
     centred = (groups - baseline).masked_fill(num_known < 2, torch.nan)
     if normalize:
@@ -120,8 +120,8 @@ def main(args: list[str] | None = None) -> None:
     task = load_task(config, TASKS, REWARDS, tokenizer, device)
     check_prompts(config, policy, tokenizer, task)
 
-    # The reference that the KL is measured against. Dropout is off before it is copied from the
-    # policy: otherwise the KL wouldn't be 0 at step 0.
+    # The reference that the KL is measured against. Dropout is off: it would make the policy
+    # differ from its own copy, and the KL at step 0 wouldn't be 0.
     if config.disable_dropout:
         disable_dropout(policy)
     set_up_training(config, policy)
@@ -133,15 +133,15 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # A forward pass: of which distribution, and of how many rows and tokens at once.
+    # The arguments of every forward pass, and the limits of a micro-batch in the update.
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
     loss_options = {name: getattr(config, name) for name in LOSS_FLAGS}
-    # With a single update per rollout the policy that sampled is the one that is updated: the
-    # update computes its log-probs anyway. Left on, dropout would make them differ.
+    # With a single update per rollout, the old log-probs are those that the update computes: one
+    # forward pass less. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     with Run(
@@ -183,7 +183,7 @@ def main(args: list[str] | None = None) -> None:
                     ref_logprobs, _ = completion_logprobs(
                         ref_model, rollout, max_rows=max_rows, **forward
                     )
-            # The rollout's memory isn't needed below.
+            # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
             clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
@@ -205,8 +205,8 @@ def main(args: list[str] | None = None) -> None:
             mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
-                # A micro-batch adds its share of the minibatch's loss to the gradient: the sum is
-                # the same whatever the size of a micro-batch.
+                # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
+                # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows in micro_batches(rollout, mini_batch, **in_update):
                     logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
                     old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]

@@ -120,7 +120,7 @@ class RunConfig(TaskConfig):
     )
     compile: bool = _update(False, "torch.compile the training forward pass")
     output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
-    overwrite: bool = _run(False, "replace the run in output_dir")
+    overwrite: bool = _run(False, "rename the run in output_dir to <output_dir>.old")
     resume: bool = _run(False, "go on with the run in output_dir")
     save_every: int = _run(50, "steps between checkpoints; the last step and Ctrl-C save as well")
     save_best: bool = _run(False, "model/ is that of the best evaluation, not the last one")
