@@ -15,7 +15,7 @@ Flags make it Dr. GRPO [2], DAPO [3], GSPO [4] or CISPO [5]: docs/running.md has
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
 
-  python grpo.py                 # sums: 39% -> 97% right, in 25 seconds on two CPU cores
+  python grpo.py                 # sampled sums 39% -> 97% right, 25 seconds on two CPU cores
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
 
@@ -171,15 +171,16 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # The arguments of every forward pass, and the limits of a micro-batch in the update.
+    # The arguments of a forward pass, and the most rows and tokens that it takes at once.
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
+    in_rollout = forward | {"max_rows": max_rows}
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
     loss_options = {name: getattr(config, name) for name in LOSS_FLAGS}
-    # With a single update per rollout, the old log-probs are those that the update computes: one
-    # forward pass less. Not with dropout, which makes two forward passes differ.
+    # With a single update per rollout, the old log-probs are those that the update computes: so
+    # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     with Run(
@@ -213,14 +214,10 @@ def main(args: list[str] | None = None) -> None:
             old_logprobs = ref_logprobs = kl = None
             if not single_update:
                 with torch.no_grad():
-                    old_logprobs, _ = completion_logprobs(
-                        policy, rollout, max_rows=max_rows, **forward
-                    )
+                    old_logprobs, _ = completion_logprobs(policy, rollout, **in_rollout)
             if config.kl_coef > 0:
                 with torch.no_grad(), ref as ref_model:
-                    ref_logprobs, _ = completion_logprobs(
-                        ref_model, rollout, max_rows=max_rows, **forward
-                    )
+                    ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
             # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
             clear_cache()
 
@@ -243,7 +240,7 @@ def main(args: list[str] | None = None) -> None:
                 # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows in micro_batches(rollout, mini_batch, **in_update):
                     logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
-                    old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]
+                    old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 
                     loss, clipped = grpo_loss(

@@ -21,7 +21,7 @@ eq. 2, which is this objective otherwise.
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
-  python ppo.py                  # sums: 39% -> 97% right, in 40 seconds on two CPU cores
+  python ppo.py                  # sampled sums 39% -> 97% right, 40 seconds on two CPU cores
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
   python ppo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
@@ -66,7 +66,7 @@ class Config(RunConfig):
     whiten_rewards: bool = flag(False, "scale rewards to variance 1, without shifting their mean")
     gamma: float = flag(1.0, "discount")
     lam: float = flag(0.95, "lambda of GAE: 1 trusts the rewards, 0 the value model")
-    clip_range_value: float = flag(0.2, "how far a value may move in one update")
+    clip_range_value: float = flag(0.2, "how far a value may move in one step")
     vf_coef: float = flag(0.1, "weight of the value loss")
     value_init: Literal["policy", "reward_model"] = flag("policy", "backbone of the value model")
 
@@ -114,7 +114,7 @@ def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range_value: float
 ) -> tuple[Tensor, Tensor]:
     """Clipped squared error, halved, as in [3]: each (B, T) -> (loss, clipped), each (B, T)."""
-    # The worse of two predictions counts: a value can't profit from moving far in one update.
+    # The worse of two predictions counts: a value can't profit from moving far in one step.
     bounded_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
     free, bounded = (values - returns) ** 2, (bounded_values - returns) ** 2
     return 0.5 * torch.max(free, bounded), bounded > free
@@ -151,14 +151,15 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # The arguments of every forward pass, and the limits of a micro-batch in the update.
+    # The arguments of a forward pass, and the most rows and tokens that it takes at once.
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
+    in_rollout = forward | {"max_rows": max_rows}
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
-    # With a single update per rollout, the old log-probs are those that the update computes: one
-    # forward pass less. Not with dropout, which makes two forward passes differ.
+    # With a single update per rollout, the old log-probs are those that the update computes: so
+    # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     with Run(
@@ -201,14 +202,10 @@ def main(args: list[str] | None = None) -> None:
             old_logprobs, kl = None, torch.zeros_like(old_values)
             if not single_update or config.kl_coef > 0:
                 with torch.no_grad():
-                    old_logprobs, _ = completion_logprobs(
-                        policy, rollout, max_rows=max_rows, **forward
-                    )
+                    old_logprobs, _ = completion_logprobs(policy, rollout, **in_rollout)
             if config.kl_coef > 0:
                 with torch.no_grad(), ref as ref_model:
-                    ref_logprobs, _ = completion_logprobs(
-                        ref_model, rollout, max_rows=max_rows, **forward
-                    )
+                    ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
                 kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
             # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
             clear_cache()
@@ -238,7 +235,7 @@ def main(args: list[str] | None = None) -> None:
                 for rows in micro_batches(rollout, mini_batch, **in_update):
                     logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
                     values = completion_values(value_model, rollout[rows], bf16=config.bf16)
-                    old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]
+                    old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 
                     # The clipped surrogate of the policy, and the clipped error of the values:

@@ -3,7 +3,7 @@
 - Prefill is one forward pass over each distinct prompt, whatever the number of its completions.
 - Rows that have ended leave the batch, several at a time.
 - Keys and values are written into memory of the final size, nothing is concatenated.
-- With bf16, weights are rounded to bfloat16 once per rollout, not at every token.
+- With bf16, weights are rounded to bfloat16 once per batch of rows, not at every token.
 - On CUDA a token is one CUDA graph, not a thousand kernel launches, and the loop waits for the
   device every eighth token only.
 """
@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 from common import base_model
-from plumbing.errors import InputError, first_line
+from plumbing.errors import Fault, InputError, first_line
 from plumbing.forward import model_inputs
 from plumbing.loading import context_length, fast_at_bfloat16
 
@@ -62,12 +62,14 @@ class Decoder:
         self.mask = torch.cat([prompt_mask, not_drawn], dim=1).bool()  # (R, P+T) what is seen
 
     def prefill(self) -> Tensor:
-        """Fill the cache with the prompts; logits of the first token (B, V)."""
+        """Fill the cache with the prompts; logits of the first token (B, V). Raises Fault."""
         # One forward pass over each distinct prompt, which is then copied for its completions.
         both = torch.cat([self.prompt_ids, self.prompt_mask], dim=1)
         distinct, which = both.unique(dim=0, return_inverse=True)
         logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
         self.cache.batch_select_indices(which)
+        if logits.isnan().any():
+            raise Fault("the model's logits are not finite: lower --learning_rate")
         if self.static and all(isinstance(layer, PreallocatedLayer) for layer in self.cache.layers):
             self.static_step = StaticStep(self.model, self.cache, len(which))
         return logits

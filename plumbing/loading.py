@@ -24,7 +24,10 @@ TINY = Path(__file__).parent.parent / "tiny"
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, else the first there is of cuda, mps and cpu. Raises InputError."""
+    """The named device, else the first there is of cuda, mps and cpu. Raises InputError.
+
+    A CUDA device becomes the current one, on which CUDA graphs are captured.
+    """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     kinds = [kind for kind, there in present.items() if there] + ["cpu"]
     try:
@@ -33,6 +36,8 @@ def pick_device(name: str | None) -> torch.device:
         device = None
     if device is None or device.type not in kinds:
         raise InputError(f"--device {name}: this machine, with this torch, has {', '.join(kinds)}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
@@ -117,6 +122,8 @@ def _fault_of_forward(model: PreTrainedModel) -> str | None:
     mask = torch.ones_like(tokens)
     try:
         logits = model(**model_inputs(model, tokens, mask)).logits
+        if logits.isnan().any():
+            return "can't be used, its weights are not finite"
         backbone = model.base_model
         hidden = backbone(**model_inputs(backbone, tokens, mask)).last_hidden_state
         own = logits_from(model, hidden)

@@ -1,7 +1,7 @@
 """What a run leaves behind: metrics, samples, warnings, checkpoints, the model.
 
 A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
-step; the key `step` is the number of updates before it), samples.jsonl, model/ in Hugging Face
+step; the key `step` is the number of steps before it), samples.jsonl, model/ in Hugging Face
 format, checkpoint/state.pt for --resume, and curve.png. A run that is overwritten is renamed to
 <folder>.old.
 """
@@ -76,13 +76,15 @@ class Run:
         self.first_step = 0
         self.first_metrics, self.best = {}, -math.inf  # of the evaluations
         self.history, self.warned = [], set()  # metrics of this process; warnings given
-        self.signal = None  # the number of the signal that asked to stop
-        self.saved_step = None  # of the newest checkpoint
-        self.optimizer.register_step_post_hook(self._note_move)
+        self.signal = self.saved_step = None  # which signal asked to stop; the newest checkpoint
+        # Before, not after: Ctrl-C in the middle of a step must find it noted.
+        self.optimizer.register_step_pre_hook(self._note_move)
         trackers.check_installed(config)
         state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
-            if state is None and _holds_run(folder):
+            if not config.resume and _holds_run(folder):
+                if not config.overwrite:  # begun since choose_folder looked
+                    raise InputError(f"{folder} already holds a run, which has just begun")
                 old = Path(f"{folder}.old")
                 if old.exists():
                     shutil.rmtree(old)
@@ -264,16 +266,15 @@ def choose_folder(config: Any) -> Path:
     if config.resume and config.overwrite:
         raise InputError("--resume --overwrite: give one of them, they contradict each other")
     try:
-        resumable = config.resume and (folder / CHECKPOINT).exists()
         if _holds_run(folder):
             if not (config.resume or config.overwrite):
                 remedy = "give --resume, --overwrite or another --output_dir"
                 raise InputError(f"{folder} already holds a run: {remedy}")
             if config.resume:
                 checkpoints.check_settings(config, folder / "config.json")
-            if not resumable:
+            if config.overwrite:
                 _holds_run(Path(f"{folder}.old"))  # which it will replace
-        if config.resume and not resumable:
+        if config.resume and not (folder / CHECKPOINT).exists():
             print(f"--resume: {folder} holds no checkpoint, the run starts at step 0")
     except OSError as e:
         raise InputError(f"--output_dir {folder}: can't be used ({e.strerror})") from e

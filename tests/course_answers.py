@@ -855,7 +855,7 @@ LOOPS = {
         "num_tokens=mask[mini_batch].sum()": "num_tokens=int(mask[mini_batch].sum())",
     },
     "grpo_loop__old_log_probs_once_more": {
-        "old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]":
+        "old = logprobs.detach() if single_update else old_logprobs[rows]":
             "if old_logprobs is None:\n                        old = logprobs.clone().detach()\n"
             "                    else:\n                        old = old_logprobs[rows]",
         "for rows in micro_batches(rollout, mini_batch, **in_update):":

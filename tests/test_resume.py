@@ -141,14 +141,50 @@ def test_resume_without_a_checkpoint_says_so_before_anything_is_loaded(here, mon
     assert lines == ["--resume: run holds no checkpoint, the run starts at step 0"]
 
 
-def test_resume_without_a_checkpoint_keeps_the_lines_of_metrics_as_old(here, monkeypatch):
+def test_resume_without_a_checkpoint_starts_in_place_and_leaves_an_old_run_alone(here, monkeypatch):
     assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
+    assert run(ppo, [*FLAGS, "--output_dir", "run.old", "--seed", "1"])[0] == 0
+    before = contents("run.old")
     stop_without_a_checkpoint(1, monkeypatch)
-    before = contents("run")
     lines = printed_by(ppo, [*FLAGS, "--resume"], monkeypatch)
     assert "--resume: run holds no checkpoint, the run starts at step 0" in lines
-    assert "The run in run is now run.old." in lines
     assert contents("run.old") == before
+    assert_same_run("run", "whole")
+
+
+def test_a_run_that_began_while_this_one_was_loading_is_left_alone(here, monkeypatch):
+    """The same command twice: both found the folder empty."""
+    original, before = ppo.load_policy, {}
+
+    def slow(*args):
+        if not before:
+            before["run"] = True
+            assert run(ppo, FLAGS)[0] == 0
+            before["run"] = contents("run")
+        return original(*args)
+
+    monkeypatch.setattr(ppo, "load_policy", slow)
+    code, lines = run(ppo, FLAGS)
+    assert code == 2 and "run already holds a run" in lines[-1]
+    assert contents("run") == before["run"] and not Path("run.old").exists()
+
+
+def test_an_interrupt_within_the_optimiser_saves_no_weights_that_have_moved(here, monkeypatch):
+    """Ctrl-C twice while the fused kernel runs: Python raises as soon as it returns."""
+    flags, calls, fused = [*FLAGS, "--save_every", "2"], [], torch._fused_adamw_
+
+    def interrupted(*args, **kwargs):
+        fused(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 7:  # the first of the two updates of step 3
+            raise KeyboardInterrupt
+
+    assert run(ppo, [*flags, "--output_dir", "whole"])[0] == 0
+    with monkeypatch.context() as m:
+        m.setattr(torch, "_fused_adamw_", interrupted)
+        code, lines = run(ppo, flags)
+    assert code == 130 and "run is saved up to step 2" in lines[-1]
+    assert run(ppo, [*flags, "--resume"])[0] == 0
     assert_same_run("run", "whole")
 
 
@@ -366,7 +402,6 @@ def test_records_without_a_checkpoint_survive_a_resume_that_fails(here, monkeypa
     assert contents("run") == before and not Path("run.old").exists()
     assert run(ppo, [*FLAGS, "--resume"])[0] == 0
     assert [x["step"] for x in records("run")] == list(range(7))
-    assert contents("run.old") == before
 
 
 def start(*flags: str) -> subprocess.Popen:

@@ -258,6 +258,26 @@ def test_a_model_without_a_key_value_cache_is_refused(kind, capsys, tmp_path):
     assert "doesn't decode with a key-value cache" in fails(args, 2, capsys)
 
 
+def test_a_model_whose_weights_are_not_finite_is_refused(capsys, tmp_path):
+    model = small_gpt2(vocab_size=257)
+    model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
+    folder = save_model(tmp_path / "nan", model, byte_tokenizer())
+    args = ["--model", folder, "--output_dir", str(tmp_path / "run")]
+    assert "can't be used, its weights are not finite" in fails(args, 2, capsys)
+
+
+def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):
+    """CUDA graphs are captured on the current device, whatever the device of their tensors."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, device: types.SimpleNamespace(device=torch.device(device))
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert loading.pick_device("cuda:1") == torch.device("cuda:1")
+    assert chosen == [torch.device("cuda:1")]
+
+
 def test_a_cached_model_without_its_tokenizer_gets_it_from_the_hub(monkeypatch, tmp_path):
     """As on the very first run: the weights have just been cached, the tokenizer has not."""
     small_gpt2(vocab_size=20).save_pretrained(tmp_path)

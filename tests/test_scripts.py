@@ -302,6 +302,25 @@ def test_a_nan_gradient_stops_the_run_before_it_reaches_the_weights(job, monkeyp
     assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+def test_weights_that_diverge_in_the_last_update_of_a_step_stop_the_run_with_a_fault(job):
+    flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e30}
+    with pytest.raises(Fault, match="step 1: the model's logits are not finite: lower --learning"):
+        job(num_steps=3, **flags)
+
+
+def test_with_one_update_per_rollout_the_ratio_is_1_however_step_3_rounds(job, monkeypatch):
+    """In bfloat16 other batches round log-probs by a percent, which RLOO sums over a row."""
+    original = job.script.completion_logprobs
+
+    def rounded(*args, **kwargs):
+        logprobs, entropy = original(*args, **kwargs)
+        return logprobs * (1 if torch.is_grad_enabled() else 1.01), entropy
+
+    monkeypatch.setattr(job.script, "completion_logprobs", rounded)
+    metrics = job(num_epochs=1, num_mini_batches=1, kl_coef=0.1)[0]
+    assert metrics["val/ratio_max_dev_first"] == 0
+
+
 def test_a_reward_that_fails_late_leaves_the_model_and_the_metrics_so_far(job):
     file = job.folder.parent / "late.py"
     file.write_text(
