@@ -1,6 +1,7 @@
 """Flags, faults, metrics and files: what a user of the command line meets."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -33,6 +34,7 @@ from plumbing.errors import Fault, InputError
 from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer, pick_device
 from plumbing.metrics import (
     Meter,
+    Stopwatch,
     explained_variance,
     group_metrics,
     objective_metrics,
@@ -498,6 +500,15 @@ def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_ro
     mean_ratio, share_clipped = by_row if per_row else by_token
     assert results["val/ratio"] == pytest.approx((mean_ratio + 9) / 2)
     assert results["policy/clipfrac_avg"] == pytest.approx(share_clipped)
+
+
+def test_each_lap_of_a_step_is_the_time_since_the_one_before(monkeypatch):
+    now = itertools.accumulate([100.0, 2.0, 5.0])
+    monkeypatch.setattr("plumbing.metrics.time.perf_counter", lambda: next(now))
+    watch = Stopwatch(torch.device("cpu"))
+    watch.lap("rollout")
+    watch.lap("update")
+    assert watch.laps == {"rollout": 2.0, "update": 5.0}
 
 
 def test_an_empty_mask_gives_0_not_nan():
