@@ -476,7 +476,7 @@ def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_ro
     old = torch.tensor([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0], [4.0, 5.0, 6.0]])
     moved = torch.tensor([[1.0, 3.0, nan], [5.0, nan, nan], [1.0, 1.0, 1.0]])
     entropy = torch.tensor([[1.0, 2.0, nan], [6.0, nan, nan], [3.0, 3.0, 3.0]])
-    ratio, clipped = torch.tensor([1.5, 0.5, 1.25]), torch.tensor([True, False, False])
+    ratio, clipped = torch.tensor([1.25, 0.5, 1.5]), torch.tensor([True, False, False])
     if not per_row:
         ratio = ratio.unsqueeze(1).expand(3, 3).masked_fill(~mask, nan)
         clipped = clipped.unsqueeze(1).expand(3, 3) | ~mask
@@ -496,7 +496,7 @@ def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_ro
     # The second pass adds a squared distance of 0, and the same entropies again.
     assert results["policy/approxkl_avg"] == pytest.approx(0.5 * (1 + 9 + 25 + 3) / 12)
     assert results["policy/entropy_avg"] == pytest.approx((1 + 2 + 6 + 9) / 6)
-    by_row, by_token = ((1.5 + 0.5 + 1.25) / 3, 1 / 3), ((3 + 0.5 + 3.75) / 6, 2 / 6)
+    by_row, by_token = ((1.25 + 0.5 + 1.5) / 3, 1 / 3), ((2.5 + 0.5 + 4.5) / 6, 2 / 6)
     mean_ratio, share_clipped = by_row if per_row else by_token
     assert results["val/ratio"] == pytest.approx((mean_ratio + 9) / 2)
     assert results["policy/clipfrac_avg"] == pytest.approx(share_clipped)
