@@ -12,7 +12,7 @@ clip_range, eps_v is clip_range_value.
   returns     R_t = A_t + V_old_t, with A_t before whitening
   ratio       rho_t = pi(y_t) / pi_old(y_t)
   pg          max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps))                     [2] eq. 7
-  vf          max((V_t - R_t)^2, (clip(V_t, V_old - eps_v, V_old + eps_v) - R_t)^2) / 2      [3]
+  vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf over the tokens of a minibatch
 
 Left out: the entropy bonus of [2] eq. 9, and the pretraining term of InstructGPT, arXiv 2203.02155,

@@ -68,7 +68,7 @@ class Decoder:
         distinct, which = both.unique(dim=0, return_inverse=True)
         logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
         self.cache.batch_select_indices(which)
-        if logits.isnan().any():
+        if not logits.logsumexp(-1).isfinite().all():
             raise Fault("the model's logits are not finite: lower --learning_rate")
         if self.static and all(isinstance(layer, PreallocatedLayer) for layer in self.cache.layers):
             self.static_step = StaticStep(self.model, self.cache, len(which))

@@ -316,7 +316,7 @@ MUTATIONS = [
     ("plumbing/checkpoints.py", "weights_only=True, map", "weights_only=False, map", "what a checkpoint holds is run"),
     ("plumbing/runs.py", "register_step_pre_hook", "register_step_post_hook", "an interrupt within the optimiser saves half an update"),
     ("plumbing/runs.py", "if not config.overwrite:  # begun", "if False:  # begun", "a run that has just begun is moved away"),
-    ("plumbing/decoding.py", "if logits.isnan().any():", "if False:", "weights that are not finite end in a traceback"),
+    ("plumbing/decoding.py", "if not logits.logsumexp(-1).isfinite().all():", "if False:", "weights that are not finite end in a traceback"),
     ("plumbing/loading.py", "if logits.isnan().any():", "if False:", "weights that are not finite are another fault"),
     ("plumbing/loading.py", "        torch.cuda.set_device(device)\n", "        pass\n", "CUDA graphs on another device"),
     ("ppo.py", "logprobs.detach() if single_update else", "logprobs.detach() if old_logprobs is None else", "PPO's single update takes the rounding of another forward pass"),

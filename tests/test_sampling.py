@@ -9,7 +9,7 @@ from conftest import EOS, VOCAB, small_gpt2, small_llama
 
 from common import Rollout, completion_mask, disable_dropout, kl_estimate
 from plumbing.decoding import bfloat16_copy, preallocated_cache
-from plumbing.errors import InputError
+from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.loading import set_up_training
 from sampling import concatenate, draw, generate
@@ -359,6 +359,15 @@ def test_the_static_step_sees_few_numbers_of_rows(small_model):
     whole = rows[0]
     assert set(rows) <= {whole, whole // 2, whole // 4, whole // 8, whole // 16, 3, 2, 1}
     assert rows[-1] < whole
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_a_fault(small_model, value):
+    """Weights that have diverged: there is no distribution to draw from."""
+    head = small_model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, logits: logits.clone().fill_(value))
+    with pytest.raises(Fault, match="the model's logits are not finite: lower --learning_rate"):
+        sample(small_model)
 
 
 def test_decoding_in_bfloat16_leaves_the_model_as_it_is(small_model):
