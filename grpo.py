@@ -61,8 +61,8 @@ class Config(RunConfig):
     num_steps: int = flag(ByModel(tiny=180, other=40))
     prompts_per_step: int = flag(ByModel(tiny=32, other=4))
     num_generations: int = flag(8)
-    kl_coef: float = flag(0.04)
-    learning_rate: float = flag(ByModel(tiny=7e-4, other=2e-5))
+    kl_coef: float = flag(ByModel(tiny=0.01, other=0.04))
+    learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
 
 
 # The flags that are arguments of the loss.
@@ -167,7 +167,11 @@ def main(args: list[str] | None = None) -> None:
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
+    # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
+    betas = (0.9, 0.95)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=betas, weight_decay=0.0, fused=True
+    )
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
@@ -228,8 +232,9 @@ def main(args: list[str] | None = None) -> None:
             watch.lap("time/rollout")
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each, at a learning rate that falls linearly.
-            learning_rate = config.learning_rate * (1 - step / config.num_steps)
+            #    step each. The learning rate rises over the first steps, then falls linearly.
+            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
             for settings in optimizer.param_groups:
                 settings["lr"] = learning_rate
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
@@ -268,7 +273,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             if config.kl_coef > 0:
-                kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k3")  # (B, T), for the log
+                kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k1")  # the log: k3 is noisier
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
             metrics |= group_metrics(scores, G)
             metrics |= {"lr": learning_rate, "episode": (step + 1) * B}

@@ -74,7 +74,7 @@ class Config(RunConfig):
     num_steps: int = flag(ByModel(tiny=60, other=40))
     prompts_per_step: int = flag(ByModel(tiny=256, other=16))
     num_generations: int = flag(1)
-    kl_coef: float = flag(ByModel(tiny=0.02, other=0.1))
+    kl_coef: float = flag(ByModel(tiny=0.01, other=0.1))
     learning_rate: float = flag(ByModel(tiny=5e-4, other=5e-5))
     num_epochs: int = flag(2)
     num_mini_batches: int = flag(ByModel(tiny=4, other=1))
@@ -147,7 +147,11 @@ def main(args: list[str] | None = None) -> None:
     # "The N implementation details of RLHF with PPO".
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0, fused=True)
+    # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
+    betas = (0.9, 0.95)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=betas, weight_decay=0.0, fused=True
+    )
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
@@ -221,8 +225,9 @@ def main(args: list[str] | None = None) -> None:
             watch.lap("time/rollout")
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each, at a learning rate that falls linearly.
-            learning_rate = config.learning_rate * (1 - step / config.num_steps)
+            #    step each. The learning rate rises over the first steps, then falls linearly.
+            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
             for settings in optimizer.param_groups:
                 settings["lr"] = learning_rate
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]

@@ -67,7 +67,7 @@ def add_prompt(a: int, b: int, chat: bool) -> Prompt:
     """The question for a + b: as plain text for a base model, as a message for a chat model."""
     if not chat:
         return f"{a}+{b}="
-    return [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
+    return [{"role": "user", "content": f"Add the numbers {a} and {b}. Write only the equation."}]
 
 
 def answer_is_no_number(row: dict) -> str | None:

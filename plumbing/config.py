@@ -98,6 +98,7 @@ class RunConfig(TaskConfig):
     kl_coef: float = _update(help="weight of the KL penalty; 0 builds no reference model")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
     learning_rate: float = _update(help="of AdamW; falls linearly to 0; adapters: 10 times")
+    warmup_steps: int = _update(10, "steps over which the learning rate rises to its full size")
     num_epochs: int = _update(1, "passes over one rollout")
     num_mini_batches: int = _update(1, "optimiser steps per pass")
     micro_batch_size: int | None = _update(
@@ -130,7 +131,7 @@ class RunConfig(TaskConfig):
     eval_every: int = _run(
         ByModel(tiny=30, other=20), "steps between evaluations on held-out prompts"
     )
-    num_eval_prompts: int = _run(ByModel(tiny=512, other=24), "held-out prompts per evaluation")
+    num_eval_prompts: int = _run(ByModel(tiny=1024, other=24), "held-out prompts per evaluation")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -250,7 +251,8 @@ num_steps prompts_per_step num_generations max_new_tokens temperature rollout_ba
 learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range
 clip_range_high clip_range_value max_grad_norm eval_every save_every sample_every num_eval_prompts
 """.split()
-LOWEST = {"num_prompts": 2, "kl_coef": 0, "vf_coef": 0, "lora_r": 0, "cispo_bound": 1}
+LOWEST = {"num_prompts": 2, "cispo_bound": 1}
+LOWEST |= dict.fromkeys(["kl_coef", "vf_coef", "lora_r", "warmup_steps"], 0)
 
 
 def check_numbers(config: TaskConfig) -> None:

@@ -1,12 +1,12 @@
-"""Make the embedded model: a GPT-2 of 0.6 M parameters that knows two-digit sums better than it
-says.
+"""Make the embedded model: a GPT-2 of 0.6 M parameters that forgets to carry when it adds.
 
-    python tiny/make.py      # writes config.json, model.safetensors, tokenizer.json beside itself
+    python tiny/make.py    # writes config.json, model.safetensors, tokenizer.json here, 3 minutes
 
-It is trained on sums, at first with the right answer, then more and more often with a random one,
-up to half of the time. It ends up giving the right answer about a third of the time, which is
-what reinforcement learning needs: a behaviour that is there, but not yet preferred. The held-out
-sums of the task `add` are not among its data.
+It is trained on two-digit sums: at first with the right answer, later more and more often with a
+random one, or with the carry of the units forgotten, 57+68=115. So its preferred answer to a sum
+with a carry is wrong, and the right one comes once in a while. That is what reinforcement learning
+needs: a behaviour that is there and isn't preferred. The held-out sums of the task `add` are not
+among its data.
 """
 
 import random
@@ -26,8 +26,9 @@ sys.path.insert(0, str(HERE.parent))
 from common import disable_dropout  # noqa: E402
 from tasks import add_prompts  # noqa: E402
 
-NUM_STEPS, BATCH_SIZE, LEARNING_RATE, SEED = 1300, 256, 3e-3, 0
-MAX_SHARE_OF_RANDOM_ANSWERS = 0.6
+NUM_STEPS, BATCH_SIZE, LEARNING_RATE, SEED = 1000, 256, 3e-3, 0
+# At the end of the training: answers that are random, and carries forgotten in the other ones.
+RANDOM_ANSWERS, FORGOTTEN_CARRIES = 0.3, 0.75
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,13 +53,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def has_carry(prompt: str) -> bool:
+    """Whether the units of the sum "57+68=" are 10 or more together."""
+    return sum(int(number) % 10 for number in prompt.rstrip("=").split("+")) >= 10
+
+
+def given_answer(row: dict, ramp: float, rng: random.Random) -> str:
+    """The answer that the model is trained on; the share of wrong ones grows with ramp, 0 to 1."""
+    if rng.random() < ramp * RANDOM_ANSWERS:
+        return str(rng.randint(20, 198))
+    if has_carry(row["prompt"]) and rng.random() < ramp * FORGOTTEN_CARRIES:
+        return str(int(row["answer"]) - 10)
+    return row["answer"]
+
+
 def make_batch(
-    sums: list[dict], share_of_random: float, rng: random.Random, tokenizer: PreTrainedTokenizerFast
+    sums: list[dict], ramp: float, rng: random.Random, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens (B, L), labels (B, L)): labels are -100 at the prompt and at padding."""
     texts, prompt_lengths = [], []
     for row in rng.choices(sums, k=BATCH_SIZE):
-        answer = str(rng.randint(20, 198)) if rng.random() < share_of_random else row["answer"]
+        answer = given_answer(row, ramp, rng)
         texts.append(row["prompt"] + answer + tokenizer.eos_token)
         prompt_lengths.append(len(row["prompt"]))
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
@@ -89,8 +104,7 @@ def main() -> None:
     )
     bar = trange(NUM_STEPS)
     for step in bar:
-        share_of_random = MAX_SHARE_OF_RANDOM_ANSWERS * min(1.0, 2.5 * step / NUM_STEPS)
-        tokens, labels = make_batch(sums, share_of_random, rng, tokenizer)
+        tokens, labels = make_batch(sums, min(1.0, 2.5 * step / NUM_STEPS), rng, tokenizer)
         logits = model(tokens).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()

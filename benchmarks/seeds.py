@@ -1,0 +1,147 @@
+"""Does the first example learn every time? Each script with its defaults, on one thread and on two.
+
+  python benchmarks/seeds.py                 # 20 seeds, two hours on two CPU cores
+  python benchmarks/seeds.py --seeds 4242    # a seed on which no default was chosen
+  python benchmarks/seeds.py --draw          # the page alone, from seeds.json
+
+A run that is in seeds.json is not repeated: to measure again, delete the file. Threads change the
+order in which floats are added, so a run on two threads is another run. Writes docs/seeds.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = REPOSITORY / "docs" / "seeds.md"
+SCRIPTS = ("ppo", "grpo", "rloo")
+UNUSED_SEED = 4242
+# What every run must reach: see passes.
+LOWEST_ACCURACY, LOWEST_GREEDY, LARGEST_DROP, LARGEST_KL = 0.95, 0.97, 0.05, 3.0
+
+INTRODUCTION = f"""# The first example, 40 times each
+
+Each script with its defaults, seeds 0 to 19, on one thread and on two. It must learn every time: at
+the end at least {LOWEST_ACCURACY} of the held-out sums right when sampled and {LOWEST_GREEDY} when
+greedy, no evaluation more than {LARGEST_DROP} below the best one before it, sampled or greedy, and
+a KL of at most {LARGEST_KL:.0f} nats at every step. Made by `python benchmarks/seeds.py`, which
+keeps the runs in [seeds.json](../benchmarks/seeds.json). Seed {UNUSED_SEED} is one on which no
+default was chosen."""
+
+
+def measure(script: str, threads: int, seed: int) -> dict[str, float]:
+    """A run: accuracy and greedy accuracy at the end, the largest drop of either below its best so
+    far, the largest KL of a step, and the seconds of the whole command.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(REPOSITORY / f"{script}.py"), "--device", "cpu"]
+        command += ["--seed", str(seed), "--output_dir", f"{folder}/run"]
+        started = time.perf_counter()
+        limit = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        subprocess.run(command, check=True, capture_output=True, env=limit)
+        seconds = time.perf_counter() - started
+        text = (Path(folder) / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    accuracy = [x["eval/accuracy"] for x in lines if "eval/accuracy" in x]
+    greedy = [x["eval/accuracy_greedy"] for x in lines if "eval/accuracy_greedy" in x]
+    found = {
+        "before": accuracy[0],
+        "greedy_before": greedy[0],
+        "accuracy": accuracy[-1],
+        "greedy": greedy[-1],
+        "drop": max(largest_drop(accuracy), largest_drop(greedy)),
+        "kl": max(x["objective/kl"] for x in lines if "objective/kl" in x),
+        "seconds": seconds,
+    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def largest_drop(values: list[float]) -> float:
+    """How far a value lies at most below the largest one before it; 0 if none does."""
+    return max(max(values[: i + 1]) - value for i, value in enumerate(values))
+
+
+def passes(run: dict[str, float]) -> bool:
+    """Whether a run has learnt, steadily."""
+    learnt = run["accuracy"] >= LOWEST_ACCURACY and run["greedy"] >= LOWEST_GREEDY
+    return learnt and run["drop"] <= LARGEST_DROP and run["kl"] <= LARGEST_KL
+
+
+def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """docs/seeds.md: a line per script and number of threads, then a line per seed."""
+    lines = [
+        f"{INTRODUCTION}\n",
+        "| | runs | that pass | sampled: lowest, median, highest | greedy: lowest | largest drop"
+        " | largest KL | seconds: median |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, by_seed in results.items():
+        runs = [run for seed, run in by_seed.items() if seed != str(UNUSED_SEED)]
+        sampled = [run["accuracy"] for run in runs]
+        cells = [
+            f"{len(runs)} | {sum(map(passes, runs))}",
+            f"{min(sampled):.3f}, {statistics.median(sampled):.3f}, {max(sampled):.3f}",
+            f"{min(run['greedy'] for run in runs):.3f}",
+            f"{max(run['drop'] for run in runs):.3f}",
+            f"{max(run['kl'] for run in runs):.2f}",
+            f"{statistics.median(run['seconds'] for run in runs):.0f}",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "Sampled / greedy accuracy at the end, largest drop, largest KL:", ""]
+    lines += ["| seed | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
+    seeds = sorted({int(seed) for runs in results.values() for seed in runs})
+    for seed in seeds:
+        runs = [runs.get(str(seed)) for runs in results.values()]
+        cells = [
+            ""
+            if run is None
+            else "{accuracy:.3f} / {greedy:.3f}, {drop:.3f}, {kl:.2f}".format(**run)
+            for run in runs
+        ]
+        lines.append(f"| {seed} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(20), UNUSED_SEED])
+    parser.add_argument("--draw", action="store_true", help="write the page from seeds.json alone")
+    options = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+    lock = threading.Lock()
+
+    def work(script: str, threads: int, seed: int) -> None:
+        name = f"{script.upper()}, threads: {threads}"
+        if str(seed) in results.get(name, {}):
+            return
+        run = measure(script, threads, seed)
+        with lock:
+            results.setdefault(name, {})[str(seed)] = run
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}, seed {seed}: {run}", flush=True)
+
+    for threads in () if options.draw else (1, 2):
+        jobs = [(script, threads, seed) for seed in options.seeds for script in SCRIPTS]
+        # Two runs of one thread at a time, or one of two.
+        with ThreadPoolExecutor(2 // threads) as pool:
+            list(pool.map(work, *zip(*jobs, strict=True)))
+    order = [f"{s.upper()}, threads: {threads}" for s in SCRIPTS for threads in (1, 2)]
+    PAGE.write_text(page({name: results[name] for name in order if name in results}))
+
+
+if __name__ == "__main__":
+    main()
