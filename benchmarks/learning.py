@@ -1,17 +1,20 @@
-"""What PPO, GRPO and RLOO learn by the episode, by the second and by the gigabyte: each script with
-its own defaults, five seeds.
+"""What PPO, GRPO and RLOO learn by the episode and by the second: each script with its own defaults
+on the embedded model, five seeds, and two jobs for SmolLM2-135M-Instruct.
 
-  python benchmarks/learning.py                  # the embedded model, 10 minutes on two CPU cores
-  python benchmarks/learning.py --model FOLDER   # SmolLM2-135M-Instruct, an hour; say --device cuda
-  python benchmarks/learning.py --draw           # pictures and tables alone, from learning.json
+  python benchmarks/learning.py                               # sums, embedded model, 20 minutes
+  python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 2 hours
+  python benchmarks/learning.py --job reviews --model FOLDER  # film reviews, SmolLM2, an hour
+  python benchmarks/learning.py --draw                        # pictures and tables alone
 
-Seconds are those of rollout and update, without evaluations; the runs alternate, so that a machine
-that slows down slows down all three. learning.json keeps what the last run of each model measured,
-learning_metrics.json how far each metric ranged in the runs of the embedded model.
+Times are those of two CPU cores; say --device cuda where there is one. Seconds are those of rollout
+and update, without evaluations; the runs alternate, so that a machine that slows down slows down
+all of them. A run that is in learning.json is not repeated: to measure a job again, take it out of
+that file. learning_metrics.json says how far each metric ranged in the runs of the embedded model.
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,69 +30,101 @@ import numpy as np
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 METRICS = Path(__file__).with_name("learning_metrics.json")
-SCRIPTS = {"ppo": "tab:blue", "grpo": "tab:orange", "rloo": "tab:green"}
-SEEDS = range(5)
-EVAL_EVERY = 5
+COLORS = {"PPO": "tab:blue", "GRPO": "tab:orange", "RLOO": "tab:green", "GRPO, LoRA": "tab:red"}
+STYLES = ("-", "--")
 
 
 @dataclass
 class Job:
-    """What is compared on one model. `reward` is the key of a point that is called reward here."""
+    """What is compared: commands by name, and the keys of a point that are drawn, with their names.
+    The table says when the first of these keys reaches the levels.
+    """
 
     title: str
-    reward: str
-    name: str
+    commands: dict[str, str]
+    seeds: int
+    curves: dict[str, str]
     levels: tuple[float, float]
     limits: tuple[float, float]
     picture: str
+    flags: str = ""
 
 
 JOBS = {
     "tiny": Job(
         title="Two-digit sums, embedded model of 0.6 M parameters",
-        reward="heldout",
-        name="held-out accuracy",
+        commands={"PPO": "ppo.py", "GRPO": "grpo.py", "RLOO": "rloo.py"},
+        seeds=5,
+        curves={"sampled": "accuracy, sampled", "greedy": "accuracy, greedy"},
         levels=(0.9, 0.95),
         limits=(0.3, 1.0),
         picture="learning.png",
+        flags="--eval_every 5",
+    ),
+    "pretrained": Job(
+        title="Two-digit sums, SmolLM2-135M-Instruct",
+        commands={
+            "PPO": "ppo.py --prompts_per_step 64 --num_mini_batches 2",
+            "GRPO": "grpo.py --prompts_per_step 8",
+            "RLOO": "rloo.py --prompts_per_step 16",
+            "GRPO, LoRA": "grpo.py --prompts_per_step 8 --lora_r 16",
+        },
+        seeds=2,
+        curves={"sampled": "accuracy, sampled", "greedy": "accuracy, greedy"},
+        levels=(0.5, 0.7),
+        limits=(0.0, 1.0),
+        picture="learning-pretrained.png",
+        flags="--task add --max_new_tokens 16 --num_steps 30"
+        " --eval_every 10 --num_eval_prompts 256",
     ),
     # 24 held-out prompts are too few for a curve: the rewards of the last five steps instead.
-    "pretrained": Job(
+    "reviews": Job(
         title="Film reviews in a positive tone, SmolLM2-135M-Instruct",
-        reward="training",
-        name="reward in training",
+        commands={"PPO": "ppo.py", "GRPO": "grpo.py", "RLOO": "rloo.py"},
+        seeds=5,
+        curves={"training": "reward in training"},
         levels=(0.75, 1.0),
         limits=(0.0, 2.0),
-        picture="learning-pretrained.png",
+        picture="learning-reviews.png",
+        flags="--eval_every 5",
     ),
 }
 
 
-def train(script: str, seed: int, flags: list[str]) -> list[dict]:
-    """Run a script: its metrics, a dict per step, and one of the last evaluation."""
+def train(command: str, flags: str, seed: int) -> tuple[list[dict], list[list[str]]]:
+    """Run a script: its metrics, a dict per step and one of the last evaluation, and some held-out
+    prompts with their completions before and after.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--eval_every", str(EVAL_EVERY), "--seed", str(seed), "--output_dir", f"{folder}/r"]
-        command = [sys.executable, str(REPOSITORY / f"{script}.py"), *own, *flags]
+        script, *own = shlex.split(f"{command} {flags} --seed {seed} --output_dir {folder}/r")
+        command = [sys.executable, str(REPOSITORY / script), *own]
         subprocess.run(command, check=True, capture_output=True)
-        text = (Path(folder) / "r" / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+        metrics, samples = (
+            [json.loads(line) for line in (Path(folder) / "r" / name).read_text().splitlines()]
+            for name in ("metrics.jsonl", "samples.jsonl")
+        )
+    samples = [x for x in samples if x["split"] == "heldout"]
+    pairs = zip(samples[:8], [x for x in samples if x["step"] == samples[-1]["step"]][:8])
+    return metrics, [[a["prompt"], a["completion"], b["completion"]] for a, b in pairs]
 
 
 def points_of(lines: list[dict]) -> list[dict[str, float]]:
-    """A point at each evaluation of a run. `heldout` is accuracy where the task has one, else
-    reward, `training` and `kl` the mean reward and KL since the point before, `gb` the peak memory
-    so far.
+    """A point at each evaluation of a run. `sampled` and `greedy` are accuracies where the task has
+    a verifier, else rewards; `training` and `kl` the mean reward and KL since the point before,
+    `gb` the peak memory so far.
     """
     points, episodes, seconds, gb = [], 0, 0.0, 0.0
     # Step 0 samples before any update: its reward and KL are those of the untrained model.
     scores, kls = [lines[0]["objective/scores"]], [lines[0]["objective/kl"]]
     for line in lines:
         if "eval/reward" in line:
-            accuracy = line.get("eval/accuracy")  # null without a verifier
+            # The accuracy is null without a verifier.
+            kind = "reward" if line.get("eval/accuracy") is None else "accuracy"
             point = {
                 "episodes": episodes,
                 "seconds": seconds,
-                "heldout": line["eval/reward"] if accuracy is None else accuracy,
+                "sampled": line[f"eval/{kind}"],
+                "greedy": line[f"eval/{kind}_greedy"],
                 "training": float(np.mean(scores)),
                 "kl": float(np.mean(kls)),
                 "gb": gb or line["memory/peak_gb"],
@@ -130,21 +165,27 @@ def at(curve: list[dict], axis: str, where: np.ndarray | float, key: str) -> np.
 def draw(job: Job, curves_of: dict[str, list[list[dict]]]) -> None:
     """Mean over the seeds as a line, from the lowest to the highest as a band."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for script, curves in curves_of.items():
-        for axis, key in zip(axes, ("episodes", "seconds"), strict=True):
+    for name, curves in curves_of.items():
+        for axis, scale in zip(axes, ("episodes", "seconds"), strict=True):
             # The seeds have their points at the same episodes, but not at the same seconds.
-            x = np.linspace(0, min(curve[-1][key] for curve in curves), 200)
-            y = np.array([at(curve, key, x, job.reward) for curve in curves])
-            axis.plot(x, y.mean(0), color=SCRIPTS[script], label=script.upper())
-            axis.fill_between(x, y.min(0), y.max(0), color=SCRIPTS[script], alpha=0.15, lw=0)
-    axes[0].set(xlabel="episodes (sampled completions)", ylabel=job.name)
+            x = np.linspace(0, min(curve[-1][scale] for curve in curves), 200)
+            for key, style in zip(job.curves, STYLES):
+                y = np.array([at(curve, scale, x, key) for curve in curves])
+                axis.plot(x, y.mean(0), style, color=COLORS[name])
+                axis.fill_between(x, y.min(0), y.max(0), color=COLORS[name], alpha=0.15, lw=0)
+    for name in curves_of:
+        axes[1].plot([], [], color=COLORS[name], label=name)
+    for label, style in zip(job.curves.values(), STYLES):
+        axes[1].plot([], [], style, color="black", label=label)
+    axes[0].set(xlabel="episodes (sampled completions)", ylabel="on held-out prompts")
+    if list(job.curves) == ["training"]:
+        axes[0].set(ylabel="reward")
     axes[1].set(xlabel="seconds of rollout and update")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set(ylim=job.limits, xlim=(0, None))
-        axis.axhline(job.levels[1], color="grey", lw=0.8, ls=":")
-    axes[0].legend(loc="lower right")
-    figure.suptitle(f"{job.title}, seeds 0 to 4")
+    axes[1].legend(loc="lower right", fontsize=8)
+    figure.suptitle(f"{job.title}: mean and range of {job.seeds} seeds", fontsize=11)
     figure.tight_layout()
     figure.savefig(REPOSITORY / "docs" / job.picture, dpi=110)
     plt.close(figure)
@@ -156,52 +197,46 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def table(job: Job, curves_of: dict[str, list[list[dict]]]) -> str:
-    """What each algorithm pays and gets: a row per quantity, a column per script."""
+    """What each command pays and gets: a row per quantity, a column per command."""
     episodes = min(c[-1]["episodes"] for curves in curves_of.values() for c in curves)
     seconds = min(c[-1]["seconds"] for curves in curves_of.values() for c in curves)
+    first_key, first_name = next(iter(job.curves.items()))
     rows: dict[str, list[str]] = {}
 
     def row(name: str, digits: int, value) -> None:
         rows[name] = [spread([value(curve) for curve in c], digits) for c in curves_of.values()]
 
     def gain(curve: list[dict]) -> float:
-        return curve[-1][job.reward] - curve[0][job.reward]
+        return curve[-1][first_key] - curve[0][first_key]
 
     def to(level: float, axis: str, digits: int) -> None:
         cells = []
         for curves in curves_of.values():
-            first = [next((p for p in c if p[job.reward] >= level), None) for c in curves]
+            first = [next((p for p in c if p[first_key] >= level), None) for c in curves]
             reached = [p[axis] for p in first if p is not None]
             missing = "" if len(reached) == len(first) else f" ({len(reached)} of {len(first)})"
             cells.append(spread(reached, digits) + missing if len(reached) > 1 else "not reached")
-        rows[f"{axis} to {level:.2f}"] = cells
+        rows[f"{axis} to {level:.2f} ({first_name})"] = cells
 
-    row(f"{job.name}, before", 3, lambda c: c[0][job.reward])
-    row(f"{job.name}, at the end", 3, lambda c: c[-1][job.reward])
-    if job.reward != "heldout":
-        row("reward on held-out prompts, at the end", 3, lambda c: c[-1]["heldout"])
-    row("KL at the end (GRPO by k3, else k1), nats per completion", 2, lambda c: c[-1]["kl"])
+    for key, name in job.curves.items():
+        row(f"{name}, before", 3, lambda c, key=key: c[0][key])
+        row(f"{name}, at the end", 3, lambda c, key=key: c[-1][key])
+    if first_key == "training":
+        row("reward on held-out prompts, at the end", 3, lambda c: c[-1]["sampled"])
+    row("KL at the end, nats per completion", 2, lambda c: c[-1]["kl"])
     row("episodes of the run", 0, lambda c: c[-1]["episodes"])
     row("seconds of the run", 1, lambda c: c[-1]["seconds"])
     row("peak memory, GB", 2, lambda c: c[-1]["gb"])
     for axis, digits in (("episodes", 0), ("seconds", 1)):
         for level in job.levels:
             to(level, axis, digits)
-    row(
-        f"{job.name} after {episodes:,} episodes",
-        3,
-        lambda c: at(c, "episodes", episodes, job.reward),
-    )
-    row(
-        f"{job.name} after {seconds:,.0f} seconds",
-        3,
-        lambda c: at(c, "seconds", seconds, job.reward),
-    )
+    for axis, least in (("episodes", episodes), ("seconds", seconds)):
+        name = f"{first_name}, after {least:,.0f} {axis}"
+        row(name, 3, lambda c, axis=axis, least=least: at(c, axis, least, first_key))
     row("gain per 1,000 episodes", 3, lambda c: 1000 * gain(c) / c[-1]["episodes"])
     row("gain per minute", 3, lambda c: 60 * gain(c) / c[-1]["seconds"])
-    row("gain per GB", 3, lambda c: gain(c) / c[-1]["gb"])
     row("gain per nat of KL", 3, lambda c: gain(c) / c[-1]["kl"])
-    head = ["| | " + " | ".join(s.upper() for s in curves_of) + " |", "|---|---|---|---|"]
+    head = [f"| | {' | '.join(curves_of)} |", "|---" * (len(curves_of) + 1) + "|"]
     return "\n".join(head + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
 
 
@@ -210,29 +245,39 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draw", action="store_true", help="pictures and tables of learning.json")
-    parser.add_argument("--model", help="a pretrained model instead of the embedded one")
+    parser.add_argument("--job", choices=JOBS, default="tiny")
+    parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
     parser.add_argument("--device", help="cuda, mps or cpu; default: the first there is")
     options = parser.parse_args()
+    if options.job != "tiny" and not options.model and not options.draw:
+        parser.error(f"--job {options.job} needs --model")
+    # {job: {name of a command: [{"points": .., "samples": ..} per seed]}}
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not options.draw:
-        name = "pretrained" if options.model else "tiny"
-        flags = ["--model", options.model] if options.model else []
-        flags += ["--device", options.device] if options.device else []
-        curves_of = {script: [] for script in SCRIPTS}
-        runs = {script: [] for script in SCRIPTS}
-        for seed in SEEDS:
-            for script, curves in curves_of.items():
-                runs[script].append(train(script, seed, flags))
-                curves.append(points_of(runs[script][-1]))
-                print(f"{script} seed {seed}: {curves[-1][0]} -> {curves[-1][-1]}", flush=True)
-            results[name] = curves_of
-            RESULTS.write_text(json.dumps(results) + "\n")
-        if name == "tiny":
-            ranges = {script: ranges_of(lines) for script, lines in runs.items()}
+        job = JOBS[options.job]
+        flags = f"{job.flags} --device {options.device}" if options.device else job.flags
+        if options.job != "tiny":
+            flags += f" --model {shlex.quote(options.model)}"
+        runs_of = results.setdefault(options.job, {name: [] for name in job.commands})
+        metrics = {name: [] for name in job.commands}
+        for seed in range(job.seeds):
+            for name, command in job.commands.items():
+                if len(runs_of[name]) > seed:
+                    continue
+                lines, samples = train(command, flags, seed)
+                metrics[name].append(lines)
+                points = points_of(lines)
+                runs_of[name].append({"points": points, "samples": samples})
+                print(f"{name}, seed {seed}: {points[0]} -> {points[-1]}", flush=True)
+                RESULTS.write_text(json.dumps(results) + "\n")
+        if options.job == "tiny" and all(len(x) == job.seeds for x in metrics.values()):
+            ranges = {name.lower(): ranges_of(lines) for name, lines in metrics.items()}
             METRICS.write_text(json.dumps(ranges, indent=1) + "\n")
-    for name, curves_of in results.items():
-        draw(JOBS[name], curves_of)
-        print(f"\n{JOBS[name].title}\n\n{table(JOBS[name], curves_of)}")
+    for name, runs_of in results.items():
+        curves_of = {key: [run["points"] for run in runs] for key, runs in runs_of.items()}
+        if all(len(curves) > 1 for curves in curves_of.values()):
+            draw(JOBS[name], curves_of)
+            print(f"\n{JOBS[name].title}\n\n{table(JOBS[name], curves_of)}")
 
 
 if __name__ == "__main__":

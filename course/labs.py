@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
 REFERENCE = HERE / "reference.json"
 CURVES = HERE / "curves.json"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -42,6 +42,7 @@ from torch import Tensor
 PPO = "--num_steps 30 --prompts_per_step 64 --num_eval_prompts 256 --eval_every 30"
 GROUPS = "--num_steps 60 --prompts_per_step 8 --num_generations 8 --num_eval_prompts 256"
 GROUPS += " --eval_every 60"
+HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperature 1.5"
 # Of Student's t with 4 degrees of freedom, 99.5%: one more run lies within mean -+ this many
 # standard deviations of 5 runs, times sqrt(1 + 1/5), 99 times in 100.
 T_99 = 4.604
@@ -209,6 +210,23 @@ def kl_of_top_k(temperature: float, seed: int) -> dict[str, float]:
     return {name: values.mean().item() for name, values in found.items()}
 
 
+LAMBDAS = (0.5, 0.95, 1.0)
+
+
+def share_of_score(change: Callable[[ModuleType], None] | None, seed: int = 0) -> dict[str, float]:
+    """The advantage of EOS and of the token before it, for a score of 1 and V = 0."""
+    module = module_of("ppo", change)
+    mask = torch.tensor([[True, True, True, False]])
+    zeros = torch.zeros(1, 4)
+    rewards = module.shape_rewards(torch.ones(1), zeros, mask, 0.0)
+    found = {}
+    for lam in LAMBDAS:
+        advantages, _ = module.gae(rewards, zeros, mask, 1.0, lam)
+        found[f"EOS {lam}"] = advantages[0, 2].item()
+        found[f"before {lam}"] = advantages[0, 1].item()
+    return found
+
+
 def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, float]:
     """Which way a step moves the logit of EOS, over how far it moves it either way: -1 to 1. At
     temperature 3, where lengths vary most.
@@ -232,6 +250,46 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     return {name: (x.sum() / x.abs().sum()).item() for name, x in parts.items()}
 
 
+# --- A model that doesn't know its sums yet ---
+
+
+@functools.cache
+def unfinished_model() -> tempfile.TemporaryDirectory:
+    """A folder with the model of `python tiny/make.py --unfinished`; made once per process."""
+    import make
+
+    folder = tempfile.TemporaryDirectory()
+    for part in make.train(make.UNFINISHED_STEPS, wrong=False):
+        part.save_pretrained(folder.name)
+    return folder
+
+
+def pass_at_k(unfinished: bool, rate: str | None, seed: int) -> dict[str, float]:
+    """pass@k on the held-out sums: the chance that one of k samples is right. Of the unfinished
+    model or the embedded one, before (None) or after RLOO at a learning rate. Exact: where a sample
+    is right with chance p, one of k is with 1 - (1 - p)^k.
+    """
+    from temperature import chances
+
+    from tasks import add_prompts
+
+    torch.set_num_threads(1)
+    folder = unfinished_model().name if unfinished else str(ROOT / "tiny")
+    with tempfile.TemporaryDirectory() as output:
+        if rate is not None:
+            flags = f"--model {folder} {AS_EMBEDDED} --learning_rate {rate}"
+            start(module_of("rloo"), flags, seed, Path(output) / "run")
+            folder = f"{output}/run/model"
+        greedy, chance = chances(Path(folder), add_prompts()[1], [0.02, 1.0])
+    found = {f"pass@{k}": (1 - (1 - chance) ** k).mean().item() for k in PASS_AT}
+    return {"greedy": greedy.mean().item()} | found
+
+
+PASS_AT = (1, 4, 16, 64, 256)
+# The defaults for the embedded model, for a model that is given by its folder.
+AS_EMBEDDED = """--task add --max_new_tokens 5 --num_steps 120 --prompts_per_step 64
+--num_generations 4 --kl_coef 0.02 --rollout_batch_size 256 --micro_batch_size 256 --bf16 false
+--num_eval_prompts 8 --eval_every 120"""
 REWARD = f"--reward {shlex.quote(str(Path(__file__).resolve()))}"
 EXPERIMENTS = {
     "estimators": Experiment(
@@ -250,15 +308,14 @@ EXPERIMENTS = {
             Variant("left on", "rloo", f"{GROUPS} --disable_dropout false"),
         ],
         ["clip_first", "kl_first", "reward", "accuracy"],
-        "policy/clipfrac_avg",
     ),
     "top_k": Experiment(
         2,
         "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
         " does it move KL and entropy, as the policy gets surer of itself?",
         [
-            Variant("softmax alone", "rloo", f"{GROUPS} --temperature 1.5"),
-            Variant("top_k 5", "rloo", f"{GROUPS} --temperature 1.5", top_5),
+            Variant("softmax alone", "rloo", HOT),
+            Variant("top_k 5", "rloo", HOT, top_5),
         ],
         ["entropy_first", "kl", "reward", "accuracy_first", "accuracy"],
         "objective/kl",
@@ -278,8 +335,8 @@ EXPERIMENTS = {
         "Sampled at temperature 1.5, log-probs at 1: a mistake that raises no error, and the ratio"
         " is 1 all the same. Where does it show?",
         [
-            Variant("right", "rloo", f"{GROUPS} --temperature 1.5"),
-            Variant("forgotten", "rloo", f"{GROUPS} --temperature 1.5", forget_the_temperature),
+            Variant("right", "rloo", HOT),
+            Variant("forgotten", "rloo", HOT, forget_the_temperature),
         ],
         ["ratio_dev", "kl", "reward", "accuracy_first", "accuracy"],
         "objective/kl",
@@ -305,6 +362,39 @@ EXPERIMENTS = {
         ],
         ["truncated", "reward", "accuracy"],
         "length/truncated_frac",
+    ),
+    "learning_rate": Experiment(
+        2,
+        "64 completions a step, three learning rates, with a warm-up of ten steps and without: what"
+        " collapses, and what crawls?",
+        [
+            Variant(
+                f"{rate}, {label}",
+                "rloo",
+                f"{GROUPS} --learning_rate {rate} --warmup_steps {steps}",
+            )
+            for rate in ("1e-4", "8e-4", "4e-3")
+            for steps, label in ((10, "warm-up"), (0, "none"))
+        ],
+        ["lowest", "reward", "kl_largest", "accuracy"],
+    ),
+    "base_model": Experiment(
+        2,
+        "The unfinished model has seen too few sums to know them. The embedded one knows them, and"
+        " prefers to forget the carry. What can RLOO add to each? (pass@k: the chance that one of k"
+        " samples is right.)",
+        [
+            Variant(
+                f"{name}, {'before' if rate is None else f'learning rate {rate}'}",
+                measure=functools.partial(pass_at_k, name == "unfinished", rate),
+            )
+            for name, rates in (
+                ("unfinished", (None, "1e-4", "8e-4")),
+                ("embedded", (None, "8e-4")),
+            )
+            for rate in rates
+        ],
+        ["greedy", *(f"pass@{k}" for k in PASS_AT)],
     ),
     "group_size": Experiment(
         2,
@@ -340,6 +430,7 @@ EXPERIMENTS = {
             Variant("neither", "ppo", PPO, leave_advantages_raw),
         ],
         ["accuracy", "grad_norm", "clipfrac"],
+        "grad_norm",
     ),
     "epochs": Experiment(
         3,
@@ -350,12 +441,13 @@ EXPERIMENTS = {
     ),
     "score_slot": Experiment(
         3,
-        "The score on EOS, or one slot after it: for lambda 0.5, how much of it arrives at EOS?",
+        "The score on EOS, or one slot after it: how much of it arrives at EOS and at the token"
+        " before, by lambda, while V is still 0? (No training: shape_rewards and gae alone.)",
         [
-            Variant("on EOS", "ppo", f"{PPO} --lam 0.5"),
-            Variant("one slot after", "ppo", f"{PPO} --lam 0.5", one_slot_after),
+            Variant("on EOS", measure=functools.partial(share_of_score, None)),
+            Variant("one slot after", measure=functools.partial(share_of_score, one_slot_after)),
         ],
-        ["accuracy", "explained", "clipfrac"],
+        [f"{where} {lam}" for lam in LAMBDAS for where in ("EOS", "before")],
     ),
     "pad_is_eos": Experiment(
         4,
@@ -375,6 +467,7 @@ EXPERIMENTS = {
             ),
         ],
         ["reward", "entropy", "truncated"],
+        "objective/entropy",
     ),
     "length_bias": Experiment(
         5,
@@ -426,6 +519,8 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "entropy_first": steps[0]["objective/entropy"],
         "length_first": steps[0]["length/mean"],
         "kl": late("objective/kl"),
+        "kl_largest": max((line["objective/kl"] or 0.0 for line in steps), default=None),
+        "lowest": min(line["objective/scores"] for line in steps),
         "entropy": late("objective/entropy"),
         "reward": late("objective/scores"),
         "length": late("length/mean"),
@@ -450,13 +545,18 @@ def module_of(script: str, change: Callable[[ModuleType], None] | None = None) -
     return module
 
 
+def start(module: ModuleType, flags: str, seed: int, folder: Path) -> None:
+    """Call module.main, quietly, with a run in `folder`."""
+    torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        options = ["--output_dir", str(folder), "--seed", str(seed), "--device", "cpu"]
+        module.main([*shlex.split(flags), *options])
+
+
 def train(module: ModuleType, flags: str, seed: int) -> tuple[list[dict], list[str]]:
     """The metrics of a run of module.main, a dict per step, and samples of its last step."""
-    torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            options = ["--output_dir", f"{folder}/run", "--seed", str(seed), "--device", "cpu"]
-            module.main([*shlex.split(flags), *options])
+        start(module, flags, seed, Path(folder) / "run")
         files = [Path(folder) / "run" / f"{name}.jsonl" for name in ("metrics", "samples")]
         metrics, samples = (
             [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

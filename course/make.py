@@ -23,7 +23,7 @@ from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
 
 COURSE = Path(__file__).parent
 FILES = """ppo.py grpo.py rloo.py common.py sampling.py tasks.py tools/plot.py
-tools/inspect_reward.py requirements.txt LICENSE""".split()
+tools/inspect_reward.py tiny/make.py tiny/temperature.py requirements.txt LICENSE""".split()
 FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
          "tokenizer_config.json"]  # fmt: skip
@@ -67,12 +67,13 @@ def readme(problems: list[Problem]) -> str:
     total = sum(item.points for problem in problems for item in CHECKS[problem.name])
     learning = json.loads((REPOSITORY / "benchmarks" / "learning.json").read_text())
     curves = []
-    for script, seeds in learning["tiny"].items():
+    for script, runs in learning["tiny"].items():
         cells = []
         for share in SHARES:
-            values = [curve[round(share * (len(curve) - 1))]["heldout"] for curve in seeds]
+            seeds = [run["points"] for run in runs]
+            values = [curve[round(share * (len(curve) - 1))]["sampled"] for curve in seeds]
             cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
-        curves.append(f"| `python {script}.py` | {' | '.join(cells)} |")
+        curves.append(f"| `python {script.lower()}.py` | {' | '.join(cells)} |")
     head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
     table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
     text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))

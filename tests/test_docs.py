@@ -108,16 +108,18 @@ def test_each_link_of_each_page_leads_to_a_file():
     assert links > 100
 
 
-@pytest.mark.parametrize("model", ["tiny", "pretrained"])
-def test_the_tables_of_the_comparison_are_those_of_its_results(model, monkeypatch):
+def test_the_tables_of_the_comparison_are_those_of_its_results(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import learning
 
-    results = json.loads(learning.RESULTS.read_text(encoding="utf-8"))[model]
-    assert [len(curves) for curves in results.values()] == [5, 5, 5]
     page = (REPOSITORY / "docs" / "compare.md").read_text(encoding="utf-8")
-    assert learning.table(learning.JOBS[model], results) in page
+    results = json.loads(learning.RESULTS.read_text(encoding="utf-8"))
+    assert {"tiny", "reviews"} <= set(results)
+    for job, runs_of in results.items():
+        curves_of = {name: [run["points"] for run in runs] for name, runs in runs_of.items()}
+        assert {len(curves) for curves in curves_of.values()} == {learning.JOBS[job].seeds}
+        assert learning.table(learning.JOBS[job], curves_of) in page
 
 
 def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there_is_no_verifier(
@@ -132,13 +134,17 @@ def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there
         own = {"episode": 8 * (step + 1), "objective/scores": score, "objective/kl": score / 2}
         return costs | own | evaluation
 
-    evaluated = {"eval/reward": 0.5, "eval/accuracy": None}  # null without a verifier
-    run = [line(0, 1.0, **evaluated), line(1, 3.0), {"eval/reward": 0.7, "eval/accuracy": None}]
+    def rewards(sampled: float, greedy: float) -> dict:  # the accuracy is null without a verifier
+        return {"eval/reward": sampled, "eval/reward_greedy": greedy, "eval/accuracy": None}
+
+    run = [line(0, 1.0, **rewards(0.5, 0.6)), line(1, 3.0), rewards(0.7, 0.8)]
     first, last = learning.points_of(run)
-    assert (first["episodes"], first["training"], first["heldout"]) == (0, 1, 0.5)
-    assert last == {
-        "episodes": 16, "seconds": 6, "heldout": 0.7, "training": 2, "kl": 1, "gb": 2,
-    }  # fmt: skip
+    assert (first["episodes"], first["training"], first["sampled"]) == (0, 1, 0.5)
+    assert (last.pop("sampled"), last.pop("greedy")) == (0.7, 0.8)
+    assert last == {"episodes": 16, "seconds": 6, "training": 2, "kl": 1, "gb": 2}
+    accuracies = {"eval/accuracy": 0.1, "eval/accuracy_greedy": 0.2}
+    (point,) = learning.points_of([line(0, 1.0, **rewards(0.5, 0.6) | accuracies)])
+    assert (point["sampled"], point["greedy"]) == (0.1, 0.2)
 
 
 def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):

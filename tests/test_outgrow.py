@@ -78,7 +78,7 @@ def test_the_script_moves_the_weights_to_where_the_run_does(script, make_job, mo
     monkeypatch.setattr(trl, Replaying.__base__.__name__, Replaying)
     model = save_model(f"{job.model}-llama", small_llama(0.1, vocab_size=20), letter_tokenizer())
     sizes = {"num_steps": 2, "completions": 16, "rollout_batch_size": 16, "micro_batch_size": 5}
-    metrics = job(model=model, kl_coef=0.3, learning_rate=0.5, **sizes)
+    metrics = job(model=model, kl_coef=0.3, learning_rate=0.5, warmup_steps=0, **sizes)
     outgrow.main([str(job.folder)])
     args, logs = trainers[-1].args, trainers[-1].state.log_history
     assert (args.generation_batch_size, args.gradient_accumulation_steps, args.beta) == (16, 4, 0.3)

@@ -23,7 +23,8 @@ from plumbing.data import prompt_batch, read_prompts
 FLAGS = {
     "num_steps": 2, "prompts_per_step": 6, "num_generations": 2, "rollout_batch_size": 4,
     "max_new_tokens": 5, "temperature": 1.5, "kl_coef": 0.3, "kl_estimator": "k3",
-    "missing_eos_penalty": 0.75, "gamma": 0.9, "lam": 0.5, "learning_rate": 0.01, "num_epochs": 3,
+    "missing_eos_penalty": 0.75, "gamma": 0.9, "lam": 0.5, "learning_rate": 0.01,
+    "warmup_steps": 0, "num_epochs": 3,
     "num_mini_batches": 2, "micro_batch_size": 4, "clip_range": 0.05, "clip_range_value": 0.03,
     "vf_coef": 0.5, "max_grad_norm": 0.8, "eval_every": 9, "num_eval_prompts": 2, "device": "cpu",
 }  # fmt: skip
@@ -240,7 +241,7 @@ def test_the_weights_at_the_end_are_those_of_adam_without_decay(recorded):
     records, _, final, _ = recorded
     first = copy.deepcopy(records.before[0])
     parameters = [p for model in first for p in model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
     for index, (_, _, clipped, _) in enumerate(records.updates):
         optimizer.param_groups[0]["lr"] = 0.01 if index < 6 else 0.005
         for p, g in zip(parameters, clipped, strict=True):

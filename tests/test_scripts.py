@@ -236,20 +236,27 @@ def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(
                 assert other[name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-5), name
 
 
-def test_there_are_as_many_optimiser_steps_as_epochs_times_minibatches_and_lr_falls_to_0(
-    job, monkeypatch
+@pytest.mark.parametrize(
+    ("warmup_steps", "rates"),
+    [(0, [0.4, 0.3, 0.2, 0.1]), (2, [0.2, 0.3, 0.2, 0.1]), (10, [0.04, 0.06, 0.06, 0.04])],
+)
+def test_each_minibatch_is_an_optimiser_step_and_the_learning_rate_rises_then_falls_to_0(
+    job, monkeypatch, warmup_steps, rates
 ):
-    """In TRL's PPO num_mini_batches added no steps (huggingface/trl#5645)."""
-    rates = []
+    """In TRL's PPO num_mini_batches added no steps (huggingface/trl#5645). Without warm-up Adam's
+    first steps are as large as the learning rate, whatever the gradient says.
+    """
+    found = []
     step = torch.optim.AdamW.step
 
     def spy(self, *args, **kwargs):
-        rates.append(self.param_groups[0]["lr"])
+        found.append(self.param_groups[0]["lr"])
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    job(num_steps=3, num_epochs=2, num_mini_batches=4, learning_rate=0.3)
-    assert rates == pytest.approx([0.3] * 8 + [0.2] * 8 + [0.1] * 8)
+    flags = {"num_steps": 4, "num_epochs": 2, "num_mini_batches": 4, "learning_rate": 0.4}
+    job(**flags, warmup_steps=warmup_steps, kl_coef=0)
+    assert found == pytest.approx([rate for rate in rates for _ in range(8)])
 
 
 def test_every_row_is_in_one_minibatch_per_epoch_and_the_order_changes(job, monkeypatch):

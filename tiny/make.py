@@ -1,14 +1,17 @@
 """Make the embedded model: a GPT-2 of 0.6 M parameters that forgets to carry when it adds.
 
-    python tiny/make.py    # writes config.json, model.safetensors, tokenizer.json here, 3 minutes
+    python tiny/make.py                        # writes model and tokenizer here, 3 minutes
+    python tiny/make.py --unfinished FOLDER    # a model that doesn't know its sums yet, a minute
 
 It is trained on two-digit sums: at first with the right answer, later more and more often with a
 random one, or with the carry of the units forgotten, 57+68=115. So its preferred answer to a sum
 with a carry is wrong, and the right one comes once in a while. That is what reinforcement learning
 needs: a behaviour that is there and isn't preferred. The held-out sums of the task `add` are not
-among its data.
+among its data. The unfinished model, of docs/experiments.md, has seen right answers alone, but too
+few of them.
 """
 
+import argparse
 import random
 import string
 import sys
@@ -27,6 +30,7 @@ from common import disable_dropout  # noqa: E402
 from tasks import add_prompts  # noqa: E402
 
 NUM_STEPS, BATCH_SIZE, LEARNING_RATE, SEED = 1000, 256, 3e-3, 0
+UNFINISHED_STEPS = 250
 # At the end of the training: answers that are random, and carries forgotten in the other ones.
 RANDOM_ANSWERS, FORGOTTEN_CARRIES = 0.3, 0.75
 
@@ -83,7 +87,8 @@ def make_batch(
     return batch.input_ids, labels
 
 
-def main() -> None:
+def train(num_steps: int, wrong: bool) -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast]:
+    """A model after num_steps batches; `wrong` lets wrong answers in, ever more of them."""
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
     sums, _ = add_prompts(digits=2)
@@ -100,11 +105,12 @@ def main() -> None:
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, NUM_STEPS, pct_start=0.1
+        optimizer, LEARNING_RATE, num_steps, pct_start=0.1
     )
-    bar = trange(NUM_STEPS)
+    bar = trange(num_steps)
     for step in bar:
-        tokens, labels = make_batch(sums, min(1.0, 2.5 * step / NUM_STEPS), rng, tokenizer)
+        ramp = min(1.0, 2.5 * step / num_steps) if wrong else 0.0
+        tokens, labels = make_batch(sums, ramp, rng, tokenizer)
         logits = model(tokens).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
@@ -113,8 +119,18 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-    model.save_pretrained(HERE)
-    tokenizer.save_pretrained(HERE)
+    return model, tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--unfinished", type=Path, metavar="FOLDER", help="where to write it")
+    unfinished = parser.parse_args().unfinished
+    parts = train(UNFINISHED_STEPS, wrong=False) if unfinished else train(NUM_STEPS, wrong=True)
+    for part in parts:
+        part.save_pretrained(unfinished or HERE)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from make import HERE, has_carry
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,6 +57,8 @@ def measure(folder: Path) -> dict[str, list[float]]:
 
 def draw(curves: dict[str, dict[str, list[float]]]) -> None:
     """Chance against temperature: a colour per part of the sums, dashed for the trained model."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6.5, 3.6), layout="constrained")
     axes = figure.add_subplot(xlim=(0, 1.5), ylim=(0, 1.02))
     for (model, parts), style in zip(curves.items(), ("-", "--")):

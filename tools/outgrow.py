@@ -39,7 +39,7 @@ max_grad_norm disable_dropout gradient_checkpointing output_dir""".split()
 FIELDS = {name: name for name in SAME_NAME} | {
     "num_steps": "max_steps", "prompts_per_step": "generation_batch_size", "kl_coef": "beta",
     "max_new_tokens": "max_completion_length", "rollout_batch_size": "per_device_eval_batch_size",
-    "num_epochs": "num_iterations", "num_mini_batches": "gradient_accumulation_steps",
+    "num_epochs": "num_iterations", "warmup_steps": "warmup_steps", "num_mini_batches": "gradient_accumulation_steps",
     "micro_batch_size": "per_device_train_batch_size", "clip_range": "epsilon",
     "micro_batch_tokens": "per_device_train_batch_size", "clip_range_high": "epsilon_high",
     "cispo_bound": "epsilon_high",
@@ -52,6 +52,7 @@ ARGUMENTS |= {"reward": "reward_funcs", "reward_model": "reward_funcs"}
 FIXED = {  # what has no flag here and another default there
     "shuffle_dataset": False, "eval_strategy": "steps", "eval_on_start": True, "logging_steps": 1,
     "num_generations_eval": 1, "save_total_limit": 1, "use_bias_correction_kl": False,
+    "adam_beta2": 0.95,
 }  # fmt: skip
 
 
@@ -97,6 +98,7 @@ def fields_of(
         "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
         "per_device_eval_batch_size": config.rollout_batch_size, "reward_weights": weights,
         "use_cpu": pick_device(None).type == "cpu", "output_dir": f"{folder}/trl",
+        "warmup_steps": config.warmup_steps * updates,
         "save_steps": config.save_every * updates, "eval_steps": config.eval_every * updates,
         "epsilon_high": vars(config).get("cispo_bound" if is_cispo else "clip_range_high"),
         "report_to": [name for name in ("tensorboard", "wandb") if getattr(config, name)],

@@ -1,0 +1,80 @@
+"""The embedded model is what its page says: it forgets to carry, at every temperature."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plumbing.loading import load_policy, load_tokenizer
+from plumbing.scoring import decode, encode_prompts
+from sampling import generate
+from tasks import add_prompts
+
+TINY = Path(__file__).parents[1] / "tiny"
+sys.path.insert(0, str(TINY))
+
+import make  # noqa: E402
+import temperature  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return temperature.measure(TINY)
+
+
+def test_the_page_has_the_measured_chances(measured):
+    saved = json.loads((TINY / "temperature.json").read_text())
+    assert saved["temperatures"] == temperature.TEMPERATURES
+    page = (TINY / "README.md").read_text()
+    for model in ("before", "after"):
+        if model == "before":
+            for part, values in measured.items():
+                assert saved["before"][part] == pytest.approx(values, abs=2e-4)
+        found = saved[model]
+        best = max(range(len(found["all"])), key=lambda i: found["all"][i])
+        where = {"temperature 1": temperature.TEMPERATURES.index(1.0), "greedy": 0}
+        for i in [*where.values(), best] if model == "before" else where.values():
+            cells = " | ".join(f"{100 * values[i]:.1f}%" for values in found.values())
+            assert f"| {cells} |" in page
+
+
+def test_no_temperature_does_what_the_training_does(measured):
+    assert max(measured["all"]) < 0.6
+    assert measured["with a carry"][0] < 0.001 and measured["without"][0] > 0.999, "greedy"
+    assert 0.1 < measured["with a carry"][temperature.TEMPERATURES.index(1.0)] < 0.3
+
+
+def test_chances_are_those_with_which_right_answers_are_sampled():
+    rows = add_prompts()[1][:20]
+    (chance,) = temperature.chances(TINY, rows, [0.7])
+    policy, tokenizer = load_policy("tiny"), load_tokenizer("tiny")
+    ids, mask = encode_prompts(tokenizer, rows)
+    generator = torch.Generator().manual_seed(0)
+    rollout = generate(
+        policy, ids, mask, num_generations=500, max_new_tokens=5, temperature=0.7,
+        eos_token_ids=[tokenizer.eos_token_id], pad_token_id=0, generator=generator,
+    )  # fmt: skip
+    texts = decode(tokenizer, rollout)
+    right = [text == rows[i // 500]["answer"] for i, text in enumerate(texts)]
+    # 10,000 samples: the standard error is 0.005 at most.
+    assert sum(right) / len(right) == pytest.approx(chance.mean().item(), abs=0.02)
+
+
+def test_the_preferred_answer_to_a_sum_with_a_carry_is_10_too_low_and_else_right():
+    rows = add_prompts()[1][:300]
+    policy, tokenizer = load_policy("tiny"), load_tokenizer("tiny")
+    ids, mask = encode_prompts(tokenizer, rows)
+    rollout = generate(
+        policy, ids, mask, max_new_tokens=5, top_k=1,
+        eos_token_ids=[tokenizer.eos_token_id], pad_token_id=0,
+    )  # fmt: skip
+    errors = [
+        int(row["answer"]) - int(text)
+        for row, text in zip(rows, decode(tokenizer, rollout), strict=True)
+    ]
+    expected = [10 * make.has_carry(row["prompt"]) for row in rows]
+    assert 100 < sum(map(bool, expected)) < 200
+    assert sum(map(bool.__eq__, map(bool, errors), map(bool, expected))) == 300
+    assert sum(a == b for a, b in zip(errors, expected, strict=True)) >= 295
