@@ -53,13 +53,16 @@ class Job:
 JOBS = {
     "tiny": Job(
         title="Two-digit sums, embedded model of 0.6 M parameters",
-        commands={"PPO": "ppo.py", "GRPO": "grpo.py", "RLOO": "rloo.py"},
+        commands={
+            "PPO": "ppo.py --eval_every 4",
+            "GRPO": "grpo.py --eval_every 10",
+            "RLOO": "rloo.py --eval_every 10",
+        },
         seeds=5,
         curves={"sampled": "accuracy, sampled", "greedy": "accuracy, greedy"},
         levels=(0.9, 0.95),
         limits=(0.3, 1.0),
         picture="learning.png",
-        flags="--eval_every 5",
     ),
     "pretrained": Job(
         title="Two-digit sums, SmolLM2-135M-Instruct",

@@ -14,7 +14,7 @@ DOCS = Path(__file__).resolve().parent
 COURSE = DOCS.parent / "course"
 sys.path.insert(0, str(COURSE))
 
-from labs import CURVES, EXPERIMENTS, REFERENCE, draw
+from labs import CURVES, EXPERIMENTS, PASS_AT, REFERENCE, draw
 
 INTRODUCTION = """# Experiments
 
@@ -26,10 +26,11 @@ from the lowest to the highest of them.
 
 The model has 0.6 M parameters and answers with up to four tokens: what holds here need not hold for
 yours, but you can see it happen. `accuracy` is that of sampled answers on held-out sums after the
-last step, at the temperature of the run (about 0.4 before the first step at temperature 1;
+last step, at the temperature of the run (about 0.44 before the first step at temperature 1;
 `accuracy_first` where it is another). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and
 `explained` are means of the last five steps, names that end in `_first` and `ratio_dev` are of step
-0, the others means of all steps. [metrics.md](metrics.md) has the definitions."""
+0, `lowest` is the lowest reward of a step and `kl_largest` the largest KL, the others are means of
+all steps. [metrics.md](metrics.md) has the definitions."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
@@ -144,7 +145,9 @@ def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) 
             *(f"    {t}" for t in texts),
             "",
         ]
-    return [*lines, *(picture if trained else []), FINDINGS[name], ""]
+    if name == "base_model":
+        picture = ["![pass@k before and after training](experiments/base_model.png)", ""]
+    return [*lines, *(picture if trained or name == "base_model" else []), FINDINGS[name], ""]
 
 
 def page() -> str:
@@ -157,10 +160,31 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def draw_pass_at_k(figures: dict[str, dict], output: Path) -> None:
+    """pass@k against k, a line per variant: a colour per model, dashed before the training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 3.4), layout="constrained")
+    axes = figure.add_subplot(xscale="log", xlabel="k samples", ylabel="one of them is right")
+    for label, found in figures.items():
+        color = "tab:orange" if label.startswith("unfinished") else "tab:blue"
+        style = "--" if label.endswith("before") else ":" if label.endswith("1e-4") else "-"
+        means = [found[f"pass@{k}"]["mean"] for k in PASS_AT]
+        axes.plot(PASS_AT, means, style, color=color, lw=1.4, label=label)
+    axes.set_xticks(PASS_AT, [str(k) for k in PASS_AT])
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(output, dpi=90)
+
+
 def main() -> None:
     (DOCS / "experiments").mkdir(exist_ok=True)
     for name, curves in json.loads(CURVES.read_text()).items():
         draw(name, curves, DOCS / "experiments" / f"{name}.png")
+    base_model = json.loads(REFERENCE.read_text())["experiments"]["base_model"]
+    draw_pass_at_k(base_model, DOCS / "experiments" / "base_model.png")
     (DOCS / "experiments.md").write_text(page(), encoding="utf-8")
 
 

@@ -398,7 +398,15 @@ def test_an_experiment_runs_and_lies_within_its_bounds():
     assert labs.table("estimators", found, reference).count("NOT within") == 1
 
 
-@pytest.mark.parametrize("name", ["top_k", "score_slot", "pad_is_eos", "temperature", "whitening"])
+def test_one_slot_after_eos_the_score_is_discounted_before_it_arrives():
+    """Worked out by hand: EOS hears lambda of it, the token before lambda squared."""
+    on_eos, after = labs.share_of_score(None), labs.share_of_score(labs.one_slot_after)
+    for lam in labs.LAMBDAS:
+        assert (on_eos[f"EOS {lam}"], on_eos[f"before {lam}"]) == pytest.approx((1, lam))
+        assert (after[f"EOS {lam}"], after[f"before {lam}"]) == pytest.approx((lam, lam**2))
+
+
+@pytest.mark.parametrize("name", ["top_k", "pad_is_eos", "temperature", "whitening"])
 def test_each_planted_mistake_of_the_labs_runs_and_changes_the_run(name):
     experiment = labs.EXPERIMENTS[name]
     right, wrong = (

@@ -34,12 +34,13 @@ CONFIGS = {"grpo": grpo.Config, "rloo": rloo.Config}
 
 # Our flag: the field of GRPOConfig and RLOOConfig. outgrow.md is checked against these dicts.
 SAME_NAME = """num_generations temperature reward_weights scale_rewards reward_clip_range seed bf16
-normalize_advantages learning_rate loss_type importance_sampling_level mask_truncated_completions
-max_grad_norm disable_dropout gradient_checkpointing output_dir""".split()
+normalize_advantages learning_rate warmup_steps loss_type importance_sampling_level
+mask_truncated_completions max_grad_norm disable_dropout gradient_checkpointing
+output_dir""".split()
 FIELDS = {name: name for name in SAME_NAME} | {
     "num_steps": "max_steps", "prompts_per_step": "generation_batch_size", "kl_coef": "beta",
     "max_new_tokens": "max_completion_length", "rollout_batch_size": "per_device_eval_batch_size",
-    "num_epochs": "num_iterations", "warmup_steps": "warmup_steps", "num_mini_batches": "gradient_accumulation_steps",
+    "num_epochs": "num_iterations", "num_mini_batches": "gradient_accumulation_steps",
     "micro_batch_size": "per_device_train_batch_size", "clip_range": "epsilon",
     "micro_batch_tokens": "per_device_train_batch_size", "clip_range_high": "epsilon_high",
     "cispo_bound": "epsilon_high",
