@@ -15,7 +15,7 @@ Flags make it Dr. GRPO [2], DAPO [3], GSPO [4] or CISPO [5]: docs/running.md has
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
 
-  python grpo.py                 # sampled sums 39% -> 97% right, 25 seconds on two CPU cores
+  python grpo.py                 # sums 44% -> 98% right, greedy 54% -> 99%, a minute on a CPU
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
 

@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
 REFERENCE = HERE / "reference.json"
 CURVES = HERE / "curves.json"
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -256,7 +256,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
 @functools.cache
 def unfinished_model() -> tempfile.TemporaryDirectory:
     """A folder with the model of `python tiny/make.py --unfinished`; made once per process."""
-    import make
+    from tiny import make
 
     folder = tempfile.TemporaryDirectory()
     for part in make.train(make.UNFINISHED_STEPS, wrong=False):
@@ -269,9 +269,8 @@ def pass_at_k(unfinished: bool, rate: str | None, seed: int) -> dict[str, float]
     model or the embedded one, before (None) or after RLOO at a learning rate. Exact: where a sample
     is right with chance p, one of k is with 1 - (1 - p)^k.
     """
-    from temperature import chances
-
     from tasks import add_prompts
+    from tiny.temperature import chances
 
     torch.set_num_threads(1)
     folder = unfinished_model().name if unfinished else str(ROOT / "tiny")

@@ -15,11 +15,14 @@ import sys
 from pathlib import Path
 
 import torch
-from make import HERE, has_carry
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks import add_prompts
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tasks import add_prompts  # noqa: E402
+from tiny.make import has_carry  # noqa: E402
 
 TEMPERATURES = [0.02, *(t / 20 for t in range(1, 31))]
 
@@ -52,14 +55,14 @@ def measure(folder: Path) -> dict[str, list[float]]:
     carry = torch.tensor([has_carry(row["prompt"]) for row in rows])
     found = chances(folder, rows, TEMPERATURES)
     parts = {"all": found, "with a carry": found[:, carry], "without": found[:, ~carry]}
-    return {name: [round(x, 4) for x in part.mean(1).tolist()] for name, part in parts.items()}
+    return {name: [round(x, 5) for x in part.mean(1).tolist()] for name, part in parts.items()}
 
 
 def draw(curves: dict[str, dict[str, list[float]]]) -> None:
     """Chance against temperature: a colour per part of the sums, dashed for the trained model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(6.5, 4.4), layout="constrained")
     axes = figure.add_subplot(xlim=(0, 1.5), ylim=(0, 1.02))
     for (model, parts), style in zip(curves.items(), ("-", "--")):
         for (part, values), color in zip(parts.items(), ("black", "tab:orange", "tab:blue")):
@@ -67,7 +70,7 @@ def draw(curves: dict[str, dict[str, list[float]]]) -> None:
     axes.set(xlabel="temperature", ylabel="chance of the right answer")
     axes.set_title("No temperature makes the model carry; training does", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=len(curves), loc="center right")
+    figure.legend(fontsize=8, ncols=len(curves), loc="outside lower center")
     figure.savefig(HERE / "temperature.png", dpi=100)
 
 
