@@ -850,8 +850,8 @@ LOOPS = {
     "grpo_loop__whole_minibatches_at_once": {
         "for rows in micro_batches(rollout, mini_batch, **in_update):": "for rows in [mini_batch]:",
         "torch.randperm(B, generator=shuffler) for _": "torch.randperm(len(mask)) for _",
-        "config.learning_rate * (1 - step / config.num_steps)":
-            "config.learning_rate * (config.num_steps - step) / config.num_steps",
+        "config.learning_rate * warmup * (1 - step / config.num_steps)":
+            "warmup * config.learning_rate * (config.num_steps - step) / config.num_steps",
         "num_tokens=mask[mini_batch].sum()": "num_tokens=int(mask[mini_batch].sum())",
     },
     "grpo_loop__old_log_probs_once_more": {
