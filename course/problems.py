@@ -195,8 +195,8 @@ PROBLEMS = [
         "grpo_loop", "grpo.py", "main", "GRPO: the update in the loop",
         (
             "The learning rate rises, then falls linearly; each epoch is a new order of the rows,"
-            " cut into minibatches, each of them one optimiser step over micro-batches. The loops and"
-            " the metrics are there: fill in what they need.",
+            " cut into minibatches, each of them one optimiser step over micro-batches. The loops"
+            " and the metrics are there: fill in what they need.",
             "Gradients of micro-batches add up, so zero them after the step alone; the shares need"
             " the counts of the whole minibatch. Where there are no old log-probs, they are the new"
             " ones, without gradient.",
