@@ -75,6 +75,7 @@ def fails(args: list[str], code: int, capsys) -> str:
         (["--seed", "99999999999999999999"], "--seed 99999999999999999999: must be between"),
         (["--epsilon_high", "0.3"], "unknown flag --epsilon_high: did you mean --epsilon?"),
         (["--kl_coef", "-0.1"], "--kl_coef -0.1: must be 0 or greater"),
+        (["--warmup_steps", "-1"], "--warmup_steps -1: must be 0 or greater"),
         (["--prompts_per_step", "12", "--num_mini_batches", "5"], "choose 4 or 6"),
         (["--prompts_per_step", "4", "--num_mini_batches", "9"], "choose 4"),
         (["--digits", "0"], "--digits 0 is out of range"),

@@ -70,7 +70,8 @@ def test_the_preferred_answer_to_a_sum_with_a_carry_is_10_too_low_and_else_right
         int(row["answer"]) - int(text)
         for row, text in zip(rows, decode(tokenizer, rollout), strict=True)
     ]
-    expected = [10 * make.has_carry(row["prompt"]) for row in rows]
-    assert 100 < sum(map(bool, expected)) < 200
-    assert sum(map(bool.__eq__, map(bool, errors), map(bool, expected))) == 300
-    assert sum(a == b for a, b in zip(errors, expected, strict=True)) >= 295
+    carries = [make.has_carry(row["prompt"]) for row in rows]
+    assert 100 < sum(carries) < 200
+    assert [error != 0 for error in errors] == carries
+    # A few of the wrong answers are other ones than those without the carry.
+    assert sum(e == 10 * c for e, c in zip(errors, carries, strict=True)) >= 295

@@ -1,6 +1,6 @@
 """Make the embedded model: a GPT-2 of 0.6 M parameters that forgets to carry when it adds.
 
-    python tiny/make.py                        # writes model and tokenizer here, 3 minutes
+    python tiny/make.py                        # writes model and tokenizer here, 5 minutes
     python tiny/make.py --unfinished FOLDER    # a model that doesn't know its sums yet, a minute
 
 It is trained on two-digit sums: at first with the right answer, later more and more often with a
