@@ -365,6 +365,7 @@ def test_10_dropout_that_is_no_module_stays_on():
 
 def test_11_top_k_and_top_p_make_the_kl_negative(job, monkeypatch):
     """#351, #1161: the sampler is not the policy. The scripts never ask for either."""
+    in_float64(monkeypatch, job.script)
     seen = generated_for_training(monkeypatch, job.script)
     assert job()[0]["objective/kl"] == pytest.approx(0, abs=1e-9)
     assert len(seen) == 2, "8 completions, 4 at a time"
@@ -628,13 +629,14 @@ def test_23_the_learning_rate_counts_another_unit_than_the_loop(job, monkeypatch
         return step(self, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    logged = [line["lr"] for line in job(num_steps=4, learning_rate=0.4, num_epochs=2)[:-1]]
+    flags = {"num_steps": 4, "learning_rate": 0.4, "warmup_steps": 2, "num_epochs": 2}
+    logged = [line["lr"] for line in job(**flags)[:-1]]
     per_step = len(used) // 4
-    expected = [rate for rate in (0.4, 0.3, 0.2, 0.1) for _ in range(per_step)]
+    expected = [rate for rate in (0.2, 0.3, 0.2, 0.1) for _ in range(per_step)]
     assert per_step >= 2 and all(len(rates) == 1 for rates in used)
     hint = "counted in updates or episodes, or the optimiser's groups not told?"
     assert [rate for (rate,) in used] == pytest.approx(expected), hint
-    assert logged == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert logged == pytest.approx([0.2, 0.3, 0.2, 0.1])
 
 
 def test_24_the_ratio_is_not_1_before_the_first_update(job, monkeypatch):

@@ -361,8 +361,9 @@ def our_steps(
         "model": folder, "prompts": tmp_path / "prompts.jsonl", "num_steps": 1,
         "prompts_per_step": 3, "num_generations": G, "rollout_batch_size": ROWS,
         "micro_batch_size": 5, "num_epochs": 2, "num_mini_batches": 1, "max_new_tokens": T,
-        "temperature": TEMPERATURE, "learning_rate": 0.5, "clip_range": 0.05, "device": "cpu",
-        "max_grad_norm": 1.0, "num_eval_prompts": 1, "bf16": False, "output_dir": tmp_path / "run",
+        "temperature": TEMPERATURE, "learning_rate": 0.5, "warmup_steps": 0, "clip_range": 0.05,
+        "max_grad_norm": 1.0, "num_eval_prompts": 1, "device": "cpu", "bf16": False,
+        "output_dir": tmp_path / "run",
     } | flags  # fmt: skip
     script.main([f"--{name}={value}" for name, value in flags.items()])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
