@@ -26,17 +26,24 @@ RESULTS = Path(__file__).with_suffix(".json")
 PAGE = REPOSITORY / "docs" / "seeds.md"
 SCRIPTS = ("ppo", "grpo", "rloo")
 UNUSED_SEED = 4242
+KINDS = ("sampled", "greedy")
 # What every run must reach: see passes.
 LOWEST_ACCURACY, LOWEST_GREEDY, LARGEST_DROP, LARGEST_KL = 0.95, 0.97, 0.05, 3.0
 
-INTRODUCTION = f"""# The first example, 40 times each
+INTRODUCTION = f"""# The first example, 40 runs of each script
 
-Each script with its defaults, seeds 0 to 19, on one thread and on two. It must learn every time: at
-the end at least {LOWEST_ACCURACY} of the held-out sums right when sampled and {LOWEST_GREEDY} when
-greedy, no evaluation more than {LARGEST_DROP} below the best one before it, sampled or greedy, and
-a KL of at most {LARGEST_KL:.0f} nats at every step. Made by `python benchmarks/seeds.py`, which
-keeps the runs in [seeds.json](../benchmarks/seeds.json). Seed {UNUSED_SEED} is one on which no
-default was chosen."""
+Each script with its defaults, seeds 0 to 19, on one thread and on two. A run passes if at the end
+at least {LOWEST_ACCURACY} of the held-out sums are right when sampled and {LOWEST_GREEDY} when
+greedy, if no evaluation lies more than {LARGEST_DROP} below the best one before it, sampled or
+greedy, and if the KL is at most {LARGEST_KL:.0f} nats at every step. Where all of 40 pass, at most
+7% of all seeds may fail (with 95% confidence). Made by `python benchmarks/seeds.py`, which keeps
+the runs in [seeds.json](../benchmarks/seeds.json). Seed {UNUSED_SEED} is one on which no default
+was chosen.
+
+A script evaluates five to seven times. In between a run can fall further: of the {{dense}} runs of
+[learning.json](../benchmarks/learning.json), which are evaluated every 4 or 10 steps, {{fallen}}
+lie more than {LARGEST_DROP} below their best at some time, by at most {{largest:.2f}}, and climb
+again."""
 
 
 def measure(script: str, threads: int, seed: int) -> dict[str, float]:
@@ -75,10 +82,27 @@ def passes(run: dict[str, float]) -> bool:
     return learnt and run["drop"] <= LARGEST_DROP and run["kl"] <= LARGEST_KL
 
 
+def in_order(results: dict[str, dict]) -> dict[str, dict]:
+    """By script, then by the number of threads, then by seed."""
+    names = [f"{script.upper()}, threads: {n}" for script in SCRIPTS for n in (1, 2)]
+    return {
+        name: {seed: results[name][seed] for seed in sorted(results[name], key=int)}
+        for name in names
+        if name in results
+    }
+
+
 def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """docs/seeds.md: a line per script and number of threads, then a line per seed."""
+    dense = json.loads(RESULTS.with_name("learning.json").read_text())["tiny"]
+    drops = [
+        max(largest_drop([point[kind] for point in run["points"]]) for kind in KINDS)
+        for runs in dense.values()
+        for run in runs
+    ]
+    fallen = sum(drop > LARGEST_DROP for drop in drops)
     lines = [
-        f"{INTRODUCTION}\n",
+        INTRODUCTION.format(dense=len(drops), fallen=fallen, largest=max(drops)) + "\n",
         "| | runs | that pass | sampled: lowest, median, highest | greedy: lowest | largest drop"
         " | largest KL |",
         "|---|---|---|---|---|---|---|",
@@ -135,8 +159,7 @@ def main() -> None:
     if not options.draw:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(work, *zip(*jobs, strict=True)))
-    order = [f"{s.upper()}, threads: {threads}" for s in SCRIPTS for threads in (1, 2)]
-    PAGE.write_text(page({name: results[name] for name in order if name in results}))
+    PAGE.write_text(page(in_order(results)))
 
 
 if __name__ == "__main__":

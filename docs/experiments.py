@@ -14,7 +14,7 @@ DOCS = Path(__file__).resolve().parent
 COURSE = DOCS.parent / "course"
 sys.path.insert(0, str(COURSE))
 
-from labs import CURVES, EXPERIMENTS, PASS_AT, REFERENCE, draw
+from labs import AS_EMBEDDED, CURVES, EXPERIMENTS, PASS_AT, REFERENCE, draw
 
 INTRODUCTION = """# Experiments
 
@@ -41,45 +41,54 @@ reward take k1: what acts there is the mean of k grad log pi, with k1 the gradie
 with k2 and k3 nearly nothing close to the reference ([details.md](details.md), 32).""",
     "dropout": """Before the first update the policy is the reference, so the KL is 0, and it
 sampled what it scores, so no ratio is clipped. With dropout left on nearly half of the
-completions are clipped at once and the KL is -1.4: of what is sampled without dropout, the
-policy with dropout thinks less than the reference does. Nothing is learnt, and what was known
-is lost. It is one of the ways to a negative KL.""",
+completions are clipped at once and the KL is -1.4: they were sampled without dropout, and the
+policy with dropout gives these tokens a lower probability than the reference does. Nothing is
+learnt, and what was known is lost. It is one of the ways to a negative KL.""",
     "top_k": """The reward is that of the sampling, 0.85, not of the policy. The policy itself
 ends at 0.69, below the 0.77 of the right run: the tokens that top_k never draws are never
 punished, and keep their probability. What a policy is worth must be measured without top_k. The
-KL shows next to nothing of it; top_k_kl says when it does.""",
+entropy of what is sampled is a quarter smaller from the first step. The KL rises faster in the
+first twenty steps, and is the same at the end: it doesn't give the mistake away; top_k_kl says
+when it does.""",
     "top_k_kl": """Samples from another distribution q than the policy make k1 an estimate of
 KL(q, reference) - KL(q, policy), which can be anything. Where the policy is surer than the
 reference it is too large. Where it is less sure, as after an entropy bonus or at a higher
-temperature, it is negative, though the KL at the same tokens (`exact_top_k`) isn't: of the five
-tokens that are left, the policy thinks less than the reference does. k3 can't be negative, and
-hides it.""",
+temperature, it is negative, though the KL at the same tokens (`exact_top_k`) isn't: the policy
+gives the five tokens that are left a lower probability than the reference does. k3 can't be
+negative, and hides it.""",
     "temperature": """The ratio is 1, no error is raised, and the sums are learnt as well as in
-the right run. What is wrong is the KL: it is that of another distribution, less than half of
-the right one. Where sampling and log-probs may differ, compare the log-probs that `generate`
-recorded with those of the training forward: that test is in tests/test_sampling.py.""",
+the right run. What is wrong is the KL: it is that of another distribution, at the end less than
+half of the right one. In each of the five runs it is below 0 for a while, which the right one
+never is beyond 0.01: that can be seen without a right run beside it. Where sampling and log-
+probs may differ, compare the log-probs that `generate` recorded with those of the training
+forward: that test is in tests/test_sampling.py.""",
     "kl_coef": """The samples say at once what happened: nines. At 0 and 0.05 the sums are lost.
-At 0.05 the KL tells as well: it is above 10, where a run warns; at 0 it isn't measured. At 0.5
-the KL stays below 1 and a third of the sums are still right: the penalty keeps what the reward
-doesn't ask for. That a run is far gone you see in the samples and in the held-out accuracy, not
-in the reward.""",
+At 0.05 the KL tells as well: it is 16 on average, and a run warns above 10; at 0 it isn't
+measured. At 0.5 the KL stays below 1 and a third of the sums are still right: the penalty keeps
+what the reward doesn't ask for. That a run is far gone you see in the samples and in the held-
+out accuracy, not in the reward.""",
     "missing_eos": """Without the penalty six in ten completions have no room for EOS, and the
 sums are right all the same. With it the model learns to end in time: it answers with two digits
 where three are right. The penalty is obeyed, and the task is lost. Give `--max_new_tokens` room
 before you punish for reaching it.""",
     "learning_rate": """1e-4 crawls: 15 points in 60 steps. 8e-4, the default, learns twice as
-much if it is reached in ten steps. Without the warm-up the reward falls to 0.08 first, and half
-of what the run gains is to win that back: Adam divides the gradient by its size, so its first
-steps are as large as the learning rate, whatever the gradient says. 4e-3 destroys the model
-with and without. When you bring a model of your own, look at the first ten steps: if the reward
-falls and the KL jumps, lower the rate. (The command of each script takes four times as many
-completions a step, which makes the same rate safer.)""",
-    "base_model": """The unfinished model becomes surer of what it finds: pass@1 rises from 0.39
-to 0.46, and 64 samples now find less than before, 0.92 instead of 0.995. The training has taken
-answers away that were there, and added none. That is what Yue et al. 2025, arXiv 2504.13837,
-found for reasoning. The embedded model knows its sums and prefers a mistake, and there the
-training does what it is for: greedily from 0.54 to 0.99, while nothing that was found before is
-lost. If your base model fails because it doesn't know, train it on answers first.""",
+much if the first ten steps lead up to it. Without the warm-up the reward falls to 0.08 first,
+and three quarters of what the run gains after that is to win it back: Adam divides the gradient
+by its size, so its first steps are as large as the learning rate, whatever the gradient says.
+4e-3 destroys the model with and without. (The rate falls linearly all the while, so with the
+warm-up it reaches 85% of its size. `lowest` is 0.29 in the runs that never fall: a step has 64
+completions, and the lowest of 60 steps is low by chance.) When you bring a model of your own,
+look at the first ten steps: if the reward falls and the KL jumps, lower the rate. The command
+of each script takes four times as many completions a step, which makes the same rate safer.""",
+    "base_model": """Before the training the two look alike: greedy they get more than half of
+the sums right, and 256 samples find everything, so at that end nothing can be added. After it
+they don't. In the embedded model pass@1 goes from 0.44 to 0.97, and pass@64 stays within 0.001:
+it makes one mistake, and what undoes it on the sums of the training undoes it on the held-out
+ones. In the unfinished model pass@1 goes from 0.39 to 0.46, and pass@64 falls from 0.995 to
+0.92: it becomes surer of what it finds, and loses right answers that were there. Yue et al.
+2025, arXiv 2504.13837, found this pattern for reasoning. Our explanation is that it has no rule
+that could be put right, having seen too few sums. If your base model fails because it doesn't
+know, train it on answers first. (± is over seeds of RLOO, on one unfinished model.)""",
     "group_size": """At 64 completions a step, groups of 4 and 8 are as good as groups of 2,
 larger ones cost prompts: 32 completions of two prompts give a good baseline for a gradient that
 knows two sums. What grows with small groups is the share of flat ones, which teach nothing:
@@ -93,26 +102,28 @@ steps have full size, whatever the gradient says of the digits. Neither recovers
 0.95 and 1 are alike here, where an answer has four tokens. The value model explains next to
 nothing of the returns in either, and PPO learns all the same: with lambda near 1 it is a
 baseline, not a source.""",
-    "whitening": """The same is learnt in all three. What changes is the size of the gradient, by a
-factor of three: `--max_grad_norm` and the learning rate mean something else without whitening. Adam
-hides most of it.""",
+    "whitening": """The same is learnt in all three. What changes is the size of the gradient,
+by a factor of 2.7: `--max_grad_norm` and the learning rate mean something else without
+whitening. Adam hides most of it.""",
     "epochs": """Four passes over the same completions get to 0.93 in 30 steps, one to 0.84. They
 move the policy further within an update (forty times the `approxkl`, which is a square), clip six
 times as many tokens, and end at a KL that is a quarter larger.""",
-    "score_slot": """While V is 0, one slot after EOS the score reaches EOS times lambda, and the
-token before times lambda squared: at lambda 0.5 half of it doesn't arrive, at the usual 0.95 it
-is 5%. TRL, which has the score there, keeps and trains V in that slot, and what V has learnt of
-the score arrives as well. In runs of 30 steps we saw no difference in accuracy. With the score
-on EOS itself the last action hears all of it, whatever V says.""",
-    "pad_is_eos": """With the mask carried the model learns to raise the probability of EOS. With
-the inferred one EOS has no gradient: all that can be done is to push every other token down,
-and the entropy goes up (here without that of EOS, which is off the mask) while the reward stays
-behind. `length/truncated_frac` is 1: nothing ever seems to end, a symptom that can be seen at
-step 0.""",
-    "length_bias": """GRPO pushes EOS up in right completions and down in wrong ones: a right one
-gains most per token if it is short, a wrong one loses least if it is long. That makes for short
-right answers and long failures, with nothing in the reward that asks for it. Dr. GRPO and DAPO,
-which weigh every token of the minibatch the same, push neither way by more than their spread.""",
+    "score_slot": """While V is 0 and the score is one slot after EOS, EOS gets lambda times the
+score, and the token before it lambda squared times: at lambda 0.5 half of it doesn't arrive, at
+the usual 0.95 it is 5%. TRL, which has the score there, keeps and trains V in that slot, and
+what V has learnt of the score arrives as well. With the score on EOS itself the last action
+hears all of it, whatever V says.""",
+    "pad_is_eos": """With the mask carried, EOS can be made more probable: three of the five
+runs learn to end early within 60 steps, and their entropy falls; the other two hardly move.
+With the inferred mask EOS has no gradient: all that can be done is to push every other token
+down, and the entropy goes up (here without that of EOS, which is off the mask) while the reward
+stays behind. `length/truncated_frac` is 1: nothing ever seems to end, a symptom that can be
+seen at step 0.""",
+    "length_bias": """GRPO pushes EOS up in right completions and down in wrong ones: a right
+one gains most per token if it is short, a wrong one loses least if it is long. That makes for
+short right answers and long failures, with nothing in the reward that asks for it. Dr. GRPO and
+DAPO, which weigh every token of the minibatch the same, hardly push either way: by at most
+0.025, a tenth of GRPO's push.""",
     "loss_types": """No difference beyond the spread. After two or three digits this model is
 sure of its EOS, and 60 steps don't change that; length_bias measures the push at temperature 3,
 where ending is open.""",
@@ -155,6 +166,10 @@ def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) 
             "",
         ]
     if name == "base_model":
+        flags = " ".join(AS_EMBEDDED.split())
+        runs = ["- the unfinished model: `python tiny/make.py --unfinished FOLDER`"]
+        runs += [f"- RLOO: `python rloo.py {flags} --learning_rate ...`, with `--model FOLDER`"]
+        lines[6:6] = [*runs, ""]
         picture = ["![pass@k before and after training](experiments/base_model.png)", ""]
     return [*lines, *(picture if trained or name == "base_model" else []), FINDINGS[name], ""]
 
@@ -174,7 +189,8 @@ def draw_pass_at_k(figures: dict[str, dict], output: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5, 3.4), layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="k samples", ylabel="one of them is right")
+    axes = figure.add_subplot(xscale="log", xlabel="k samples", ylabel="pass@k, held-out sums")
+    axes.set_title("Before and after RLOO: mean of 5 seeds", fontsize=10)
     for label, found in figures.items():
         color = "tab:orange" if label.startswith("unfinished") else "tab:blue"
         style = "--" if label.endswith("before") else ":" if label.endswith("1e-4") else "-"

@@ -97,8 +97,8 @@ class RunConfig(TaskConfig):
     )
     kl_coef: float = _update(help="weight of the KL penalty; 0 builds no reference model")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
-    learning_rate: float = _update(help="of AdamW; falls linearly to 0; adapters: 10 times")
-    warmup_steps: int = _update(10, "steps over which the learning rate rises to its full size")
+    learning_rate: float = _update(help="of AdamW; see warmup_steps; adapters: 10 times")
+    warmup_steps: int = _update(10, "over which the learning rate rises, while it falls to 0")
     num_epochs: int = _update(1, "passes over one rollout")
     num_mini_batches: int = _update(1, "optimiser steps per pass")
     micro_batch_size: int | None = _update(

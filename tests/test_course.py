@@ -398,6 +398,22 @@ def test_an_experiment_runs_and_lies_within_its_bounds():
     assert labs.table("estimators", found, reference).count("NOT within") == 1
 
 
+def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
+    found = labs.one_of_k(torch.tensor([0.5, 0.0, 1.0]))
+    assert found["pass@1"] == pytest.approx(0.5) and found["pass@4"] == pytest.approx(1.9375 / 3)
+    assert list(found) == ["pass@1", "pass@4", "pass@16", "pass@64", "pass@256"]
+
+
+def test_the_unfinished_model_may_come_out_a_little_different_on_another_machine():
+    part = {"mean": 0.6, "std": 0.0, "low": 0.6, "high": 0.6}
+    reference = {"base_model": dict.fromkeys(("unfinished, before", "embedded, before"), {})}
+    for label in reference["base_model"]:
+        reference["base_model"][label] = {"greedy": part}
+    found = {x: {"figures": [{"greedy": 0.63}], "curves": [[]]} for x in reference["base_model"]}
+    lines = labs.table("base_model", found, reference).splitlines()
+    assert ["NOT within" in line for line in lines[1:]] == [False, True]
+
+
 def test_one_slot_after_eos_the_score_is_discounted_before_it_arrives():
     """Worked out by hand: EOS hears lambda of it, the token before lambda squared."""
     on_eos, after = labs.share_of_score(None), labs.share_of_score(labs.one_slot_after)

@@ -147,6 +147,19 @@ def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there
     assert (point["sampled"], point["greedy"]) == (0.1, 0.2)
 
 
+def test_the_page_of_seeds_is_made_from_the_runs_and_each_of_them_passes(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    import seeds
+
+    results = json.loads(seeds.RESULTS.read_text(encoding="utf-8"))
+    page = seeds.page(seeds.in_order(results))
+    assert seeds.PAGE.read_text(encoding="utf-8") == page
+    assert all(seeds.passes(run) for runs in results.values() for run in runs.values())
+    assert seeds.largest_drop([0.5, 0.9, 0.48, 0.95, 0.42]) == pytest.approx(0.53)
+    assert seeds.largest_drop([0.5, 0.42]) == pytest.approx(0.08)
+    assert seeds.largest_drop([0.4, 0.5]) == 0
+
+
 def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import speed

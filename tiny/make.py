@@ -4,11 +4,11 @@
     python tiny/make.py --unfinished FOLDER    # a model that doesn't know its sums yet, a minute
 
 It is trained on two-digit sums: at first with the right answer, later more and more often with a
-random one, or with the carry of the units forgotten, 57+68=115. So its preferred answer to a sum
-with a carry is wrong, and the right one comes once in a while. That is what reinforcement learning
-needs: a behaviour that is there and isn't preferred. The held-out sums of the task `add` are not
-among its data. The unfinished model, of docs/experiments.md, has seen right answers alone, but too
-few of them.
+random one, or with the carry of the units forgotten, 57+68=115. So where the units carry, its
+preferred answer is wrong, and the right one comes once in a while. That is what reinforcement
+learning needs: a behaviour that is there and isn't preferred. The held-out sums of the task `add`
+are not among its data. The unfinished model, of docs/experiments.md, has seen right answers alone,
+but too few of them.
 """
 
 import argparse

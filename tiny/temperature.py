@@ -48,13 +48,13 @@ def chances(folder: Path, rows: list[dict], temperatures: list[float]) -> Tensor
 
 
 def measure(folder: Path) -> dict[str, list[float]]:
-    """The mean chance at each of TEMPERATURES: of all held-out sums, and with and without a carry
-    of the units.
+    """The mean chance at each of TEMPERATURES: of all held-out sums, and of those whose units carry
+    and of those whose units don't.
     """
     rows = add_prompts(digits=2)[1]
     carry = torch.tensor([has_carry(row["prompt"]) for row in rows])
     found = chances(folder, rows, TEMPERATURES)
-    parts = {"all": found, "with a carry": found[:, carry], "without": found[:, ~carry]}
+    parts = {"all": found, "units carry": found[:, carry], "units don't": found[:, ~carry]}
     return {name: [round(x, 5) for x in part.mean(1).tolist()] for name, part in parts.items()}
 
 
@@ -76,10 +76,12 @@ def draw(curves: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     folders = dict(zip(("before", "after"), [HERE, *map(Path, sys.argv[1:2])]))
-    curves = {name: measure(folder) for name, folder in folders.items()}
-    (HERE / "temperature.json").write_text(
-        json.dumps({"temperatures": TEMPERATURES} | curves, indent=1) + "\n"
-    )
+    results = HERE / "temperature.json"
+    curves = json.loads(results.read_text()) if results.exists() else {}
+    curves |= {"temperatures": TEMPERATURES}
+    curves |= {name: measure(folder) for name, folder in folders.items()}
+    results.write_text(json.dumps(curves, indent=1) + "\n")
+    del curves["temperatures"]
     draw(curves)
     for name, parts in curves.items():
         best = max(range(len(TEMPERATURES)), key=lambda i: parts["all"][i])
