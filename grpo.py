@@ -35,7 +35,7 @@ from common import (
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task, prompt_batch
-from plumbing.forward import completion_logprobs, micro_batches
+from plumbing.forward import completion_logprobs, micro_batches, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
 from plumbing.runs import Run, choose_folder, run_main
@@ -203,7 +203,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
             prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)  # (N, P)
+            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts)  # (N, P)
             rollout = sample(
                 policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
             )
@@ -226,7 +226,8 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
-            advantages = group_advantages(scores, G, config.scale_rewards).to(device)  # (B,)
+            advantages = group_advantages(scores, G, config.scale_rewards)
+            advantages = to(device, advantages)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
             watch.lap("time/rollout")
@@ -238,13 +239,13 @@ def main(args: list[str] | None = None) -> None:
             for settings in optimizer.param_groups:
                 settings["lr"] = learning_rate
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
+            mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows in micro_batches(rollout, mini_batch, **in_update):
-                    logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
+                for rows, part in micro_batches(rollout, mini_batch, **in_update):
+                    logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 
@@ -255,7 +256,7 @@ def main(args: list[str] | None = None) -> None:
                         m,
                         ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
                         num_rows=len(mini_batch),
-                        num_tokens=mask[mini_batch].sum(),
+                        num_tokens=mask[to(device, mini_batch)].sum(),
                         **loss_options,
                     )
                     loss.backward()

@@ -45,7 +45,7 @@ from common import (
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task, prompt_batch, value_backbone
 from plumbing.errors import InputError
-from plumbing.forward import completion_logprobs, completion_values, micro_batches
+from plumbing.forward import completion_logprobs, completion_values, micro_batches, on_cpu, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, explained_variance, step_metrics
 from plumbing.runs import Run, choose_folder, run_main
@@ -183,7 +183,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
             prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)  # (N, P)
+            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts)  # (N, P)
             rollout = sample(
                 policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
             )
@@ -193,7 +193,7 @@ def main(args: list[str] | None = None) -> None:
             scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
             if scores.isnan().any():
                 raise InputError("a reward is None, and PPO needs one for every row")
-            scores = scores.to(device) - config.missing_eos_penalty * ~rollout.finished
+            scores = scores - config.missing_eos_penalty * ~on_cpu(rollout).finished
 
             # 3. Values, and log-probs under the policy that sampled and under the reference. They
             #    come from the training forward, not from decoding: so the ratio is 1 before the
@@ -217,7 +217,7 @@ def main(args: list[str] | None = None) -> None:
             # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
             #    GAE; whitening comes after the returns, because V must learn the real rewards.
             #    Whitened, their mean is 0: what is better than the rest becomes likelier.
-            rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
+            rewards = shape_rewards(to(device, scores), kl, mask, config.kl_coef)  # (B, T)
             if config.whiten_rewards:
                 rewards = masked_whiten(rewards, mask, shift_mean=False)
             advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
@@ -231,15 +231,15 @@ def main(args: list[str] | None = None) -> None:
             for settings in optimizer.param_groups:
                 settings["lr"] = learning_rate
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
+            mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
                 # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
                 # gradient: the sum is the same whatever b is. Its tensors are (b, T).
-                num_tokens = mask[mini_batch].sum()
-                for rows in micro_batches(rollout, mini_batch, **in_update):
-                    logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
-                    values = completion_values(value_model, rollout[rows], bf16=config.bf16)
+                num_tokens = mask[to(device, mini_batch)].sum()
+                for rows, part in micro_batches(rollout, mini_batch, **in_update):
+                    logprobs, entropy = completion_logprobs(policy, part, **forward)
+                    values = completion_values(value_model, part, bf16=config.bf16)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 
@@ -268,12 +268,9 @@ def main(args: list[str] | None = None) -> None:
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             kl = kl if config.kl_coef > 0 else None
+            meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
-            metrics |= {
-                "val/explained_variance": explained_variance(old_values, returns, mask),
-                "lr": learning_rate,
-                "episode": (step + 1) * B,
-            }
+            metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
             run.show(step, prompts, texts, scores)
             run.checkpoint_if_due(step + 1)

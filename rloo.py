@@ -32,7 +32,7 @@ from common import (
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task, prompt_batch
-from plumbing.forward import completion_logprobs, micro_batches
+from plumbing.forward import completion_logprobs, micro_batches, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
 from plumbing.runs import Run, choose_folder, run_main
@@ -165,7 +165,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
             prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, device)  # (N, P)
+            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts)  # (N, P)
             rollout = sample(
                 policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
             )
@@ -188,13 +188,13 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
-            rewards = scores
-            if config.reward_clip_range:
-                rewards = rewards.clamp(*config.reward_clip_range)
+            clip = config.reward_clip_range
+            rewards = scores.clamp(*clip) if clip else scores
             if config.kl_coef > 0:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
                 rewards = rewards - config.kl_coef * kl.sum(1).cpu()
-            advantages = rloo_advantages(rewards, G, config.normalize_advantages).to(device)  # (B,)
+            advantages = rloo_advantages(rewards, G, config.normalize_advantages)
+            advantages = to(device, advantages)  # (B,)
             watch.lap("time/rollout")
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
@@ -204,13 +204,13 @@ def main(args: list[str] | None = None) -> None:
             for settings in optimizer.param_groups:
                 settings["lr"] = learning_rate
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            mini_batches = torch.cat(orders).to(device).split(B // config.num_mini_batches)
+            mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows in micro_batches(rollout, mini_batch, **in_update):
-                    logprobs, entropy = completion_logprobs(policy, rollout[rows], **forward)
+                for rows, part in micro_batches(rollout, mini_batch, **in_update):
+                    logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 

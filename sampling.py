@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
+from plumbing.forward import to
 
 
 def sample(
@@ -63,13 +64,13 @@ def generate(
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
-    prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
-    rows; completions of one prompt are consecutive. top_k and top_p are off by default: they serve
-    greedy evaluation, and to show how they bias the KL. decoding: bf16 and static of Decoder.
+    prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
+    num_generations rows; those of one prompt are consecutive. top_k and top_p are off by default:
+    they serve greedy evaluation, and to show how they bias the KL. decoding: options of Decoder.
     """
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
-    num_rows, device = len(prompt_ids), prompt_ids.device
+    num_rows, device = len(prompt_ids), model.device
     tokens = torch.full((num_rows, max_new_tokens), pad_token_id, device=device)
     logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
     # All random numbers at once, one per token: what a row draws doesn't depend on when others end.
@@ -88,9 +89,10 @@ def generate(
 
     # Mask: what a row has drawn after its first EOS becomes padding.
     drawn_mask = completion_mask(tokens, eos_token_ids)  # True up to and including the first EOS
+    tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
-        tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
-        attention_mask=torch.cat([prompt_mask, drawn_mask], dim=1),
+        tokens=torch.cat([to(device, prompt_ids), tokens], dim=1),
+        attention_mask=torch.cat([to(device, prompt_mask), drawn_mask], dim=1),
         completion_mask=drawn_mask,
         logprobs=logprobs.masked_fill(~drawn_mask, 0),
         finished=(torch.isin(tokens, decoder.eos) & drawn_mask).any(dim=1),

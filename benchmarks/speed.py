@@ -161,7 +161,7 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     dtype = torch.bfloat16 if theirs_in_bf16 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(job["path"], dtype=dtype).to(device()).eval()
     asked = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
-    ids, mask = encode_prompts(tokenizer, asked, device())
+    ids, mask = encode_prompts(tokenizer, asked)
     eos, steps = eos_token_ids(model, tokenizer), []
     for seed in range(STEPS):
         torch.manual_seed(seed)
@@ -331,7 +331,7 @@ def plain(job: dict, bf16: bool) -> list[dict]:
     policy, ref = policy.to(device()), ref.to(device()).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
     rows = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
-    ids, mask = encode_prompts(tokenizer, rows, device())
+    ids, mask = encode_prompts(tokenizer, rows)
     ids, mask = (x.repeat_interleave(job["generations"], 0) for x in (ids, mask))
     autocast = torch.autocast(device().type, torch.bfloat16, enabled=bf16)
     eos, steps = eos_token_ids(policy, tokenizer), []

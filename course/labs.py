@@ -162,7 +162,7 @@ def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, .
     torch.set_num_threads(1)
     policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
     prompts = add_prompts()[0][:250]
-    ids, mask = encode_prompts(tokenizer, prompts, torch.device("cpu"))
+    ids, mask = encode_prompts(tokenizer, prompts)
     rollout = generate(
         policy, ids, mask, num_generations=8, max_new_tokens=16, temperature=temperature,
         eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0,

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import base_model
 from plumbing.errors import Fault, InputError, first_line
-from plumbing.forward import model_inputs
+from plumbing.forward import mask_is_known, model_inputs, to
 from plumbing.loading import context_length, fast_at_bfloat16
 
 
@@ -48,9 +48,9 @@ class Decoder:
         if limit is not None and capacity > limit:
             lengths = f"{length} prompt tokens and {max_new_tokens} new ones"
             raise InputError(f"{lengths} don't fit into the model's context of {limit}")
-        self.prompt_ids, self.prompt_mask, self.device = prompt_ids, prompt_mask, prompt_ids.device
+        self.prompt_ids, self.prompt_mask, self.device = prompt_ids, prompt_mask, model.device
         self.max_new_tokens, self.num_drawn = max_new_tokens, 0
-        self.eos = torch.tensor(eos_token_ids, device=self.device, dtype=torch.long)
+        self.eos = to(self.device, torch.tensor(eos_token_ids))
         self.model = bfloat16_copy(model) if bf16 else model
         self.cache = preallocated_cache(self.model, capacity)
         on_cuda = self.device.type == "cuda"
@@ -59,14 +59,17 @@ class Decoder:
         self.rows = torch.arange(num_rows, device=self.device)
         self.running = torch.ones_like(self.rows, dtype=torch.bool)  # (R,) has drawn no EOS yet
         not_drawn = prompt_mask.new_zeros(num_rows, max_new_tokens)
-        self.mask = torch.cat([prompt_mask, not_drawn], dim=1).bool()  # (R, P+T) what is seen
+        seen = torch.cat([prompt_mask, not_drawn], dim=1).bool()
+        self.mask = to(self.device, seen)  # (R, P+T)
 
     def prefill(self) -> Tensor:
         """Fill the cache with the prompts; logits of the first token (B, V). Raises Fault."""
         # One forward pass over each distinct prompt, which is then copied for its completions.
-        both = torch.cat([self.prompt_ids, self.prompt_mask], dim=1)
+        both = torch.cat([self.prompt_ids, self.prompt_mask], dim=1).cpu()
         distinct, which = both.unique(dim=0, return_inverse=True)
-        logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
+        distinct, which = to(self.device, distinct), to(self.device, which)
+        with mask_is_known(no_padding=bool(self.prompt_mask.all())):
+            logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
         self.cache.batch_select_indices(which)
         if not logits.logsumexp(-1).isfinite().all():
             raise Fault("the model's logits are not finite: lower --learning_rate")
@@ -92,7 +95,8 @@ class Decoder:
         self.mask[:, length - 1] = True
         if self.static_step is not None:
             return self.static_step(drawn, self.mask, length - 1)
-        return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
+        with mask_is_known(no_padding=False):
+            return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
 
     def _drop_ended(self, drawn: Tensor, num_running: int) -> Tensor:
         """Drop rows that have ended, if they are enough; `drawn` of the rows that are left."""

@@ -7,12 +7,15 @@ and logits are made for a part of the completion tokens at a time.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, masking_utils
 
 from common import Rollout, ValueModel, at_least_float32, base_model, token_entropy, token_logprobs
 
@@ -34,22 +37,22 @@ def completion_logprobs(
     the temperature because the tokens were drawn from that distribution. `max_rows` and
     `max_tokens` limit a forward pass, see micro_batches; bf16 runs it under autocast.
     """
-    every_row = torch.arange(len(rollout.tokens), device=rollout.tokens.device)
-    batches = micro_batches(rollout, every_row, max_rows=max_rows, max_tokens=max_tokens)
+    batches = micro_batches(rollout, max_rows=max_rows, max_tokens=max_tokens)
     found = []
     with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
-        for rows in batches:
-            part = rollout[rows]
-            mask = part.completion_mask.bool()  # (rows, T)
+        for _, part in batches:
+            mask = on_cpu(part).completion_mask.bool()  # (rows, T)
             hidden = completion_states(base_model(model).base_model, part)  # (rows, t, D)
-            # Without padding: n tokens, each with the state from which it is predicted.
-            hidden = hidden[mask[:, : hidden.shape[1]]]  # (n, D)
-            tokens = part.tokens[:, -mask.shape[1] :][mask]  # (n,)
+            # Without padding: n tokens, each with the state from which it is predicted. Where they
+            # are is found on the CPU: hidden[mask] would wait until the device knows their number.
+            row, column = (to(hidden.device, x) for x in mask.nonzero(as_tuple=True))
+            tokens = part.tokens[:, -mask.shape[1] :][row, column]  # (n,)
+            hidden = hidden[row, column]  # (n, D)
             scores = _score_in_chunks(base_model(model), hidden, tokens, temperature)  # (2, n)
             padded = scores.new_zeros(2, *mask.shape)
-            padded[:, mask] = scores
+            padded[:, row, column] = scores
             found.append(padded)
-    logprobs, entropies = torch.cat(found, dim=1)[:, torch.cat(batches).argsort()]
+    logprobs, entropies = torch.cat(found, dim=1)[:, _order(batches)]
     return logprobs, entropies
 
 
@@ -66,29 +69,60 @@ def completion_values(
     It stands where the logits of token t stand. One position to the right V would know the action.
     """
     length = rollout.completion_mask.shape[1]
-    every_row = torch.arange(len(rollout.tokens), device=rollout.tokens.device)
-    batches = micro_batches(rollout, every_row, max_rows=max_rows, max_tokens=max_tokens)
+    batches = micro_batches(rollout, max_rows=max_rows, max_tokens=max_tokens)
     values = []
     with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
-        for rows in batches:
-            value = value_model.values(completion_states(value_model.backbone, rollout[rows]))
+        for _, part in batches:
+            value = value_model.values(completion_states(value_model.backbone, part))
             values.append(nn.functional.pad(value, (0, length - value.shape[1])))
-    in_order = torch.cat(values)[torch.cat(batches).argsort()]
+    in_order = torch.cat(values)[_order(batches)]
     return in_order.masked_fill(~rollout.completion_mask.bool(), 0)
 
 
+def _order(batches: list[tuple[Tensor, Rollout]]) -> Tensor:
+    """Where each row of the rollout is in the micro-batches."""
+    return torch.cat([rows for rows, _ in batches]).argsort()
+
+
+def on_cpu(rollout: Rollout) -> Rollout:
+    """The same on the CPU, where texts are made and micro-batches are planned."""
+    # One transfer, once: each one waits until the device has done all its work. In float32, which
+    # is exact for token ids below 2^24.
+    tensors = [getattr(rollout, field.name) for field in dataclasses.fields(rollout)]
+    if tensors[0].device.type == "cpu":
+        return rollout
+    if not hasattr(rollout, "copy_on_cpu"):
+        columns = [x.reshape(len(x), -1).float() for x in tensors]
+        parts = torch.cat(columns, dim=1).cpu().split([c.shape[1] for c in columns], dim=1)
+        parts = (p.reshape(x.shape).to(x.dtype) for p, x in zip(parts, tensors, strict=True))
+        rollout.copy_on_cpu = Rollout(*parts)
+    return rollout.copy_on_cpu
+
+
+def to(device: torch.device, x: Tensor) -> Tensor:
+    """A copy of x on the device, without waiting until the device has done its work."""
+    return x.to(device, non_blocking=True)
+
+
 def micro_batches(
-    rollout: Rollout, rows: Tensor, *, max_rows: int | None = None, max_tokens: int | None = None
-) -> list[Tensor]:
-    """Cut `rows` (n,) of a rollout into parts of at most max_rows rows and max_tokens tokens.
+    rollout: Rollout,
+    rows: Tensor | None = None,
+    *,
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
+) -> list[tuple[Tensor, Rollout]]:
+    """Cut `rows` (n,) of a rollout, default all, into parts of at most max_rows rows and max_tokens
+    tokens: pairs of the rows (b,), on the rollout's device, and the rollout of these rows.
 
     Padding is counted, and each prompt once; a row alone may be longer. The longest completions
     come first: a micro-batch is as wide as its longest row, and padding costs as much as text. The
     gradient is a sum over rows, so their order doesn't matter. That gradient checkpointing computes
     a prompt for each of its rows isn't counted: it keeps far less of a token.
     """
-    _, which, prompt_lengths = _distinct_prompts(rollout[rows])
-    lengths = rollout.completion_mask[rows].sum(1)
+    rows = torch.arange(len(rollout.tokens)) if rows is None else rows.cpu()
+    chosen = on_cpu(rollout)[rows]
+    _, which, prompt_lengths = _distinct_prompts(chosen)
+    lengths = chosen.completion_mask.sum(1)
     order = lengths.argsort(descending=True, stable=True)
     plan = torch.stack([rows, which, prompt_lengths, lengths])[:, order].T.tolist()
     # Fill one micro-batch after the other; `widest` is the width of its prompts and completions.
@@ -103,16 +137,26 @@ def micro_batches(
         batches[-1].append(row)
         prompts.add(prompt)
         widest = wider
-    return [torch.tensor(batch, device=rows.device) for batch in batches]
+    return [_part(rollout, torch.tensor(batch)) for batch in batches]
+
+
+def _part(rollout: Rollout, rows: Tensor) -> tuple[Tensor, Rollout]:
+    """(The rows, on the CPU, moved to the rollout's device; the rollout of these rows)."""
+    there = to(rollout.tokens.device, rows)
+    part = rollout[there]
+    part.copy_on_cpu = on_cpu(rollout)[rows]  # or it would be transferred again
+    return there, part
 
 
 def _distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-    """(A row of each distinct prompt (R,), which of them each row has (B,), its length (B,))."""
+    """(A row of each distinct prompt (R,), which of them each row has (B,), its length (B,)) of a
+    rollout on the CPU.
+    """
     length = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
     mask = rollout.attention_mask[:, :length]
     prompts = torch.where(mask.bool(), rollout.tokens[:, :length], -1)
     distinct, which = prompts.unique(dim=0, return_inverse=True)
-    order = torch.arange(len(which), device=which.device)
+    order = torch.arange(len(which))
     first = order.new_full((len(distinct),), len(which)).scatter_reduce(0, which, order, "amin")
     return first, which, mask.sum(1)
 
@@ -132,22 +176,46 @@ def model_inputs(
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
 
 
+@contextlib.contextmanager
+def mask_is_known(no_padding: bool) -> Iterator[None]:
+    """In a forward pass with an attention mask, tell transformers whether it masks anything.
+
+    To choose a kernel it would ask the device, in every forward pass, and wait for the answer.
+    """
+    ask = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
+    if ask is None:  # another version of transformers
+        yield
+        return
+
+    def answer(padding_mask: Tensor | None, *args: object, **kwargs: object) -> bool:
+        return (no_padding or padding_mask is None) and ask(None, *args, **kwargs)
+
+    masking_utils._ignore_causal_mask_sdpa = answer
+    try:
+        yield
+    finally:
+        masking_utils._ignore_causal_mask_sdpa = ask
+
+
 def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     """Last hidden states (B, t, D), with gradient, from which the first t completion tokens are
     predicted: each is one position to the left of its token. t is the longest completion.
     """
-    longest = int(rollout.completion_mask.bool().any(0).sum())
+    here = on_cpu(rollout)
+    longest = int(here.completion_mask.bool().any(0).sum())
     length = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    first, which, prompt_lengths = _distinct_prompts(rollout)
+    first, which, prompt_lengths = _distinct_prompts(here)
     # Skip columns that are padding in every row, and the last token of the longest completion: the
     # state at position i predicts token i + 1, so no prediction needs the state there.
     padding = length - int(prompt_lengths.max())
     columns = slice(padding, length + longest - 1)
     tokens, mask = rollout.tokens[:, columns], rollout.attention_mask[:, columns]
+    no_padding = bool(here.attention_mask[:, columns].all())
     length -= padding
 
     def states(tokens: Tensor, mask: Tensor, **options: object) -> Tensor:
-        return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
+        with mask_is_known(no_padding):
+            return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
 
     # One forward pass over whole rows, where no prompt is shared or no cache can be used.
     modules = backbone.modules() if backbone.training else ()
@@ -156,6 +224,7 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
         return states(tokens, mask, use_cache=False)[:, -longest:]
 
     # Else one over the distinct prompts; their keys and values are repeated for the completions.
+    first, which = to(tokens.device, first), to(tokens.device, which)
     cache = DynamicCache(config=backbone.config)
     options = {"past_key_values": cache, "use_cache": True}
     of_prompts = states(tokens[first, :length], mask[first, :length], **options)[:, -1:]

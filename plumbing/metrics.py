@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import Rollout, masked_mean
 from plumbing.errors import Fault
+from plumbing.forward import on_cpu
 
 try:
     import resource
@@ -74,8 +75,8 @@ class Meter:
             deviation = (ratio.detach() - 1).abs()
             deviation = deviation if where is None else deviation.masked_fill(~where, 0)
             name, largest = "val/ratio_max_dev_first", deviation.max()
-            self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
-            self.counts[name] = 1
+            self.sums[name] = torch.maximum(self.sums.get(name, largest), largest).float()
+            self.counts[name] = torch.ones_like(largest)
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
         """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite."""
@@ -88,7 +89,10 @@ class Meter:
 
     def results(self) -> dict[str, float]:
         """The mean under each name, the maximum for val/ratio_max_dev_first; 0 of nothing."""
-        return {name: float(x) / max(1, int(self.counts[name])) for name, x in self.sums.items()}
+        # One transfer: each one waits until the device has done all its work.
+        pairs = [torch.stack([x, self.counts[name].float()]) for name, x in self.sums.items()]
+        numbers = torch.stack(pairs).tolist()
+        return {name: x / max(1, n) for name, (x, n) in zip(self.sums, numbers)}
 
 
 class Stopwatch:
@@ -98,9 +102,9 @@ class Stopwatch:
         self.device, self.laps = device, {}
         self.started = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """End the phase `name`, once the device has finished its work."""
-        if self.device.type == "cuda":
+    def lap(self, name: str, wait: bool = True) -> None:
+        """End the phase `name`, once the device has finished its work: without `wait`, it has."""
+        if wait and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self.laps[name], self.started = now - self.started, now
@@ -118,35 +122,43 @@ def step_metrics(
 
     scores (B,); kl (B, T), None without a reference. Ends the update's lap of the stopwatch.
     """
-    metrics, mask = meter.results(), rollout.completion_mask
-    metrics |= objective_metrics(scores, kl, meter.old_logprobs, mask, kl_coef)
-    watch.lap("time/update")
+    mask = rollout.completion_mask
+    metrics = objective_metrics(scores, kl, meter.old_logprobs, mask, kl_coef)
+    for name, x in metrics.items():
+        if x is not None:
+            meter.add(name, x)
+    metrics |= meter.results()
+    watch.lap("time/update", wait=False)
     return metrics | rollout_metrics(rollout, watch.laps)
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are constant."""
-    errors, targets = (returns - values)[mask], returns[mask]
-    variance = targets.var(correction=0)
-    return float(1 - errors.var(correction=0) / variance) if variance > 0 else 0.0
+
+    def variance(x: Tensor) -> Tensor:
+        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+    whole, errors = variance(returns), variance(returns - values)
+    lowest = returns.masked_fill(~mask, torch.inf).min()
+    constant = lowest >= returns.masked_fill(~mask, -torch.inf).max()
+    return torch.where(constant, 0.0, 1 - errors / whole)
 
 
 def objective_metrics(
     scores: Tensor, kl: Tensor | None, logprobs: Tensor, mask: Tensor, kl_coef: float
-) -> dict[str, float | None]:
+) -> dict[str, Tensor | None]:
     """Score and KL of the policy that sampled: scores (B,), NaN left out, before any clip, in PPO
     less the penalty for a missing EOS; KL estimates (B, T), None (unknown) without a reference.
     """
-    scores = scores.to(logprobs.device)
+    scores = scores.to(logprobs.device, non_blocking=True)
     kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
-    known = kl is not None
     return {
-        "objective/kl": kl_per_row.mean().item() if known else None,
-        "objective/kl_token": masked_mean(kl, mask).item() if known else None,
-        "objective/entropy": masked_mean(-logprobs, mask).item(),  # per token, from the sample
-        "objective/scores": scores.nanmean().item(),
-        "objective/non_score_reward": (-kl_coef * kl_per_row).mean().item(),
-        "objective/rlhf_reward": (scores - kl_coef * kl_per_row).nanmean().item(),
+        "objective/kl": None if kl is None else kl_per_row.mean(),
+        "objective/kl_token": None if kl is None else masked_mean(kl, mask),
+        "objective/entropy": masked_mean(-logprobs, mask),  # per token, from the sample
+        "objective/scores": scores.nanmean(),
+        "objective/non_score_reward": (-kl_coef * kl_per_row).mean(),
+        "objective/rlhf_reward": (scores - kl_coef * kl_per_row).nanmean(),
     }
 
 
@@ -173,10 +185,11 @@ def group_metrics(scores: Tensor, num_generations: int) -> dict[str, float]:
 
 def rollout_metrics(rollout: Rollout, seconds: dict[str, float]) -> dict[str, float]:
     """Lengths in tokens, EOS included; the `seconds` of each phase; peak memory so far."""
+    device, rollout = rollout.tokens.device, on_cpu(rollout)
     lengths = rollout.completion_mask.sum(1)
     memory = peak_resident_memory()
-    if lengths.is_cuda:
-        memory = torch.cuda.max_memory_allocated(lengths.device)
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device)
     return seconds | {
         "length/mean": lengths.float().mean().item(),
         "length/max": lengths.max().item(),

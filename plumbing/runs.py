@@ -327,7 +327,7 @@ def _complete(run: Run, rows: list[dict]) -> tuple[dict[str, float | None], list
         scores, texts = [], []
         for start in range(0, len(rows), config.rollout_batch_size):
             part = rows[start : start + config.rollout_batch_size]  # as wide as its longest prompt
-            rollout = generate(run.policy, *encode_prompts(run.tokenizer, part, device), **options)
+            rollout = generate(run.policy, *encode_prompts(run.tokenizer, part), **options)
             part_scores, part_texts = score(run.task, part, rollout, run.tokenizer)
             scores, texts = scores + part_scores.tolist(), texts + part_texts
         samples.append((texts, scores))

@@ -14,7 +14,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common import Rollout
 from plumbing.data import Prompt, RewardFunction, Task, pad_rows
 from plumbing.errors import InputError, first_line
+from plumbing.forward import on_cpu
 from plumbing.loading import context_length, eos_token_ids
+
+# Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
+# the model doesn't know: a pad token that was added to the tokenizer alone.
+PADDING = 0
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -55,13 +60,12 @@ def check_prompts(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer, ta
             raise InputError(f"--model {config.model}: {fault}: they don't belong together")
 
 
-def encode_prompts(
-    tokenizer: Tokenizer, rows: list[dict], device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Tokenise prompts: (ids, mask), each (N, P), padded on the left, so completions start at P."""
+def encode_prompts(tokenizer: Tokenizer, rows: list[dict]) -> tuple[Tensor, Tensor]:
+    """Tokenise prompts: (ids, mask), each (N, P), on the CPU, padded on the left, so completions
+    start at P.
+    """
     ids = [prompt_tokens(tokenizer, row["prompt"]) for row in rows]
-    # Any id will do for padding: the mask says what is padding, not the id.
-    return pad_rows(ids, tokenizer.pad_token_id or 0, "left", device)
+    return pad_rows(ids, PADDING, "left", "cpu")
 
 
 def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "eos_token_ids": eos_token_ids(policy, tokenizer),
-        "pad_token_id": tokenizer.pad_token_id or 0,  # the masks, not the id, say what is padding
+        "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "bf16": getattr(config, "bf16", False),  # only runs have the flag
     }
@@ -82,11 +86,10 @@ def decode(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     Decoded together with its prompt: SentencePiece tokenizers drop the space in front of the first
     word of what they decode.
     """
-    length = rollout.completion_mask.shape[1]
+    rollout, length = on_cpu(rollout), rollout.completion_mask.shape[1]
     num_tokens = (rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()
     texts = []
-    tokens, mask = rollout.tokens.cpu(), rollout.attention_mask.cpu()
-    for row, real, n in zip(tokens, mask, num_tokens, strict=True):
+    for row, real, n in zip(rollout.tokens, rollout.attention_mask, num_tokens, strict=True):
         prompt, completion = row[:-length][real[:-length]].tolist(), row[-length:][:n].tolist()
         before = tokenizer.decode(prompt, skip_special_tokens=True)
         text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
@@ -105,7 +108,7 @@ def score(
     are, the score is NaN.
     """
     texts = decode(tokenizer, rollout)
-    tokens, masks = rollout.tokens.cpu(), rollout.completion_mask.cpu()
+    tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
     ids = [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
     num_generations = len(texts) // len(rows)
     rows = [row for row in rows for _ in range(num_generations)]

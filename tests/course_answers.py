@@ -848,18 +848,19 @@ LOOPS = {
             "                    p.grad = None",
     },
     "grpo_loop__whole_minibatches_at_once": {
-        "for rows in micro_batches(rollout, mini_batch, **in_update):": "for rows in [mini_batch]:",
+        "for rows, part in micro_batches(rollout, mini_batch, **in_update):":
+            "for rows, part in [(mini_batch, rollout[mini_batch])]:",
         "torch.randperm(B, generator=shuffler) for _": "torch.randperm(len(mask)) for _",
         "config.learning_rate * warmup * (1 - step / config.num_steps)":
             "warmup * config.learning_rate * (config.num_steps - step) / config.num_steps",
-        "num_tokens=mask[mini_batch].sum()": "num_tokens=int(mask[mini_batch].sum())",
+        "num_tokens=mask[to(device, mini_batch)].sum()": "num_tokens=int(mask[mini_batch].sum())",
     },
     "grpo_loop__old_log_probs_once_more": {
         "old = logprobs.detach() if single_update else old_logprobs[rows]":
             "if old_logprobs is None:\n                        old = logprobs.clone().detach()\n"
             "                    else:\n                        old = old_logprobs[rows]",
-        "for rows in micro_batches(rollout, mini_batch, **in_update):":
-            "for rows in mini_batch.split(3):",
+        "for rows, part in micro_batches(rollout, mini_batch, **in_update):":
+            "for rows, part in [(rows, rollout[rows]) for rows in mini_batch.split(3)]:",
         "m = mask[rows]": "m = mask.index_select(0, rows).bool()",
         "optimizer.step()\n                optimizer.zero_grad()":
             "optimizer.step()\n                optimizer.zero_grad(set_to_none=False)",

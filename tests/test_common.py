@@ -597,8 +597,10 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
 )
 def test_micro_batches_hold_every_row_once_and_no_more_than_allowed(max_rows, max_tokens):
     rows = torch.tensor([5, 0, 3, 2, 4])
-    batches = micro_batches(IN_GROUPS, rows, max_rows=max_rows, max_tokens=max_tokens)
+    pairs = micro_batches(IN_GROUPS, rows, max_rows=max_rows, max_tokens=max_tokens)
+    batches = [batch for batch, _ in pairs]
     assert sorted(torch.cat(batches).tolist()) == [0, 2, 3, 4, 5]
+    assert all(torch.equal(part.tokens, IN_GROUPS.tokens[batch]) for batch, part in pairs)
     lengths = IN_GROUPS.completion_mask.sum(1)
     order = lengths[torch.cat(batches)].tolist()
     assert order == sorted(order, reverse=True), "long rows together, or short ones are padded"

@@ -519,16 +519,16 @@ def test_an_empty_mask_gives_0_not_nan():
 
 
 def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant():
-    returns, mask = torch.tensor([[1.0, 2.0, 5.0, 99.0]]), torch.tensor([[1, 1, 1, 0]]).bool()
+    returns = torch.tensor([[1.0, 2.0, 5.0, 99.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0]]).bool()
     assert explained_variance(returns, returns, mask) == pytest.approx(1)
     assert explained_variance(torch.full((1, 4), 3.0), returns, mask) == pytest.approx(0)
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
     garbage = returns.masked_fill(~mask, -50)
     assert explained_variance(garbage, returns, mask) == pytest.approx(1), "over padding?"
-    assert explained_variance(returns + 7, returns, mask) == pytest.approx(
-        1
-    )  # a shift is no spread
-    assert explained_variance(returns, torch.ones(1, 4), mask) == 0
+    # A shift is no spread.
+    assert explained_variance(returns + 7, returns, mask) == pytest.approx(1)
+    assert explained_variance(returns, torch.full((1, 4), 0.1), mask) == 0
 
 
 def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_missing_scores():

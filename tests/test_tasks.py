@@ -241,7 +241,10 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
 
 
 def test_prompts_are_padded_on_the_left_and_masked():
-    ids, mask = encode_prompts(byte_tokenizer(), [{"prompt": "abc"}, {"prompt": "d"}])
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<added to the tokenizer alone>"})
+    ids, mask = encode_prompts(tokenizer, [{"prompt": "abc"}, {"prompt": "d"}])
+    assert tokenizer.pad_token_id == 257 and ids.max() < 257, "an id that the model doesn't know"
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and ids[1, 2] == ids[0, 0] + 3
 
 

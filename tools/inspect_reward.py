@@ -90,7 +90,7 @@ def main(args: list[str] | None = None) -> None:
     task = load_task(config, TASKS, REWARDS, tokenizer, device)
     check_prompts(config, model, tokenizer, task)
     rows = prompt_batch(task.train, 0, min(config.num_prompts, len(task.train)), config.seed)
-    ids, mask = encode_prompts(tokenizer, rows, device)
+    ids, mask = encode_prompts(tokenizer, rows)
     sampling = sampling_options(config, model, tokenizer)
     rollout = generate(model, ids, mask, num_generations=config.num_generations, **sampling)
     scores, texts = score(task, rows, rollout, tokenizer)
