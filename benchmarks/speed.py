@@ -170,15 +170,17 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
             rollout = generate(
                 model, ids, mask, num_generations=job["generations"],
                 max_new_tokens=job["max_new_tokens"], eos_token_ids=eos, pad_token_id=0, bf16=bf16,
+                **job.get("options", {}),
             )  # fmt: skip
             real = rollout.completion_mask
         else:
             each = job["generations"]
+            ids, mask = ids.to(device()), mask.to(device())
             rows = ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0).long()
             tokens = model.generate(
                 rows[0], attention_mask=rows[1],
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=eos,
-                pad_token_id=0, max_new_tokens=job["max_new_tokens"],
+                pad_token_id=0, max_new_tokens=job["max_new_tokens"], **job.get("options", {}),
             )  # fmt: skip
             real = completion_mask(tokens[:, ids.shape[1] :], eos)
         seconds = clock() - started
@@ -198,12 +200,12 @@ def ours(job: dict, bf16: bool) -> list[dict]:
             "max_new_tokens": job["max_new_tokens"], "learning_rate": 1e-6, "num_eval_prompts": 1,
             "rollout_batch_size": job["prompts"] * job["generations"], "eval_every": 100,
             "bf16": bf16, "output_dir": f"{folder}/run",
-        }  # fmt: skip
+        } | job.get("flags", {})  # fmt: skip
         if job["script"] == "ppo":
             flags |= {"reward_model": job["scores"], "kl_coef": 0.05, "num_mini_batches": 1}
             flags |= {"num_epochs": 4}
         else:
-            flags |= {"reward": f"{__file__}:brief"}
+            flags |= {"reward": f"{Path(__file__).resolve()}:brief"}
         script.main([f"--{name}={value}" for name, value in flags.items()])
         text = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[:STEPS]
     steps = []
@@ -332,7 +334,8 @@ def plain(job: dict, bf16: bool) -> list[dict]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
     rows = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
     ids, mask = encode_prompts(tokenizer, rows)
-    ids, mask = (x.repeat_interleave(job["generations"], 0) for x in (ids, mask))
+    each = job["generations"]
+    ids, mask = (x.to(device()).repeat_interleave(each, 0) for x in (ids, mask))
     autocast = torch.autocast(device().type, torch.bfloat16, enabled=bf16)
     eos, steps = eos_token_ids(policy, tokenizer), []
 

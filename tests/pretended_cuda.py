@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -48,7 +47,16 @@ COPYING = (aten.copy_, aten._to_copy)
 
 
 def tensors_in(*values: object) -> list[Tensor]:
-    return [x for x in tree_iter(values) if isinstance(x, Tensor)]
+    """All tensors in tuples, lists and dictionaries."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
 
 
 class Memory:
@@ -205,12 +213,12 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         gpu, kwargs = self.gpu, dict(kwargs or {})
         memory = gpu.memory
-        if function == Tensor.device.__get__:
-            return CUDA if memory.holds(args[0]) else function(*args)
-        if function == Tensor.is_cuda.__get__:
-            return memory.holds(args[0])
-        if function == Tensor.is_cpu.__get__:
-            return not memory.holds(args[0])
+        if function.__name__ == "__get__":  # shape, dtype, grad ...
+            if function == Tensor.device.__get__ and memory.holds(args[0]):
+                return CUDA
+            if function in (Tensor.is_cuda.__get__, Tensor.is_cpu.__get__):
+                return memory.holds(args[0]) == (function == Tensor.is_cuda.__get__)
+            return function(*args)
         if function is Tensor.get_device:
             return 0 if memory.holds(args[0]) else -1
         if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
@@ -226,15 +234,15 @@ class Functions(TorchFunctionMode):
         if generator is not None and (generator.device.type == "cuda") != on_device:
             raise RuntimeError(f"{function.__name__}: a generator for {generator.device}")
         if device is not None and device.type == "cuda":
-            copied = function in (torch.tensor, torch.as_tensor, torch.asarray)
-            if copied and len(args[0]) > 0:
-                gpu.wait(f"torch.{function.__name__}")
             kwargs["device"] = CPU
         outer, gpu.on_device = gpu.on_device, on_device
         try:
             result = function(*args, **kwargs)
         finally:
             gpu.on_device = outer
+        copied = function in (torch.tensor, torch.as_tensor, torch.asarray) and on_device
+        if copied and result.numel() > 0:
+            gpu.wait(f"torch.{function.__name__}")
         if device is not None:
             for x in tensors_in(result):
                 memory.add(x) if on_device else memory.remove(x)
@@ -287,6 +295,10 @@ def pretended_cuda() -> Iterator[Device]:
     gpu = Device()
     autocast = torch.autocast
 
+    class CUDAGraph(Graph):
+        def __init__(self) -> None:
+            super().__init__(gpu)
+
     @contextlib.contextmanager
     def capture(graph: Graph, pool: object = None) -> Iterator[None]:
         gpu.graph = graph
@@ -334,7 +346,7 @@ def pretended_cuda() -> Iterator[Device]:
         "stream": lambda stream: contextlib.nullcontext(),
         "graph_pool_handle": lambda: None,
         "graph": capture,
-        "CUDAGraph": lambda: Graph(gpu),
+        "CUDAGraph": CUDAGraph,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
     }
     with contextlib.ExitStack() as stack:
