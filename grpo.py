@@ -227,6 +227,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
             advantages = group_advantages(scores, G, config.scale_rewards)
+            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
             advantages = to(device, advantages)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
@@ -244,7 +245,7 @@ def main(args: list[str] | None = None) -> None:
             for mini_batch in mini_batches:
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows, part in micro_batches(rollout, mini_batch, **in_update):
+                for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
@@ -276,8 +277,7 @@ def main(args: list[str] | None = None) -> None:
             if config.kl_coef > 0:
                 kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k1")  # the log: k3 is noisier
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
-            metrics |= group_metrics(scores, G)
-            metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
+            metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
             run.show(step, prompts, texts, scores)
             run.checkpoint_if_due(step + 1)

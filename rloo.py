@@ -194,6 +194,7 @@ def main(args: list[str] | None = None) -> None:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
                 rewards = rewards - config.kl_coef * kl.sum(1).cpu()
             advantages = rloo_advantages(rewards, G, config.normalize_advantages)
+            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
             advantages = to(device, advantages)  # (B,)
             watch.lap("time/rollout")
 
@@ -209,7 +210,7 @@ def main(args: list[str] | None = None) -> None:
             for mini_batch in mini_batches:
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows, part in micro_batches(rollout, mini_batch, **in_update):
+                for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
@@ -237,8 +238,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
-            metrics |= group_metrics(scores, G)
-            metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
+            metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
             run.show(step, prompts, texts, scores)
             run.checkpoint_if_due(step + 1)

@@ -107,6 +107,7 @@ def to(device: torch.device, x: Tensor) -> Tensor:
 def micro_batches(
     rollout: Rollout,
     rows: Tensor | None = None,
+    wanted: Tensor | None = None,
     *,
     max_rows: int | None = None,
     max_tokens: int | None = None,
@@ -118,8 +119,13 @@ def micro_batches(
     come first: a micro-batch is as wide as its longest row, and padding costs as much as text. The
     gradient is a sum over rows, so their order doesn't matter. That gradient checkpointing computes
     a prompt for each of its rows isn't counted: it keeps far less of a token.
+
+    Rows where `wanted` (B,) is False are left out, but for one if there is no other: the optimiser
+    needs a gradient to make its step, and that of such a row is 0.
     """
     rows = torch.arange(len(rollout.tokens)) if rows is None else rows.cpu()
+    if wanted is not None:
+        rows = rows[wanted[rows]] if wanted[rows].any() else rows[:1]
     chosen = on_cpu(rollout)[rows]
     _, which, prompt_lengths = _distinct_prompts(chosen)
     lengths = chosen.completion_mask.sum(1)

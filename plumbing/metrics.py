@@ -64,7 +64,8 @@ class Meter:
         where a completion has one ratio.
         """
         if self.old_logprobs is None:
-            self.old_logprobs = old_logprobs.new_zeros(rollout.completion_mask.shape)
+            # Of rows that are left out of the update, those with which they were drawn.
+            self.old_logprobs = rollout.logprobs.to(old_logprobs.dtype, copy=True)
         self.old_logprobs[rows] = old_logprobs
         self.add("policy/approxkl_avg", 0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)
         self.add("policy/entropy_avg", entropy, mask)

@@ -848,7 +848,7 @@ LOOPS = {
             "                    p.grad = None",
     },
     "grpo_loop__whole_minibatches_at_once": {
-        "for rows, part in micro_batches(rollout, mini_batch, **in_update):":
+        "for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):":
             "for rows, part in [(mini_batch, rollout[mini_batch])]:",
         "torch.randperm(B, generator=shuffler) for _": "torch.randperm(len(mask)) for _",
         "config.learning_rate * warmup * (1 - step / config.num_steps)":
@@ -859,7 +859,7 @@ LOOPS = {
         "old = logprobs.detach() if single_update else old_logprobs[rows]":
             "if old_logprobs is None:\n                        old = logprobs.clone().detach()\n"
             "                    else:\n                        old = old_logprobs[rows]",
-        "for rows, part in micro_batches(rollout, mini_batch, **in_update):":
+        "for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):":
             "for rows, part in [(rows, rollout[rows]) for rows in mini_batch.split(3)]:",
         "m = mask[rows]": "m = mask.index_select(0, rows).bool()",
         "optimizer.step()\n                optimizer.zero_grad()":

@@ -196,6 +196,53 @@ def record_gradients(monkeypatch) -> list[list[torch.Tensor]]:
     return recorded
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (grpo, {}),
+        (grpo, {"loss_type": "dapo", "clip_range": 0.01}),
+        (rloo, {"num_mini_batches": 2}),
+    ],
+    ids=lambda x: x.__name__ if x in SCRIPTS else " ".join(x) or "default",
+)
+@pytest.mark.parametrize("flat", ["some", "all"])
+def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(
+    script, flags, flat, make_job, monkeypatch, tmp_path
+):
+    """One row stays where all advantages are 0: Adam's step of a gradient 0 is not none at all."""
+    (tmp_path / "flat.py").write_text(
+        "def some(prompts, completion_ids, **columns):\n"
+        "    return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]\n"
+        "def all(prompts, **columns):\n"
+        "    return [1.0] * len(prompts)\n"
+    )
+    flags = flags | {"reward": f"{tmp_path}/flat.py:{flat}", "kl_coef": 0, "completions": 32}
+    flags |= {"num_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0, "num_epochs": 2}
+    in_float64(monkeypatch, script)
+    recorded, job, found, rows = record_gradients(monkeypatch), make_job(script), [], []
+    original = script.micro_batches
+    for leave_out in (True, False):
+
+        def spy(rollout, mini_batch, wanted, leave_out=leave_out, **limits):
+            parts = original(rollout, mini_batch, wanted if leave_out else None, **limits)
+            rows.append(sum(len(r) for r, _ in parts))
+            return parts
+
+        monkeypatch.setattr(script, "micro_batches", spy)
+        metrics = job(**flags)
+        found.append([before for before, _ in recorded])
+        recorded.clear()
+    per_run = len(rows) // 2
+    assert len(found[0]) == per_run >= 4
+    kept, whole = sum(rows[:per_run]), sum(rows[per_run:])
+    assert kept == per_run if flat == "all" else 0.2 < kept / whole < 0.9, "left out, or not"
+    for mine, theirs in zip(*found, strict=True):
+        for g, expected in zip(mine, theirs, strict=True):
+            assert torch.allclose(g, expected, atol=1e-9)
+    assert metrics[0]["reward/frac_flat_groups"] > 0.1
+    assert flat == "all" or max(g.abs().max() for g in found[0][0]) > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"),

@@ -8,7 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = ["ppo", "grpo", "rloo"]
-TOOLS = ["tools.inspect_reward", "tools.outgrow", "tools.plot"]
+TOOLS = ["tools.fit", "tools.inspect_reward", "tools.outgrow", "tools.plot"]
 # From the ground up: a file imports files of lower floors alone, none of its own floor.
 FLOORS = [
     ["common"],

@@ -1,0 +1,108 @@
+"""tools/fit.py: the parts of a run's memory, by hand on a model that is small enough."""
+
+import pytest
+import torch
+from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
+
+import grpo
+import ppo
+from plumbing.config import parse_flags
+from plumbing.errors import InputError
+from tools import fit
+
+SCRIPTS = {"ppo": ppo, "grpo": grpo}
+
+
+def parts_of(script: str, folder: str, *flags: str) -> dict[str, float]:
+    flags = ["--model", folder, "--device", "cpu", "--bf16", "false", *flags]
+    return fit.estimate(script, parse_flags(SCRIPTS[script].Config, "", flags), prompt_tokens=8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
+
+
+def test_the_parts_are_those_that_one_counts_by_hand(folder):
+    n, model = small_llama(vocab_size=20).num_parameters(), small_llama().config
+    flags = ["--prompts_per_step", "4", "--num_generations", "2", "--max_new_tokens", "6"]
+    parts = parts_of("grpo", folder, *flags)
+    assert parts["weights"] == parts["gradients"] == parts["reference"] == 4 * n
+    assert parts["moments"] == 8 * n
+    heads = model.num_key_value_heads * model.hidden_size // model.num_attention_heads
+    assert parts["KV cache"] == 8 * (8 + 6) * model.num_hidden_layers * 2 * heads * 4
+    assert parts["decoding"] == parts["logits"] * 8 / 48 == 8 * 20 * 4 * 4
+    there = 16 * n + fit.LIBRARIES
+    assert parts["peak"] == there + 4 * n + parts["activations"] + parts["logits"]
+
+
+def test_without_a_kl_there_is_no_reference_and_ppo_has_a_second_model(folder):
+    n = small_llama(vocab_size=20).num_parameters()
+    assert "reference" not in parts_of("grpo", folder, "--kl_coef", "0")
+    both = parts_of("ppo", folder)
+    assert 1.5 * 4 * n < both["weights"] < 2 * 4 * n + 1000
+    assert both["moments"] == 2 * both["weights"]
+
+
+def test_an_adapter_takes_hardly_any_gradients_and_no_reference(folder):
+    pytest.importorskip("peft")
+    whole, adapter = (parts_of("ppo", folder, *flags) for flags in ([], ["--lora_r", "2"]))
+    assert adapter["gradients"] < 0.3 * whole["gradients"] and "reference" not in adapter
+    assert adapter["weights"] < whole["weights"], "the frozen weights are shared"
+
+
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_activations_are_what_a_forward_pass_keeps(make, tmp_path):
+    model = make(vocab_size=20).train()
+    kept, own = {}, {p.data_ptr() for p in model.parameters()}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    tokens = torch.ones(4, 6, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model.base_model(input_ids=tokens, attention_mask=tokens, use_cache=False)
+    expected = sum(x.untyped_storage().nbytes() for x in kept.values())
+    folder = save_model(tmp_path / "m", model, letter_tokenizer())
+    flags = ["--prompts_per_step", "2", "--num_generations", "2", "--max_new_tokens", "6"]
+    small = parts_of("grpo", folder, *flags)["activations"]
+    # With the two prompts of 8 tokens, and another kernel or two on real tensors.
+    assert small == pytest.approx(expected * (1 + 2 * 8 / (4 * 6)), rel=0.2)
+
+
+def test_a_micro_batch_of_fewer_tokens_keeps_less_and_checkpoints_least(folder):
+    flags = ["--prompts_per_step", "8", "--num_generations", "4", "--max_new_tokens", "16"]
+    sizes = [
+        parts_of("grpo", folder, *flags, *more)["activations"]
+        for more in ([], ["--micro_batch_tokens", "100"], ["--gradient_checkpointing"])
+    ]
+    assert sizes[0] > 3 * sizes[1] > 0 and sizes[2] < sizes[0]
+
+
+def test_the_command_prints_the_parts_and_what_they_fit(folder, capsys):
+    fit.main(["--script", "grpo", "--model", folder, "--prompt_tokens", "12", "--device", "cpu"])
+    text = capsys.readouterr().out
+    assert "prompts of 12 tokens" in text and "fits: 8 GB, 16 GB" in text
+    assert fit.describe({"peak": 30e9}, "cuda").endswith("fits: 40 GB, 80 GB")
+    assert fit.describe({"peak": 99e9}, "cuda").endswith("none of these")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--script", "sft"], "--script sft: choose ppo, grpo or rloo"),
+        (["--prompt_tokens", "0"], "--prompt_tokens 0: must be a whole number above 0"),
+        (["--model", "nowhere/at/all"], "--model nowhere/at/all: its config can't be read"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=message.replace("/", ".")):
+        fit.main([*flags, "--device", "cpu"])
+
+
+def test_a_flag_without_its_value_is_one_line():
+    with pytest.raises(InputError, match="--prompt_tokens: needs a value"):
+        fit.main(["--prompt_tokens"])
