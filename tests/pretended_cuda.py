@@ -241,7 +241,7 @@ class Functions(TorchFunctionMode):
         finally:
             gpu.on_device = outer
         copied = function in (torch.tensor, torch.as_tensor, torch.asarray) and on_device
-        if copied and result.numel() > 0:
+        if copied and result.numel() > 0 and not given:
             gpu.wait(f"torch.{function.__name__}")
         if device is not None:
             for x in tensors_in(result):
