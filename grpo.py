@@ -226,15 +226,15 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
-            advantages = group_advantages(scores, G, config.scale_rewards)
-            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
-            advantages = to(device, advantages)  # (B,)
+            advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
             watch.lap("time/rollout")
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
+            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
+            advantages = to(device, advantages)
             warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
             learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
             for settings in optimizer.param_groups:

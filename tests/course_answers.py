@@ -874,7 +874,7 @@ LOOPS = {
 WRONG = [
     ("kl_estimate", "    d = logprobs - ref_logprobs\n", "    d = (logprobs - ref_logprobs).detach()\n", "a KL without gradient"),
     ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy_of(policy.eval())", "the policy is left in evaluation mode"),
-    ("rloo_loop", "            rewards = scores\n", "            rewards, kl = scores, torch.zeros(mask.shape)\n", "an unknown KL is 0"),
+    ("rloo_loop", "            clip = config.reward_clip_range\n", "            clip, kl = config.reward_clip_range, torch.zeros(mask.shape)\n", "an unknown KL is 0"),
     ("grpo_loop", "config.max_grad_norm", "1.0", "a norm of the reader's own"),
     ("grpo_loop", "torch.randperm(B, generator=shuffler)", "torch.arange(B)", "the rows in their order"),
     ("kl_estimate", 'raise ValueError(f"unknown KL', 'return ValueError(f"unknown KL', "an unknown estimator is returned"),
@@ -901,7 +901,7 @@ WRONG = [
     ("grpo_loop", "m = mask[rows]", "m = rollout.completion_mask[rows]", "truncated rows stay in the loss"),
     ("grpo_loop", "torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "torch.tensor(1.0)", "the gradient is not clipped"),
     ("rloo_loop", "rloo_advantages(rewards, G, config.normalize_advantages)", "rloo_advantages(rewards, G)", "advantages are not normalised"),
-    ("rloo_loop", "rewards = rewards.clamp(*config.reward_clip_range)", "rewards = rewards.clamp(-1, 1)", "another range for the clip"),
+    ("rloo_loop", "scores.clamp(*clip) if clip", "scores.clamp(-1, 1) if clip", "another range for the clip"),
     ("token_logprobs__cross_entropy", "    return -nn.functional.cross_entropy(logits.transpose", "    return -nn.functional.cross_entropy(logits.detach().transpose", "log-probs without gradient"),
     ("token_logprobs__log_sum_exp", "return chosen - logits.logsumexp(dim=2)", "return (chosen - logits.logsumexp(dim=2)).unsqueeze(-1)", "a dimension of 1 too many"),
     ("token_logprobs__log_sum_exp", "logits.logsumexp(dim=2)", "logits.logsumexp(dim=1)[:, :1].sum(-1)", "softmax over time"),
