@@ -891,10 +891,10 @@ WRONG = [
     ("gae", "for t in reversed(range(values.shape[1])):", "for t in range(values.shape[1]):", "GAE from the first token on"),
     ("gae", "    return advantages, advantages + values", "    return advantages, advantages + rewards", "returns with the rewards"),
     ("gae", "    return advantages, advantages + values", "    return masked_whiten(advantages, mask), advantages + values", "GAE whitens"),
-    ("ppo_loop", "rewards = shape_rewards(scores, kl, mask", "rewards = shape_rewards(scores, -kl, mask", "the KL's sign turned in PPO's rewards"),
+    ("ppo_loop", "shape_rewards(to(device, scores), kl, mask", "shape_rewards(to(device, scores), -kl, mask", "the KL's sign turned in PPO's rewards"),
     ("ppo_loop", "gae(rewards, old_values, mask, config.gamma, config.lam)", "gae(rewards, old_values, mask, config.lam, config.gamma)", "gamma for lambda"),
     ("ppo_loop", "masked_whiten(rewards, mask, shift_mean=False)", "masked_whiten(rewards, mask)", "rewards whitened with their mean"),
-    ("ppo_loop", "rewards = shape_rewards(scores, kl, mask, config.kl_coef)", "rewards = shape_rewards(scores, kl, mask, 0.05)", "a coefficient of the reader's own"),
+    ("ppo_loop", "shape_rewards(to(device, scores), kl, mask, config.kl_coef)", "shape_rewards(to(device, scores), kl, mask, 0.05)", "a coefficient of the reader's own"),
     ("grpo_loop", "loss.backward()", "(loss / len(mini_batch)).backward()", "the loss divided once more"),
     ("grpo_loop", "**loss_options,", "**(loss_options | {'max_new_tokens': mask.shape[1] + 1}),", "another constant handed in"),
     ("grpo_loop", "orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]", "orders = [torch.randperm(B, generator=shuffler)]", "one epoch whatever was asked for"),
@@ -948,6 +948,7 @@ WRONG = [
 
 # Of mutations.py, what is no mistake in an assignment.
 HARMLESS = {
+    "GRPO computes rows that have no gradient",  # which is slower, and no mistake
     "each number of rows is another graph",  # slower on CUDA, the same tokens
     "advantages leak out of padding",  # only where there is padding amid a completion
     "finished rows go on",  # what they draw is masked out
