@@ -219,8 +219,11 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     no_padding = bool(here.attention_mask[:, columns].all())
     length -= padding
 
+    # Compiled, it never asks; and a function that is replaced would be compiled anew every time.
+    known = contextlib.nullcontext if backbone._compiled_call_impl else mask_is_known
+
     def states(tokens: Tensor, mask: Tensor, **options: object) -> Tensor:
-        with mask_is_known(no_padding):
+        with known(no_padding):
             return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
 
     # One forward pass over whole rows, where no prompt is shared or no cache can be used.

@@ -589,6 +589,20 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
 
 
+def test_a_compiled_forward_pass_leaves_transformers_as_it_is(monkeypatch):
+    """torch.compile guards on the functions that it has seen: a new one each time would be compiled
+    again in every forward pass.
+    """
+    monkeypatch.setattr(forward, "mask_is_known", lambda no_padding: pytest.fail("replaced"))
+    model = small_gpt2()
+    model.base_model.compile(backend="eager", dynamic=True)
+    with torch.no_grad():
+        found, _ = completion_logprobs(model, RAGGED, 1.0)
+        monkeypatch.undo()
+        expected, _ = completion_logprobs(small_gpt2(), RAGGED, 1.0)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 # --- Micro-batches and chunks ---
 
 
