@@ -66,7 +66,7 @@ def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:
     With EOS = 9: [5, 9, 7] -> [1, 1, 0] and [5, 6, 7] -> [1, 1, 1].
     """
     ids = torch.tensor(eos_token_ids, dtype=completions.dtype)
-    ids = ids.to(completions.device, non_blocking=True)
+    ids = ids.to(completions.device, non_blocking=completions.is_cuda)  # on MPS it must wait
     is_eos = torch.isin(completions, ids).long()
     # EOS is an action and has to get its gradient: so count the EOS strictly before each position.
     eos_before = is_eos.cumsum(1) - is_eos

@@ -222,14 +222,13 @@ def main(args: list[str] | None = None) -> None:
             if config.kl_coef > 0:
                 with torch.no_grad(), ref as ref_model:
                     ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
-            # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
-            clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
             advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
             watch.lap("time/rollout")
+            clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
@@ -271,12 +270,12 @@ def main(args: list[str] | None = None) -> None:
                 meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            clear_cache()
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             if config.kl_coef > 0:
                 kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k1")  # the log: k3 is noisier
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
+            clear_cache()  # and that of the update, once the metrics have waited for it
             metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
             run.show(step, prompts, texts, scores)

@@ -211,8 +211,6 @@ def main(args: list[str] | None = None) -> None:
                 with torch.no_grad(), ref as ref_model:
                     ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
                 kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
-            # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
-            clear_cache()
 
             # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
             #    GAE; whitening comes after the returns, because V must learn the real rewards.
@@ -223,6 +221,7 @@ def main(args: list[str] | None = None) -> None:
             advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
             advantages = masked_whiten(advantages, mask)
             watch.lap("time/rollout")
+            clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
@@ -264,12 +263,12 @@ def main(args: list[str] | None = None) -> None:
                 meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            clear_cache()
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             kl = kl if config.kl_coef > 0 else None
             meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
+            clear_cache()  # and that of the update, once the metrics have waited for it
             metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
             run.show(step, prompts, texts, scores)

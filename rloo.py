@@ -184,8 +184,6 @@ def main(args: list[str] | None = None) -> None:
             if config.kl_coef > 0:
                 with torch.no_grad(), ref as ref_model:
                     ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
-            # Give back the memory that steps 1 to 3 freed: the update needs other shapes.
-            clear_cache()
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
             clip = config.reward_clip_range
@@ -195,10 +193,11 @@ def main(args: list[str] | None = None) -> None:
                 rewards = rewards - config.kl_coef * kl.sum(1).cpu()
             advantages = rloo_advantages(rewards, G, config.normalize_advantages)  # (B,)
             watch.lap("time/rollout")
+            clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
-            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
+            has_gradient = advantages != 0  # (B,) the others are left out
             advantages = to(device, advantages)
             warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
             learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
@@ -234,10 +233,10 @@ def main(args: list[str] | None = None) -> None:
                 meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            clear_cache()
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
+            clear_cache()  # and that of the update, once the metrics have waited for it
             metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
             run.show(step, prompts, texts, scores)

@@ -6,8 +6,9 @@
 
 In the order of what matters if the time runs out: do the tests pass on the device; how fast is a
 rollout, beside `model.generate` and the memory bandwidth; what do CUDA graphs, clear_cache and
---compile change; a step beside TRL's, where TRL is installed; where the time goes. Each part is
-saved as soon as it is measured. One that fails leaves its error in the place of its figures.
+--compile change; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time
+goes. Each part runs in a process of its own, and is saved as soon as it is measured. One that fails
+leaves its error in the place of its figures.
 Models have random weights, so that nothing is downloaded and all completions have full length.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import json
 import re
@@ -22,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
@@ -113,25 +117,41 @@ def least_seconds(wanted: dict, bandwidth: float) -> float:
     return (2 * num_weights * new + rows * width * columns) / bandwidth
 
 
-def clear_cache(path: str, sizes: Sizes) -> dict:
+def memory(path: str, sizes: Sizes) -> dict:
     """Peak memory of GRPO steps in GB, what tensors took and what was reserved for them, with
-    clear_cache between the phases and without.
+    clear_cache between the phases and without; and what tools/fit.py expects.
     """
     import grpo
 
+    wanted = job(path, sizes.step_rows, sizes, script="grpo")
+    command = [sys.executable, "tools/fit.py", "--script", "grpo", "--model", str(path)]
+    command += [f"--prompts_per_step={wanted['prompts']}", "--prompt_tokens=16"]
+    command += [
+        f"--num_generations={wanted['generations']}",
+        f"--max_new_tokens={sizes.new_tokens}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    estimate = re.search(r"peak +([\d.]+) GB", done.stdout)[1]
+
     found, original = {}, grpo.clear_cache
     for name, function in (("with clear_cache", original), ("without", lambda: None)):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        begin()
         grpo.clear_cache = function
         try:
-            steps = speed.ours(job(path, sizes.step_rows, sizes, script="grpo"), bf16=True)
+            steps = speed.ours(wanted, bf16=True)
         finally:
             grpo.clear_cache = original
-        memory = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        figures = dict(zip(("allocated_gb", "reserved_gb"), (round(x / 1e9, 3) for x in memory)))
-        found[name] = figures | {"step_s": seconds_of(steps)}
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        figures = dict(zip(("allocated_gb", "reserved_gb"), (round(x / 1e9, 3) for x in peaks)))
+        found[name] = figures | {"estimate_gb": float(estimate), "step_s": seconds_of(steps)}
     return found
+
+
+def begin() -> None:
+    """Free what the run before has left, and start to look for the peak anew."""
+    gc.collect()  # a run and its optimiser refer to each other
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def compiled(path: str, sizes: Sizes) -> dict:
@@ -144,16 +164,22 @@ def compiled(path: str, sizes: Sizes) -> dict:
 
 
 def steps(path: str, sizes: Sizes) -> dict:
-    """Seconds and memory of a step: ours and TRL's, of GRPO and RLOO; without TRL a plain loop."""
-    found = {}
-    for script in ("grpo", "rloo"):
+    """Seconds and memory of a step, with our default micro-batches and with all rows at once, as
+    TRL and a plain loop take them. Of PPO (four epochs) ours alone: TRL's needs an environment of
+    its own, see speed.py.
+    """
+    found, at_once = {}, {"micro_batch_tokens": sizes.step_rows * (sizes.new_tokens + 16)}
+    for script in ("grpo", "rloo", "ppo"):
         wanted = job(path, sizes.step_rows, sizes, script=script, trl_batch=sizes.step_rows)
-        others = {"trl": speed.trl_groups} if sizes.trl else {"plain loop": speed.plain}
-        for name, function in ({"ours": speed.ours} | others).items():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        systems = {"ours": (speed.ours, {}), "ours, all rows at once": (speed.ours, at_once)}
+        if sizes.trl and script != "ppo":
+            systems["TRL, all rows at once"] = speed.trl_groups, {}
+        if script == "grpo":
+            systems["plain loop, all rows at once"] = speed.plain, {}
+        for name, (function, flags) in systems.items():
+            begin()
             found[f"{script}, {name}"] = {
-                "step_s": seconds_of(function(wanted, bf16=True)),
+                "step_s": seconds_of(function(wanted | {"flags": flags}, bf16=True)),
                 "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
             }
     return found
@@ -165,47 +191,72 @@ def seconds_of(steps: list[dict]) -> float:
 
 
 def profile(path: str, sizes: Sizes) -> dict:
-    """The share of the device's time of the ten dearest operations of GRPO steps."""
+    """The share of the device's time of the ten dearest kernels of GRPO steps; without a device,
+    that of the CPU's time of its operations.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as record:
         speed.ours(job(path, sizes.step_rows, sizes, script="grpo"), bf16=True)
-
-    def cost(event: object) -> float:
-        return getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total
-
-    events = sorted(record.key_averages(), key=cost, reverse=True)
-    total = sum(map(cost, events))
-    return {event.key[:60]: round(cost(event) / total, 3) for event in events[:10]}
+    # An operation also has the time of its kernels: either these or those count, not both.
+    kernels = [x for x in record.key_averages() if x.device_type == DeviceType.CUDA]
+    kernels = [x for x in kernels if not x.is_user_annotation]
+    costs = {x.key: x.self_device_time_total for x in kernels}
+    costs = costs or {x.key: x.self_cpu_time_total for x in record.key_averages()}
+    dearest = sorted(costs, key=costs.get, reverse=True)[:10]
+    return {key[:60]: round(costs[key] / sum(costs.values()), 3) for key in dearest}
 
 
 PARTS: dict[str, Callable[[str, Sizes], dict]] = {
     "tests": tests,
     "rollouts": rollouts,
-    "clear_cache": clear_cache,
+    "memory": memory,
     "steps": steps,
     "compile": compiled,
     "profile": profile,
 }
 
 
-def measure(sizes: Sizes, save: Callable[[dict], object]) -> dict:
-    """All parts, each saved with what came before it."""
+def in_own_process(name: str, path: str, seconds: float) -> dict:
+    """A part on the GPU. One that hangs, or breaks the device, leaves the others alone."""
+    command = [sys.executable, str(Path(__file__)), "--part", name, str(path)]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(1, seconds))
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done within {seconds:.0f} seconds"}
+    if done.returncode != 0:
+        return {"error": f"exit code {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_part(name: str, path: str, sizes: Sizes) -> dict:
+    """A part, or its error in the place of its figures."""
+    try:
+        with warnings.catch_warnings():
+            # Else "ours" would be measured without graphs, and nobody would know.
+            warnings.filterwarnings("error", "decoding without CUDA graphs")
+            return PARTS[name](path, sizes)
+    except Exception as e:  # the other parts must not be lost
+        return {"error": f"{type(e).__name__}: {e}"[:300]}
+
+
+def measure(
+    sizes: Sizes, work: Callable[[str, str, float], dict], save: Callable[[dict], object]
+) -> dict:
+    """All parts, by work(name, path, seconds left), each saved with what came before it."""
     started = time.perf_counter()
     results = {"machine": speed.machine(), "new_tokens": sizes.new_tokens, "parts": {}}
     results["machine"]["cuda"] = torch.version.cuda
     with tempfile.TemporaryDirectory() as folder:
         path = speed.random_gpt2(Path(folder) / "gpt2", **sizes.model)
-        for name, part in PARTS.items():
+        for name in PARTS:
             begun = time.perf_counter()
-            if begun - started > sizes.limit:
+            left = sizes.limit - (begun - started)
+            if left < 0:
                 found = {"error": f"not begun: {sizes.limit:.0f} seconds were over"}
             else:
-                try:
-                    found = part(path, sizes)
-                except Exception as e:  # the other parts must not be lost
-                    found = {"error": f"{type(e).__name__}: {e}"[:300]}
+                found = work(name, path, left)
             found["seconds"] = round(time.perf_counter() - begun, 1)
             results["parts"][name] = found
             print(f"{name}: {json.dumps(found)}", flush=True)
@@ -223,12 +274,14 @@ def section(results: dict) -> str:
     lines = [f"{machine.get('gpu', 'No GPU')}, CUDA {machine['cuda']}, {versions}.", ""]
     failed = [f"{name}: {part['error']}" for name, part in parts.items() if "error" in part]
     lines += [f"- {line}" for line in failed] + ([""] if failed else [])
-    if "result" in parts["tests"]:
-        lines += [f"`pytest -m cuda`: {parts['tests']['result'].strip('= ')}.", ""]
-    if "tokens_per_s" in parts["rollouts"]:
+    if "result" in parts.get("tests", {}):
+        names = ", ".join(f"`{name}`" for name in parts["tests"]["failed"])
+        failures = f"; failed: {names}" if names else ""
+        lines += [f"`pytest -m cuda`: {parts['tests']['result'].strip('= ')}{failures}.", ""]
+    if "tokens_per_s" in parts.get("rollouts", {}):
         lines += rollout_table(parts["rollouts"])
-    for name, title in (("clear_cache", "GRPO"), ("steps", "step"), ("compile", "GRPO")):
-        rows = {k: v for k, v in parts[name].items() if isinstance(v, dict)}
+    for name, title in (("memory", "GRPO"), ("steps", "step"), ("compile", "GRPO")):
+        rows = {k: v for k, v in parts.get(name, {}).items() if isinstance(v, dict)}
         columns = list(next(iter(rows.values()), {}))
         if columns:
             lines += [f"| {title} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
@@ -236,7 +289,7 @@ def section(results: dict) -> str:
                 f"| {k} | {' | '.join(str(v[c]) for c in columns)} |" for k, v in rows.items()
             ]
             lines += [""]
-    shares = {k: v for k, v in parts["profile"].items() if k not in ("seconds", "error")}
+    shares = {k: v for k, v in parts.get("profile", {}).items() if k not in ("seconds", "error")}
     if shares:
         lines += ["Where the time of a GRPO step goes: "]
         lines[-1] += "; ".join(f"`{name}` {share:.0%}" for name, share in shares.items()) + "."
@@ -290,23 +343,31 @@ def main(args: list[str] | None = None) -> None:
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, a pretended GPU")
     parser.add_argument("--draw", action="store_true", help="write page and picture from gpu.json")
+    parser.add_argument("--part", nargs=2, metavar=("NAME", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(args)
     if options.rehearse:
         from pretended_cuda import pretended_cuda
 
         torch.set_num_threads(1)
         with pretended_cuda(), contextlib.redirect_stderr(sys.stdout):
-            results = measure(REHEARSAL, save=lambda found: None)
+            small = lambda name, path, seconds: run_part(name, path, REHEARSAL)  # noqa: E731
+            results = measure(REHEARSAL, small, save=lambda found: None)
         print(section(results))
         if any("error" in part for part in results["parts"].values()):
             raise SystemExit(1)
         return
+    if options.part:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = run_part(*options.part, REAL)
+        print(json.dumps(found))
+        return
     if not options.draw:
         if not torch.cuda.is_available():
             sys.exit("error: no CUDA device is there; --rehearse runs without one")
-        measure(REAL, lambda found: RESULTS.write_text(json.dumps(found, indent=1) + "\n"))
+        save = lambda found: RESULTS.write_text(json.dumps(found, indent=1) + "\n")  # noqa: E731
+        measure(REAL, in_own_process, save)
     results = json.loads(RESULTS.read_text())
-    if "tokens_per_s" in results["parts"]["rollouts"]:
+    if "tokens_per_s" in results["parts"].get("rollouts", {}):
         draw(results["parts"]["rollouts"], PICTURE)
     PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 

@@ -69,7 +69,7 @@ JOBS = {
     "pretrained": Job(
         title="Two-digit sums, SmolLM2-135M-Instruct",
         commands={
-            "PPO": "ppo.py --prompts_per_step 64 --num_mini_batches 2",
+            "PPO": "ppo.py --prompts_per_step 32 --num_mini_batches 2",
             "GRPO": "grpo.py --prompts_per_step 8",
             "RLOO": "rloo.py --prompts_per_step 16",
             "GRPO, LoRA": "grpo.py --prompts_per_step 8 --lora_r 16",
@@ -80,8 +80,7 @@ JOBS = {
         levels=(0.5, 0.7),
         limits=(0.0, 1.0),
         picture="learning-pretrained.png",
-        flags="--task add --max_new_tokens 16 --num_steps 30"
-        " --eval_every 10 --num_eval_prompts 256",
+        flags="--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200",
     ),
     # 24 held-out prompts are too few for a curve: the rewards of the last five steps instead.
     "reviews": Job(

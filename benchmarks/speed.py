@@ -202,8 +202,9 @@ def ours(job: dict, bf16: bool) -> list[dict]:
             "bf16": bf16, "output_dir": f"{folder}/run",
         } | job.get("flags", {})  # fmt: skip
         if job["script"] == "ppo":
-            flags |= {"reward_model": job["scores"], "kl_coef": 0.05, "num_mini_batches": 1}
-            flags |= {"num_epochs": 4}
+            flags |= {"kl_coef": 0.05, "num_mini_batches": 1, "num_epochs": 4}
+        if job["script"] == "ppo" and job.get("scores"):
+            flags |= {"reward_model": job["scores"]}
         else:
             flags |= {"reward": f"{Path(__file__).resolve()}:brief"}
         script.main([f"--{name}={value}" for name, value in flags.items()])

@@ -242,7 +242,7 @@ class StaticStep:
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.capture = device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.capture else None
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         for layer in cache.layers:
             layer.make_static(self.column)
 
@@ -251,12 +251,13 @@ class StaticStep:
         num_rows = len(drawn)
         self.tokens[:num_rows, 0], self.mask[:num_rows] = drawn, mask
         self.column.fill_(column)
-        if num_rows not in self.graphs:  # once without a graph, which capturing needs as a warm-up
-            logits = self._forward(num_rows)
-            self.graphs[num_rows] = self._captured(num_rows) if self.capture else None
-            return logits
-        if self.graphs[num_rows] is None:
+        if not self.capture:
             return self._forward(num_rows)
+        if num_rows not in self.graphs:  # once without a graph, which capturing needs as a warm-up
+            logits = self._warmed_up(num_rows)
+            if self.capture:
+                self.graphs[num_rows] = self._captured(num_rows)
+            return logits
         graph, logits = self.graphs[num_rows]
         graph.replay()
         return logits
@@ -265,16 +266,31 @@ class StaticStep:
         tokens, mask = self.tokens[:num_rows], self.mask[:num_rows]
         return _next_logits(self.model, tokens, mask, self.cache, cache_position=self.column)
 
-    def _captured(self, num_rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """The forward pass as a graph, and the tensor of logits that replaying it fills."""
-        graph = torch.cuda.CUDAGraph()
+    def _warmed_up(self, num_rows: int) -> Tensor:
+        """The forward pass, without a graph. One that waits for the device can't be captured."""
+        # Found out here: a capture that fails leaves PyTorch's allocator in disorder, and the next
+        # empty_cache would end the run (pytorch/pytorch#180395).
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            # The outer context brings the stream back where capturing fails half-way.
-            stream = torch.cuda.stream(torch.cuda.current_stream())
-            with stream, torch.cuda.graph(graph, pool=self.pool):
-                logits = self._forward(num_rows)
+            return self._forward(num_rows)
         except RuntimeError as e:
             warnings.warn(f"decoding without CUDA graphs, slowly: {first_line(e)}", stacklevel=2)
             self.capture = False
-            return None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return self._forward(num_rows)
+
+    def _captured(self, num_rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The forward pass as a graph, and the tensor of logits that replaying it fills."""
+        # Not by torch.cuda.graph, which waits for the device and empties the cache every time.
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self.pool)
+            try:
+                logits = self._forward(num_rows)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
         return graph, logits

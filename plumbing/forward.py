@@ -100,8 +100,11 @@ def on_cpu(rollout: Rollout) -> Rollout:
 
 
 def to(device: torch.device, x: Tensor) -> Tensor:
-    """A copy of x on the device, without waiting until the device has done its work."""
-    return x.to(device, non_blocking=True)
+    """A copy of x on the device, on CUDA without waiting until the device has done its work."""
+    if device.type != "cuda" or x.device.type == "cuda":
+        # On MPS a copy that doesn't wait may read x after it was freed: pytorch/pytorch#189690.
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)  # from memory that isn't pinned it may wait
 
 
 def micro_batches(

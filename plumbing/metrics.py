@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import Rollout, masked_mean
 from plumbing.errors import Fault
-from plumbing.forward import on_cpu
+from plumbing.forward import on_cpu, to
 
 try:
     import resource
@@ -151,7 +151,7 @@ def objective_metrics(
     """Score and KL of the policy that sampled: scores (B,), NaN left out, before any clip, in PPO
     less the penalty for a missing EOS; KL estimates (B, T), None (unknown) without a reference.
     """
-    scores = scores.to(logprobs.device, non_blocking=True)
+    scores = to(logprobs.device, scores)
     kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
     return {
         "objective/kl": None if kl is None else kl_per_row.mean(),

@@ -32,17 +32,17 @@ transformers.models.llama.modeling_llama""".split()
 # The quick ones first: most bugs are caught within a second of the tests' start.
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
 test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
-test_tasks test_plot test_faults test_resume""".split()
+test_tasks test_plot test_faults test_resume test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
 QUICKEST = {
     "ppo": "ppo ppo_by_hand",
     "grpo": "grpo groups_by_hand",
     "rloo": "rloo groups_by_hand",
-    "forward": "common",
+    "forward": "common pretended_cuda",
     "loading": "common",
-    "decoding": "sampling",
+    "decoding": "sampling pretended_cuda",
     "data": "tasks",
-    "scoring": "tasks",
+    "scoring": "tasks pretended_cuda",
     "inspect_reward": "tasks",
     "config": "runs",
     "metrics": "groups_by_hand ppo_by_hand runs",
@@ -330,9 +330,11 @@ MUTATIONS = [
     ("plumbing/scoring.py", "torch.Generator(policy.device)", "torch.Generator()", "a generator of the wrong device"),
     ("plumbing/decoding.py", "self.running &= ~torch.isin(drawn, self.eos)\n", "self.running &= ~torch.isin(drawn, self.eos)\n        self.running.any().item()\n", "the decode loop waits for every token"),
     ("plumbing/decoding.py", "self.column.fill_(column)", "self.column = torch.full_like(self.column, column)", "a tensor is replaced while a graph holds its address"),
+    ("plumbing/decoding.py", 'torch.cuda.set_sync_debug_mode("error")', "pass", "a forward pass that waits is captured, and fails half-way"),
+    ("grpo.py", 'watch.lap("time/rollout")\n            clear_cache()', 'clear_cache()\n            watch.lap("time/rollout")', "the cache is emptied while the device works"),
     ("plumbing/decoding.py", "to(self.device, distinct), to(self.device, which)", "distinct, to(self.device, which)", "the prompts stay on the CPU"),
     ("plumbing/forward.py", "    part.copy_on_cpu = on_cpu(rollout)[rows]", "    assert rows is not None", "each micro-batch is transferred to the CPU again"),
-    ("plumbing/forward.py", "return x.to(device, non_blocking=True)", "return x.to(device)", "each index waits for the device"),
+    ("plumbing/forward.py", "return x.pin_memory().to(device, non_blocking=True)", "return x.to(device)", "each index waits for the device"),
     ("plumbing/forward.py", "masking_utils._ignore_causal_mask_sdpa = answer", "assert answer is not None", "each forward pass asks the device for its mask"),
     ("plumbing/forward.py", "(no_padding or padding_mask is None) and ask", "ask", "padding is seen where a mask could be skipped"),
     ("plumbing/metrics.py", 'watch.lap("time/update", wait=False)', 'watch.lap("time/update")', "the metrics are waited for twice"),

@@ -10,6 +10,9 @@ noted by their memory, so views, gradients and saved tensors are on it as well. 
 A captured graph is the list of its operations: a replay repeats them on the same tensors, so a
 tensor that was replaced by another one since is as stale as on a GPU. `gpu.waits` counts what makes
 the CPU wait for a real GPU, by name; `gpu.calls` the patched functions of torch.cuda.
+
+What it can't show: order between streams, memory that is used again too early, a graph's inputs
+that are freed before its replay, how much memory is taken, the random numbers of a real GPU.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ WAITING = {
 }
 # Operations that may see both devices: a copy from one to the other.
 COPYING = (aten.copy_, aten._to_copy)
+INDEXING = (aten.index, aten.index_put, aten.index_put_)
 
 
 def tensors_in(*values: object) -> list[Tensor]:
@@ -91,11 +95,23 @@ class Device:
         self.graph: Graph | None = None  # that is being captured
         self.replays = 0
         self.on_device = False  # within a function that was called with tensors of the device
+        self.busy = False  # since it was last waited for, it has got work
+        self.side_stream = False  # whether the current stream is another than the default one
+        self.sync_debug_mode = 0
+        self.disordered = False  # the allocator, after a capture that failed
 
     def wait(self, name: str) -> None:
-        if self.graph is not None:
-            raise RuntimeError(f"{name}: not permitted while a CUDA graph is captured")
+        self.allow(f"{name}: not permitted")
+        if self.sync_debug_mode == 2 and name != "synchronize":  # which it doesn't see
+            raise RuntimeError(f"{name}: called a synchronizing CUDA operation")
         self.waits[name] += 1
+        self.busy = False
+
+    def allow(self, what: str) -> None:
+        """Nothing that waits or copies from the host, while a graph is captured."""
+        if self.graph is not None:
+            self.graph.failed = True
+            raise RuntimeError(f"{what} while a CUDA graph is captured")
 
     def call(self, name: str, result: Any = None) -> Callable[..., Any]:
         def function(*args: object, **kwargs: object) -> Any:
@@ -107,12 +123,30 @@ class Device:
     def synchronize(self, *args: object) -> None:
         self.wait("synchronize")
 
+    def empty_cache(self) -> None:
+        self.calls["empty_cache"] += 1
+        if self.disordered:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        if self.busy:  # cudaFree waits
+            self.wait("empty_cache")
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_debug_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        before, self.side_stream = self.side_stream, True
+        try:
+            yield
+        finally:
+            self.side_stream = before
+
 
 class Graph:
     """torch.cuda.CUDAGraph: what was done while it was captured, and the tensors it was done to."""
 
     def __init__(self, gpu: Device) -> None:
-        self.gpu, self.steps = gpu, []
+        self.gpu, self.steps, self.failed = gpu, [], False
         self.inside: set[int] = set()  # storages that were made while capturing
         self.before: list[tuple[Tensor, Tensor]] = []  # and what others held before
 
@@ -134,6 +168,19 @@ class Graph:
         if written or any(fresh):
             self.steps.append((function, args, kwargs, result, fresh))
         return result
+
+    def capture_begin(self, pool: object = None) -> None:
+        if not self.gpu.side_stream:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        self.gpu.graph = self
+
+    def capture_end(self) -> None:
+        self.gpu.graph = None
+        with _disable_current_modes(), torch.no_grad():
+            self.end()
+        if self.failed:
+            self.gpu.disordered = True
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def end(self) -> None:
         """Capturing runs nothing: what was there is as it was, what is new holds nothing yet."""
@@ -171,17 +218,20 @@ class Operations(TorchDispatchMode):
         there = [holds(x) for x in given]
         packet = function.overloadpacket
         if any(there):
-            here = [x for x, on in zip(given, there) if not on and x.dim() > 0]
+            # A number, a CPU tensor without dimensions, is welcome in elementwise operations alone.
+            numbers = torch.Tag.pointwise in function.tags or packet in INDEXING
+            here = [x for x, on in zip(given, there) if not on and (x.dim() > 0 or not numbers)]
             if here and packet not in COPYING:
                 raise RuntimeError(f"{function}: a tensor {tuple(here[0].shape)} is on the CPU")
-            if here and gpu.graph is not None:
-                raise RuntimeError(f"{function}: a copy while a CUDA graph is captured")
+            if here:
+                gpu.allow(f"{function}: a copy")
             if packet in WAITING:
                 gpu.wait(WAITING[packet])
             if packet is aten.copy_ and not there[0]:
                 gpu.wait("copy to the CPU")
-            indexing = packet in (aten.index, aten.index_put, aten.index_put_)
-            if indexing and any(x.dtype == torch.bool for x in tensors_in(args[1])):
+            elif packet is aten.copy_ and here and not (args[2:] or [False])[0]:
+                gpu.wait("copy to the device")
+            if packet in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1])):
                 gpu.wait("mask as index")
             if packet is aten.repeat_interleave and kwargs.get("output_size") is None:
                 gpu.wait("repeat_interleave")
@@ -191,6 +241,7 @@ class Operations(TorchDispatchMode):
             result = function(*args, **kwargs)
         known = {x.untyped_storage()._cdata for x in given}
         on_device = any(there) or (not given and gpu.on_device)
+        gpu.busy |= on_device and packet not in WAITING
         for x in tensors_in(result):
             if x.untyped_storage()._cdata not in known:
                 gpu.memory.add(x) if on_device else gpu.memory.remove(x)
@@ -223,6 +274,8 @@ class Functions(TorchFunctionMode):
             return 0 if memory.holds(args[0]) else -1
         if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return self.moved(function, *args, **kwargs)
+        if function is Tensor.pin_memory:
+            return args[0]
         if function is Tensor.tolist and memory.holds(args[0]):
             gpu.wait("tolist")
         if function is Tensor.numpy and memory.holds(args[0]):
@@ -265,8 +318,7 @@ class Functions(TorchFunctionMode):
         result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy or on_device != was)
         gpu.on_device = outer
         if on_device != was:
-            if gpu.graph is not None:
-                raise RuntimeError("a copy between devices while a CUDA graph is captured")
+            gpu.allow("a copy between devices")
             if was or blocking:
                 gpu.wait("to the CPU" if was else "to the device")
             gpu.memory.add(result) if on_device else gpu.memory.remove(result)
@@ -299,17 +351,9 @@ def pretended_cuda() -> Iterator[Device]:
         def __init__(self) -> None:
             super().__init__(gpu)
 
-    @contextlib.contextmanager
-    def capture(graph: Graph, pool: object = None) -> Iterator[None]:
-        gpu.graph = graph
-        try:
-            yield
-        finally:
-            gpu.graph = None
-            with _disable_current_modes(), torch.no_grad():
-                graph.end()
-
     def autocast_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if device_type == "cpu":  # which a GPU takes no notice of
+            kwargs["enabled"] = False
         return autocast("cpu", *args, **kwargs)
 
     groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
@@ -329,7 +373,9 @@ def pretended_cuda() -> Iterator[Device]:
         "is_bf16_supported": lambda *args, **kwargs: False,
         "set_device": gpu.call("set_device"),
         "synchronize": gpu.synchronize,
-        "empty_cache": gpu.call("empty_cache"),
+        "empty_cache": gpu.empty_cache,
+        "get_sync_debug_mode": lambda: gpu.sync_debug_mode,
+        "set_sync_debug_mode": gpu.set_sync_debug_mode,
         "max_memory_allocated": gpu.call("max_memory_allocated", 0),
         "max_memory_reserved": gpu.call("max_memory_reserved", 0),
         "memory_allocated": gpu.call("memory_allocated", 0),
@@ -343,9 +389,9 @@ def pretended_cuda() -> Iterator[Device]:
         "set_rng_state_all": gpu.call("set_rng_state_all"),
         "manual_seed_all": gpu.call("manual_seed_all"),
         "current_stream": lambda *args: SimpleNamespace(wait_stream=lambda other: None),
-        "stream": lambda stream: contextlib.nullcontext(),
+        "Stream": lambda *args: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": gpu.stream,
         "graph_pool_handle": lambda: None,
-        "graph": capture,
         "CUDAGraph": CUDAGraph,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
     }

@@ -4,18 +4,15 @@ import pytest
 import torch
 from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
 
-import grpo
-import ppo
-from plumbing.config import parse_flags
+from common import Rollout
 from plumbing.errors import InputError
+from plumbing.forward import completion_states
 from tools import fit
-
-SCRIPTS = {"ppo": ppo, "grpo": grpo}
 
 
 def parts_of(script: str, folder: str, *flags: str) -> dict[str, float]:
-    flags = ["--model", folder, "--device", "cpu", "--bf16", "false", *flags]
-    return fit.estimate(script, parse_flags(SCRIPTS[script].Config, "", flags), prompt_tokens=8)
+    config = fit.config_of(script, ["--model", folder, "--bf16", "false", *flags], "cpu")
+    return fit.estimate(script, config, prompt_tokens=8)
 
 
 @pytest.fixture
@@ -52,24 +49,47 @@ def test_an_adapter_takes_hardly_any_gradients_and_no_reference(folder):
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
-def test_activations_are_what_a_forward_pass_keeps(make, tmp_path):
+@pytest.mark.parametrize(("generations", "prompt_tokens"), [(2, 8), (2, 40), (1, 8)])
+def test_activations_are_what_the_forward_pass_of_the_update_keeps(
+    make, generations, prompt_tokens, tmp_path
+):
     model = make(vocab_size=20).train()
-    kept, own = {}, {p.data_ptr() for p in model.parameters()}
+    kept, own = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(x):
         if x.untyped_storage().data_ptr() not in own:
             kept[x.untyped_storage().data_ptr()] = x
         return x
 
-    tokens = torch.ones(4, 6, dtype=torch.long)
+    prompts = torch.randint(20, (4, prompt_tokens)).repeat_interleave(generations, 0)
+    tokens = torch.cat([prompts, torch.ones(len(prompts), 6, dtype=torch.long)], dim=1)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    scores = torch.zeros(len(prompts), 6), torch.ones(len(prompts), dtype=torch.bool)
+    rollout = Rollout(tokens, real, real[:, -6:], *scores)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model.base_model(input_ids=tokens, attention_mask=tokens, use_cache=False)
+        completion_states(model.base_model, rollout)
     expected = sum(x.untyped_storage().nbytes() for x in kept.values())
     folder = save_model(tmp_path / "m", model, letter_tokenizer())
-    flags = ["--prompts_per_step", "2", "--num_generations", "2", "--max_new_tokens", "6"]
-    small = parts_of("grpo", folder, *flags)["activations"]
-    # With the two prompts of 8 tokens, and another kernel or two on real tensors.
-    assert small == pytest.approx(expected * (1 + 2 * 8 / (4 * 6)), rel=0.2)
+    # All but PPO want two completions of a prompt; the loss doesn't matter here.
+    flags = f"--prompts_per_step 4 --num_generations {generations} --num_mini_batches 1"
+    flags += " --max_new_tokens 6 --bf16 false"
+    config = fit.config_of("ppo", ["--model", folder, *flags.split()], "cpu")
+    parts = fit.estimate("grpo", config, prompt_tokens)
+    assert parts["activations"] == pytest.approx(expected, rel=0.15)
+
+
+def test_a_model_saved_in_bfloat16_counts_in_float32_as_it_is_loaded(folder, tmp_path):
+    model = small_llama(vocab_size=20).bfloat16()
+    rounded = save_model(tmp_path / "b", model, letter_tokenizer())
+    assert parts_of("grpo", rounded) == parts_of("grpo", folder)
+
+
+def test_on_a_gpu_a_pretrained_model_computes_in_bfloat16(folder):
+    on_gpu, told, on_cpu = (
+        fit.config_of("grpo", ["--model", folder, *flags], device)
+        for flags, device in (([], "cuda"), (["--bf16=false"], "cuda"), ([], "cpu"))
+    )
+    assert on_gpu.bf16 and not told.bf16 and (on_gpu.device, on_cpu.device) == ("cuda", "cpu")
 
 
 def test_a_micro_batch_of_fewer_tokens_keeps_less_and_checkpoints_least(folder):
@@ -82,17 +102,21 @@ def test_a_micro_batch_of_fewer_tokens_keeps_less_and_checkpoints_least(folder):
 
 
 def test_the_command_prints_the_parts_and_what_they_fit(folder, capsys):
-    fit.main(["--script", "grpo", "--model", folder, "--prompt_tokens", "12", "--device", "cpu"])
+    command = ["--script", "grpo", "--model", folder, "--prompt_tokens", "12"]
+    fit.main([*command, "--device", "cpu"])
     text = capsys.readouterr().out
-    assert "prompts of 12 tokens" in text and "fits: 8 GB, 16 GB" in text
+    assert "prompts of 12 tokens, on cpu" in text and "fits: 8 GB, 16 GB" in text
+    fit.main(command)
+    assert "on cuda" in capsys.readouterr().out, "whether this machine has a GPU or not"
     assert fit.describe({"peak": 30e9}, "cuda").endswith("fits: 40 GB, 80 GB")
-    assert fit.describe({"peak": 99e9}, "cuda").endswith("none of these")
+    assert fit.describe({"peak": 99e9}, "cuda").endswith("fits: none of 8, 16, 24, 40, 80 GB")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--script", "sft"], "--script sft: choose ppo, grpo or rloo"),
+        (["--script", "sft"], "--script sft: choose ppo or grpo or rloo"),
+        (["--device=mps"], "--device mps: choose cuda or cpu"),
         (["--prompt_tokens", "0"], "--prompt_tokens 0: must be a whole number above 0"),
         (["--model", "nowhere/at/all"], "--model nowhere/at/all: its config can't be read"),
     ],
@@ -100,7 +124,7 @@ def test_the_command_prints_the_parts_and_what_they_fit(folder, capsys):
 def test_bad_input_is_one_line(flags, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match=message.replace("/", ".")):
-        fit.main([*flags, "--device", "cpu"])
+        fit.main(flags)
 
 
 def test_a_flag_without_its_value_is_one_line():

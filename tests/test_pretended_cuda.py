@@ -1,6 +1,9 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU, and hardly wait."""
 
+import contextlib
 import json
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -18,6 +21,7 @@ import sampling
 from plumbing import decoding, forward, metrics
 from plumbing.runs import Interrupted, Run
 
+REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
 MEASURED = ("time/", "memory/", "tokens_per_second")
 SMALL = "--num_steps 3 --prompts_per_step 4 --num_eval_prompts 8 --eval_every 3 --seed 3".split()
@@ -184,20 +188,23 @@ def test_of_a_long_completion_every_eighth_token_is_waited_for(tmp_path):
     assert long[0].total() - short[0].total() <= 39 // 8
 
 
-def test_the_cache_is_cleared_between_the_phases_of_a_step(tmp_path, monkeypatch):
-    order = []
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_cache_is_cleared_between_the_phases_of_a_step(script, tmp_path, monkeypatch):
+    """And where the device has no work left, so that nothing waits for it: see waits_per_step."""
+    order, module = [], SCRIPTS[script]
     with pretended_cuda() as gpu, monkeypatch.context() as m:
         m.setattr(torch.cuda, "empty_cache", lambda: order.append("clear"))
         for name in ("sample", "micro_batches", "step_metrics"):
-            original = getattr(grpo, name)
+            original = getattr(module, name)
 
             def noted(*args, name=name, original=original, **kwargs):
                 order.append(name)
                 return original(*args, **kwargs)
 
-            m.setattr(grpo, name, noted)
-        train("grpo", tmp_path / "r", "--device", "cuda", "--num_mini_batches", "1")
-    assert order == ["sample", "clear", "micro_batches", "clear", "step_metrics"] * 3
+            m.setattr(module, name, noted)
+        flags = ["--num_mini_batches", "1", "--num_epochs", "1"]
+        train(script, tmp_path / "r", "--device", "cuda", *flags)
+    assert order == ["sample", "clear", "micro_batches", "step_metrics", "clear"] * 3
     assert gpu.replays > 0
 
 
@@ -288,8 +295,18 @@ def test_a_tensor_that_is_replaced_while_a_graph_holds_its_address_is_stale(
     assert found != expected
 
 
+@contextlib.contextmanager
+def captured(graph):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 def test_the_device_is_as_strict_as_a_real_one():
-    on_cpu = torch.ones(3)
+    on_cpu, is_there = torch.ones(3), torch.cuda.is_available()
     with pretended_cuda() as gpu:
         x = torch.arange(3.0, device="cuda", requires_grad=True)
         assert x.device == CUDA and (2 * x).view(3, 1).device == CUDA and x.is_cuda
@@ -311,8 +328,15 @@ def test_the_device_is_as_strict_as_a_real_one():
         assert gpu.waits.total() == 9
         on_cpu.to("cuda", non_blocking=True)
         assert gpu.waits.total() == 9
+        x[0] = torch.tensor(7.0)
+        x[0] = 0.0
+        assert gpu.waits.total() == 10, "a copy into a tensor waits as well"
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            torch.stack([x[0], torch.tensor(1.0)])
         graph, total = torch.cuda.CUDAGraph(), torch.zeros((), device="cuda")
-        with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="non-default stream"):
+            graph.capture_begin()
+        with captured(graph):
             doubled = 2 * x.detach()
             total += doubled.sum()
         assert total.cpu() == 0 and doubled.cpu().isnan().all(), "capturing runs nothing"
@@ -320,6 +344,23 @@ def test_the_device_is_as_strict_as_a_real_one():
         graph.replay()
         assert total.cpu() == 12 and doubled.tolist() == [2, 4, 6]
         for forbidden in (lambda: x.sum().item(), lambda: on_cpu.to("cuda", non_blocking=True)):
-            with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(graph):
+            with pytest.raises(RuntimeError, match="capture"), captured(torch.cuda.CUDAGraph()):
                 forbidden()
-    assert torch.ones(1).device.type == "cpu" and not torch.cuda.is_available()
+        with pytest.raises(RuntimeError, match="captures_underway"):
+            torch.cuda.empty_cache()
+    assert torch.ones(1).device.type == "cpu" and torch.cuda.is_available() == is_there
+
+
+@pytest.mark.slow
+def test_the_benchmark_for_a_gpu_is_rehearsed_without_an_error():
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    for found in (
+        "passed",
+        "| rows | ours |",
+        "| with clear_cache |",
+        "| grpo, ours |",
+        "| ppo, ours |",
+    ):
+        assert found in done.stdout
