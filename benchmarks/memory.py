@@ -1,0 +1,150 @@
+"""The memory of a run: the peaks of real ones beside the estimates of tools/fit.py.
+
+  python benchmarks/memory.py --model FOLDER    # SmolLM2-135M-Instruct; ten minutes, two cores
+  python benchmarks/memory.py --draw            # the tables alone, from memory.json
+
+Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. Writes
+two tables of docs/performance.md: those runs, and estimates for popular models on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = REPOSITORY / "docs" / "performance.md"
+BEGIN, END = "<!-- made by benchmarks/memory.py -->", "<!-- end of what memory.py makes -->"
+sys.path.insert(0, str(REPOSITORY))
+
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config  # noqa: E402
+
+from tools import fit  # noqa: E402
+
+FULL, ADAPTER = "", "--lora_r 16"
+SHAPES = (
+    "--prompts_per_step 8 --num_generations 8 --max_new_tokens 32",
+    "--prompts_per_step 8 --num_generations 4 --max_new_tokens 128",
+    "--prompts_per_step 16 --num_generations 2 --max_new_tokens 64 --micro_batch_tokens 2048",
+)
+JOBS = [
+    *[("grpo", f"{shape} {method}".strip()) for method in (FULL, ADAPTER) for shape in SHAPES],
+    ("ppo", SHAPES[2]),
+    ("rloo", f"{SHAPES[0]} --gradient_checkpointing"),
+]
+
+# Of the published config.json files: what the number of weights and the KV cache depend on.
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+QWEN = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+LLAMA = {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256}
+MODELS = {
+    "gpt2": GPT2Config(),
+    "Qwen2.5-0.5B": Qwen2Config(**dict(zip(SHAPE, (896, 4864, 24, 14))), **QWEN),
+    "Llama-3.2-1B": LlamaConfig(
+        **dict(zip(SHAPE, (2048, 8192, 16, 32))), **LLAMA, tie_word_embeddings=True
+    ),
+    "Qwen2.5-1.5B": Qwen2Config(**dict(zip(SHAPE, (1536, 8960, 28, 12))), **QWEN),
+    "Qwen2.5-3B": Qwen2Config(**dict(zip(SHAPE, (2048, 11008, 36, 16))), **QWEN),
+}
+METHODS = {
+    "PPO": ("ppo", FULL),
+    "GRPO": ("grpo", FULL),
+    "GRPO, `--kl_coef 0`": ("grpo", "--kl_coef 0"),
+    "PPO, `--lora_r 16`": ("ppo", ADAPTER),
+    "GRPO, `--lora_r 16`": ("grpo", ADAPTER),
+    "GRPO, `--lora_r 16 --gradient_checkpointing`": ("grpo", f"{ADAPTER} --gradient_checkpointing"),
+}
+GPU_PROMPT, GPU_FLAGS = 200, "--max_new_tokens 256"
+
+
+def measure(model: str, script: str, flags: str) -> dict[str, float]:
+    """Peak memory of a run of two steps and its estimate, in GB."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    scene = "The film begins in a house. " * 9
+    prompts = [f"This is number {number}. {scene}" for number in range(100, 200)]
+    longest = max(len(tokenizer(prompt).input_ids) for prompt in prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "prompts.jsonl"
+        data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        own = ["--model", model, *shlex.split(flags)]
+        of_run = ["--prompts", str(data), "--reward", "brevity", "--num_steps", "2"]
+        of_run += ["--num_eval_prompts", "8", "--output_dir", f"{folder}/run"]
+        command = [
+            sys.executable,
+            str(REPOSITORY / f"{script}.py"),
+            "--device",
+            "cpu",
+            *own,
+            *of_run,
+        ]
+        subprocess.run(command, check=True, capture_output=True)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    peak = max(json.loads(line).get("memory/peak_gb", 0.0) for line in lines)
+    return {"measured": round(peak, 3), "estimate": round(estimate(script, own, "cpu", longest), 3)}
+
+
+def estimate(script: str, flags: list[str], device: str, prompt_tokens: int) -> float:
+    """The peak by tools/fit.py, in GB."""
+    config = fit.config_of(script, flags, device)
+    return fit.estimate(script, config, prompt_tokens)["peak"] / 1e9
+
+
+def measured_table(results: dict[str, dict[str, float]]) -> str:
+    lines = ["| run | measured, GB | estimate, GB | estimate / measured |", "|---|---|---|---|"]
+    for name, found in results.items():
+        ratio = found["estimate"] / found["measured"]
+        lines += [f"| `{name}` | {found['measured']:.2f} | {found['estimate']:.2f} | {ratio:.2f} |"]
+    return "\n".join(lines)
+
+
+def estimated_table() -> str:
+    """A row per model, a column per method: GB on a GPU, and the smallest one that it fits."""
+    lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in MODELS.items():
+            config.save_pretrained(Path(folder) / name)
+            cells = []
+            for script, flags in METHODS.values():
+                own = ["--model", f"{folder}/{name}", *shlex.split(f"{flags} {GPU_FLAGS}")]
+                peak = estimate(script, own, "cuda", GPU_PROMPT)
+                fits = fit.devices_for(peak, "cuda")
+                cells.append(f"{peak:.1f} ({fits[0] if fits else 'none'})")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str, results: dict[str, dict[str, float]]) -> str:
+    """The page with the part between the marks replaced."""
+    before, rest = page.split(BEGIN)
+    tables = f"{measured_table(results)}\n\nEstimates for a GPU, with `{GPU_FLAGS}`, prompts of"
+    tables += f" {GPU_PROMPT} tokens, and the defaults otherwise; in brackets the smallest GPU that"
+    tables += f" the job fits, in GB:\n\n{estimated_table()}"
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draw", action="store_true", help="the tables from memory.json alone")
+    parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
+    options = parser.parse_args()
+    if not options.model and not options.draw:
+        parser.error("needs --model")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for script, flags in [] if options.draw else JOBS:
+        name = f"{script}.py {flags}"
+        results[name] = measure(options.model, script, flags)
+        print(f"{name}: {results[name]}", flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
