@@ -197,7 +197,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
-            has_gradient = advantages != 0  # (B,) the others are left out
+            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
             advantages = to(device, advantages)
             warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
             learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)

@@ -219,7 +219,7 @@ class Operations(TorchDispatchMode):
         packet = function.overloadpacket
         if any(there):
             # A number, a CPU tensor without dimensions, is welcome in elementwise operations alone.
-            numbers = torch.Tag.pointwise in function.tags or packet in INDEXING
+            numbers = torch.Tag.pointwise in function.tags or packet in (*INDEXING, aten.fill_)
             here = [x for x, on in zip(given, there) if not on and (x.dim() > 0 or not numbers)]
             if here and packet not in COPYING:
                 raise RuntimeError(f"{function}: a tensor {tuple(here[0].shape)} is on the CPU")

@@ -328,11 +328,12 @@ def test_the_device_is_as_strict_as_a_real_one():
         assert gpu.waits.total() == 9
         on_cpu.to("cuda", non_blocking=True)
         assert gpu.waits.total() == 9
-        x[0] = torch.tensor(7.0)
-        x[0] = 0.0
+        y = x.detach().clone()
+        y[0] = torch.tensor(7.0)
+        y[:2] = 0.0
         assert gpu.waits.total() == 10, "a copy into a tensor waits as well"
         with pytest.raises(RuntimeError, match="on the CPU"):
-            torch.stack([x[0], torch.tensor(1.0)])
+            torch.stack([y[0], torch.tensor(1.0)])
         graph, total = torch.cuda.CUDAGraph(), torch.zeros((), device="cuda")
         with pytest.raises(RuntimeError, match="non-default stream"):
             graph.capture_begin()
