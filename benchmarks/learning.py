@@ -77,7 +77,7 @@ JOBS = {
         seeds=2,
         curves={"sampled": "accuracy, sampled", "greedy": "accuracy, greedy"},
         label="accuracy on held-out sums",
-        levels=(0.5, 0.7),
+        levels=(0.3, 0.5),
         limits=(0.0, 1.0),
         picture="learning-pretrained.png",
         flags="--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200",
@@ -189,9 +189,9 @@ def draw(job: Job, curves_of: dict[str, list[list[dict]]]) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set(ylim=job.limits, xlim=(0, None))
-    axes[1].legend(loc="lower right", fontsize=8)
+    axes[1].legend(loc="best", fontsize=8)
     figure.suptitle(f"{job.title}: mean and range of {job.seeds} seeds", fontsize=11)
-    figure.tight_layout()
+    figure.tight_layout(w_pad=2)
     figure.savefig(REPOSITORY / "docs" / job.picture, dpi=110)
     plt.close(figure)
 
