@@ -170,7 +170,7 @@ def at(curve: list[dict], axis: str, where: np.ndarray | float, key: str) -> np.
 
 def draw(job: Job, curves_of: dict[str, list[list[dict]]]) -> None:
     """Mean over the seeds as a line; of the first key, from the lowest to the highest as a band."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
     for name, curves in curves_of.items():
         for axis, scale in zip(axes, ("episodes", "seconds"), strict=True):
             # The seeds have their points at the same episodes, but not at the same seconds.
@@ -189,9 +189,8 @@ def draw(job: Job, curves_of: dict[str, list[list[dict]]]) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set(ylim=job.limits, xlim=(0, None))
-    axes[1].legend(loc="best", fontsize=8)
     figure.suptitle(f"{job.title}: mean and range of {job.seeds} seeds", fontsize=11)
-    figure.tight_layout(w_pad=2)
+    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     figure.savefig(REPOSITORY / "docs" / job.picture, dpi=110)
     plt.close(figure)
 
