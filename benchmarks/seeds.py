@@ -38,8 +38,8 @@ greedy, if no evaluation lies more than {LARGEST_DROP} below the best one before
 greedy, and if the KL is at most {LARGEST_KL:.0f} nats at every step. Where all of 40 pass, at most
 7% of all seeds may fail (with 95% confidence). Made by `python benchmarks/seeds.py`, which keeps
 the runs in [seeds.json](../benchmarks/seeds.json). Seed {UNUSED_SEED} is one on which no default
-was chosen. The last 16 runs, of seeds 18, 19 and {UNUSED_SEED}, were made on another CPU than the rest,
-one with AVX-512.
+was chosen. The last 16 runs, of seeds 18, 19 and {UNUSED_SEED}, were made on another CPU than the
+rest, one with AVX-512.
 
 A script evaluates five to seven times. In between a run can fall further: of the {{dense}} runs of
 [learning.json](../benchmarks/learning.json), which are evaluated every 4 or 10 steps, {{fallen}}
