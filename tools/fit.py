@@ -17,8 +17,8 @@ micro-batch keeps for the backward pass is counted in a fake forward pass, the r
   logits       of a chunk of tokens, four times: logits, log-softmax, probabilities, gradient
 
 Rollout and update don't overlap: on a GPU the larger of the two counts. On a CPU freed memory is
-kept, and seldom fits what comes next: there the two add up, a tenth more is lost between the pieces,
-and the libraries take 0.45 GB.
+kept, and seldom fits what comes next: there the two add up, a tenth more is lost between the
+pieces, and the libraries take 0.45 GB.
 """
 
 from __future__ import annotations
