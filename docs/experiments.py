@@ -100,8 +100,8 @@ gets the same negative advantage, and the updates lower all that the policy used
 20 steps the reward falls from 0.43 to 0.2. Without whitening it falls as far, some steps later:
 Adam's steps have full size, whatever the gradient says of the digits. Neither recovers.
 0.95 and 1 are alike here, where an answer has four tokens. The value model explains next to
-nothing of the returns in either (in one of the runs -6.7: at the end nearly all returns are the
-same, and V is off by more than they differ), and PPO learns all the same: with lambda near 1 it
+nothing of the returns in either (in one run -6.7: where nearly all returns are the same, a small
+error of V is large beside their variance), and PPO learns all the same: with lambda near 1 it
 is a baseline, not a source.""",
     "whitening": """The same is learnt in all three. What changes is the size of the gradient,
 by a factor of 2.7: `--max_grad_norm` and the learning rate mean something else without
