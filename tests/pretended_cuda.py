@@ -341,6 +341,16 @@ class Generator(torch.Generator):
         return self.where
 
 
+class Stream:
+    """One of the device's queues of work: here there is no other."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def pretended_cuda() -> Iterator[Device]:
     """torch with one GPU."""
@@ -388,8 +398,8 @@ def pretended_cuda() -> Iterator[Device]:
         "get_rng_state_all": lambda: [],
         "set_rng_state_all": gpu.call("set_rng_state_all"),
         "manual_seed_all": gpu.call("manual_seed_all"),
-        "current_stream": lambda *args: SimpleNamespace(wait_stream=lambda other: None),
-        "Stream": lambda *args: SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": Stream,
+        "Stream": Stream,
         "stream": gpu.stream,
         "graph_pool_handle": lambda: None,
         "CUDAGraph": CUDAGraph,
