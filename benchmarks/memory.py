@@ -122,9 +122,12 @@ def estimated_table() -> str:
 def with_tables(page: str, results: dict[str, dict[str, float]]) -> str:
     """The page with the part between the marks replaced."""
     before, rest = page.split(BEGIN)
-    tables = f"{measured_table(results)}\n\nEstimates for a GPU, with `{GPU_FLAGS}`, prompts of"
-    tables += f" {GPU_PROMPT} tokens, and the defaults otherwise; in brackets the smallest GPU that"
-    tables += f" the job fits, in GB:\n\n{estimated_table()}"
+    tables = f"""{measured_table(results)}
+
+Estimates for a GPU, with `{GPU_FLAGS}`, prompts of {GPU_PROMPT} tokens and the defaults otherwise;
+in brackets the smallest GPU that the job fits, in GB:
+
+{estimated_table()}"""
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.split(END)[1]}"
 
 
