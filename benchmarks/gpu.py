@@ -350,8 +350,11 @@ def main(args: list[str] | None = None) -> None:
 
         torch.set_num_threads(1)
         with pretended_cuda(), contextlib.redirect_stderr(sys.stdout):
-            small = lambda name, path, seconds: run_part(name, path, REHEARSAL)  # noqa: E731
-            results = measure(REHEARSAL, small, save=lambda found: None)
+            results = measure(
+                REHEARSAL,
+                work=lambda name, path, seconds: run_part(name, path, REHEARSAL),
+                save=lambda found: None,
+            )
         print(section(results))
         if any("error" in part for part in results["parts"].values()):
             raise SystemExit(1)
@@ -364,8 +367,11 @@ def main(args: list[str] | None = None) -> None:
     if not options.draw:
         if not torch.cuda.is_available():
             sys.exit("error: no CUDA device is there; --rehearse runs without one")
-        save = lambda found: RESULTS.write_text(json.dumps(found, indent=1) + "\n")  # noqa: E731
-        measure(REAL, in_own_process, save)
+        measure(
+            REAL,
+            work=in_own_process,
+            save=lambda found: RESULTS.write_text(json.dumps(found, indent=1) + "\n"),
+        )
     results = json.loads(RESULTS.read_text())
     if "tokens_per_s" in results["parts"].get("rollouts", {}):
         draw(results["parts"]["rollouts"], PICTURE)

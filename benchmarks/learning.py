@@ -2,7 +2,7 @@
 on the embedded model, five seeds, and two jobs for SmolLM2-135M-Instruct.
 
   python benchmarks/learning.py                               # sums, embedded model, 25 minutes
-  python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 2 hours
+  python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 1.5 hours
   python benchmarks/learning.py --job reviews --model FOLDER  # film reviews, SmolLM2, an hour
   python benchmarks/learning.py --draw                        # pictures and tables alone
 

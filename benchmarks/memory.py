@@ -1,6 +1,6 @@
 """The memory of a run: the peaks of real ones beside the estimates of tools/fit.py.
 
-  python benchmarks/memory.py --model FOLDER    # SmolLM2-135M-Instruct; ten minutes, two cores
+  python benchmarks/memory.py --model FOLDER    # SmolLM2-135M-Instruct
   python benchmarks/memory.py --draw            # the tables alone, from memory.json
 
 Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. Writes

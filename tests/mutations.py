@@ -32,7 +32,8 @@ transformers.models.llama.modeling_llama""".split()
 # The quick ones first: most bugs are caught within a second of the tests' start.
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
 test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
-test_tasks test_plot test_faults test_resume test_pretended_cuda test_cuda""".split()
+test_tasks test_plot test_faults test_resume
+test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
 QUICKEST = {
     "ppo": "ppo ppo_by_hand",

@@ -117,7 +117,7 @@ def test_the_command_prints_the_parts_and_what_they_fit(folder, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--script", "sft"], "--script sft: choose ppo or grpo or rloo"),
+        (["--script", "sft"], "--script sft: choose ppo, grpo or rloo"),
         (["--device=mps"], "--device mps: choose cuda or cpu"),
         (["--prompt_tokens", "0"], "--prompt_tokens 0: must be a whole number above 0"),
         (["--model", "nowhere/at/all"], "--model nowhere/at/all: its config can't be read"),

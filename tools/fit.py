@@ -3,9 +3,9 @@
 python tools/fit.py --script grpo --model Qwen/Qwen2.5-0.5B-Instruct --prompt_tokens 200 \\
     --max_new_tokens 256
 
-On a GPU, whether there is one here or not, or with --device cpu on a CPU. All flags of the script
-are understood. The model is built without memory, as fake tensors; what a
-micro-batch keeps for the backward pass is counted in a fake forward pass, the rest is arithmetic:
+The memory is that of a GPU, with one here or without; --device cpu asks for a CPU's. All flags of
+the script are understood. The model is built without memory, as fake tensors; what a micro-batch
+keeps for the backward pass is counted in a fake forward pass, the rest is arithmetic:
 
   weights      4 bytes each, in float32; of the policy, the value model and a reward model
   gradients    4 bytes for each weight that trains
@@ -255,7 +255,8 @@ def main(args: list[str] | None = None) -> None:
     script, length, device = options.values()
     for name, choices in (("--script", ("ppo", "grpo", "rloo")), ("--device", ("cuda", "cpu"))):
         if options[name] not in choices:
-            raise InputError(f"{name} {options[name]}: choose {' or '.join(choices)}")
+            listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise InputError(f"{name} {options[name]}: choose {listed}")
     if not length.isdecimal() or int(length) == 0:
         raise InputError(f"--prompt_tokens {length}: must be a whole number above 0")
     config = config_of(script, args, device)
