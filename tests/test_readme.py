@@ -12,16 +12,17 @@ from conftest import byte_tokenizer, save_model, small_gpt2
 import grpo
 import ppo
 import rloo
-from tools import inspect_reward, plot
+from tools import fit, inspect_reward, plot
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGES = README + (REPOSITORY / "docs" / "running.md").read_text(encoding="utf-8")
 MAINS = {
     "ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "plot": plot.main,
-    "inspect_reward": inspect_reward.main,
+    "inspect_reward": inspect_reward.main, "fit": fit.main,
 }  # fmt: skip
 SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 2 --max_new_tokens 4".split()
+SAYS = {"inspect_reward": "scores: mean", "fit": "80 GB"}
 INSPECT = "--num_prompts 2 --num_generations 2 --max_new_tokens 4".split()
 
 
@@ -56,9 +57,10 @@ def test_each_command_runs(command, tmp_path, monkeypatch, capsys):
     if script == "plot":
         ppo.main(SHORT)
         flags = [str(path) for flag in flags for path in tmp_path.glob(flag)]
-    MAINS[script]([*flags, *{"plot": [], "inspect_reward": INSPECT}.get(script, SHORT)])
-    if script == "inspect_reward":
-        assert "scores: mean" in capsys.readouterr().out
+    more = {"plot": [], "inspect_reward": INSPECT, "fit": []}.get(script, SHORT)
+    MAINS[script]([*flags, *more])
+    if script in SAYS:
+        assert SAYS[script] in capsys.readouterr().out
         return
     if "my_prompts.jsonl" in flags:
         assert "2 prompts to train on" in capsys.readouterr().out
