@@ -18,6 +18,7 @@ that are freed before its replay, how much memory is taken, the random numbers o
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # the words of PyTorch
 
 # Operations whose kernel for CUDA has to know a number that is on the device.
 WAITING = {
@@ -102,8 +104,10 @@ class Device:
 
     def wait(self, name: str) -> None:
         self.allow(f"{name}: not permitted")
-        if self.sync_debug_mode == 2 and name != "synchronize":  # which it doesn't see
-            raise RuntimeError(f"{name}: called a synchronizing CUDA operation")
+        if self.sync_debug_mode and name != "synchronize":  # which it doesn't see
+            if self.sync_debug_mode == 2:
+                raise RuntimeError(f"{name}: {SYNCHRONIZES}")
+            warnings.warn(f"{name}: {SYNCHRONIZES}", stacklevel=2)
         self.waits[name] += 1
         self.busy = False
 

@@ -1,12 +1,13 @@
 """What must hold on a GPU: `pytest -m cuda` runs it on a real one, or else on a pretended one."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import EOS, small_gpt2, small_llama
-from pretended_cuda import pretended_cuda
+from pretended_cuda import SYNCHRONIZES, pretended_cuda
 
 import grpo
 import ppo
@@ -75,6 +76,27 @@ def test_before_the_first_update_the_ratio_is_1_and_the_kl_0(script, tmp_path):
     first = train(script, tmp_path / "r", "--num_epochs", "2", "--num_mini_batches", "2")[0]
     assert abs(first["objective/kl"]) < 1e-4 and first["val/ratio_max_dev_first"] < 1e-4
     assert first["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_step_waits_for_the_device_a_few_times(script, tmp_path, monkeypatch):
+    """By PyTorch's own count, which leaves out torch.cuda.synchronize."""
+    waits, log = [], Run.log
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+
+        def logged(self, step, line):
+            log(self, step, line)
+            waits.append(sum(SYNCHRONIZES in str(w.message) for w in seen))
+            seen.clear()
+
+        monkeypatch.setattr(Run, "log", logged)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train(script, tmp_path / "r", "--sample_every", "100")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert 2 <= min(waits[1:-1]) <= max(waits[1:-1]) <= 12
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -29,10 +29,10 @@ def test_the_parts_are_those_that_one_counts_by_hand(folder):
     heads = model.num_key_value_heads * model.hidden_size // model.num_attention_heads
     assert parts["KV cache"] == 8 * (8 + 6) * model.num_hidden_layers * 2 * heads * 4
     assert parts["decoding"] == parts["logits"] * 8 / 48 == 8 * 20 * 4 * 4
-    update = 4 * n + parts["activations"] + parts["logits"]
+    update = parts["activations"] + parts["logits"]
     both = update + parts["KV cache"] + parts["decoding"]
-    assert parts["peak"] == pytest.approx(1.1 * (16 * n + both) + fit.LIBRARIES)
-    assert fit._peak(parts, "cuda") == 16 * n + update, "the larger one of rollout and update"
+    assert parts["peak"] == pytest.approx(20 * n + fit.KEPT * both + fit.LIBRARIES)
+    assert fit.peak(parts, "cuda") == 20 * n + update, "the larger one of rollout and update"
 
 
 def test_without_a_kl_there_is_no_reference_and_ppo_has_a_second_model(folder):

@@ -141,15 +141,19 @@ def test_other_architectures_agree_with_the_cpu_to_rounding(family, script, tmp_
 # --- What waits for the device ---
 
 
-def waits_per_step(script: str, folder: Path, *flags: str) -> list[Counter]:
-    """Of each step, without evaluations and what comes before the first."""
+def waits_per_step(
+    script: str, folder: Path, *flags: str, evaluations: list[Counter] | None = None
+) -> list[Counter]:
+    """Of each step, without what comes before the first; those of evaluations go to their list."""
     found, before = [], {"waits": Counter()}
     evaluate, log = Run.evaluate, Run.log
     with pretended_cuda() as gpu, pytest.MonkeyPatch.context() as m:
 
         def evaluated(self, step):
-            result = evaluate(self, step)
+            start, result = gpu.waits.copy(), evaluate(self, step)
             before["waits"] = gpu.waits.copy()
+            if evaluations is not None:
+                evaluations.append(gpu.waits - start)
             return result
 
         def logged(self, step, line):
@@ -170,7 +174,8 @@ def test_a_step_waits_for_the_device_a_few_times_whatever_the_micro_batches(scri
     to know that its gradient is finite; all metrics leave the device together.
     """
     flags = [] if script == "ppo" else ["--num_generations", "8"]
-    whole = waits_per_step(script, tmp_path / "a", *flags)
+    evaluations = []
+    whole = waits_per_step(script, tmp_path / "a", *flags, evaluations=evaluations)
     cut = waits_per_step(script, tmp_path / "b", *flags, "--micro_batch_size", "2")
     updates = {"ppo": 8, "grpo": 1, "rloo": 1}[script]
     # Prefill, the rollout's copy, the lap; RLOO the KL of each completion; and the metrics.
@@ -179,6 +184,8 @@ def test_a_step_waits_for_the_device_a_few_times_whatever_the_micro_batches(scri
     for step in (*whole, *cut):
         assert 2 < step.total() <= bound, step
     assert [x.total() for x in whole] == [x.total() for x in cut]
+    share = max(x.total() for x in evaluations) / 3  # every third step, as the shortest runs do
+    assert 0 < bound + share <= 20
 
 
 def test_of_a_long_completion_every_eighth_token_is_waited_for(tmp_path):

@@ -16,9 +16,9 @@ keeps for the backward pass is counted in a fake forward pass, the rest is arith
   activations  what one micro-batch keeps for its backward pass, by the fake forward pass
   logits       of a chunk of tokens, four times: logits, log-softmax, probabilities, gradient
 
-Rollout and update don't overlap: on a GPU the larger of the two counts. On a CPU freed memory is
-kept, and seldom fits what comes next: there the two add up, a tenth more is lost between the
-pieces, and the libraries take 0.45 GB.
+Rollout and update don't overlap: on a GPU the larger of the two counts. A CPU's allocator keeps
+what is freed, in pieces that seldom fit what comes next: there the two add up and take 1.4 times
+their size, and the libraries take 0.45 GB.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from plumbing.runs import run_main
 
 DEVICES_GB = (8, 16, 24, 40, 80)
 LIBRARIES = 0.45e9  # of torch and transformers, on a CPU
+KEPT = 1.4  # what a CPU's allocator holds of memory that comes and goes: benchmarks/memory.json
 
 
 def estimate(script: str, config: object, prompt_tokens: int) -> dict[str, float]:
@@ -96,7 +97,7 @@ def estimate(script: str, config: object, prompt_tokens: int) -> dict[str, float
         )
         tokens = min(widest[0] * config.max_new_tokens, max(1, _chunk(config.device) // vocab_size))
         parts["logits"] = 4.0 * 4 * tokens * vocab_size
-    return parts | {"peak": _peak(parts, config.device)}
+    return parts | {"peak": peak(parts, config.device)}
 
 
 def _widest_micro_batch(config: object, prompt_tokens: int) -> tuple[int, int]:
@@ -126,16 +127,16 @@ def _activations(
     return kept / num_layers + 4 * tokens * shape.hidden_size * num_layers
 
 
-def _peak(parts: dict[str, float], device: str) -> float:
-    """The larger of rollout and update, with what is there in both. On a CPU their sum: memory that
-    is freed there is kept, in pieces that don't fit the other.
+def peak(parts: dict[str, float], device: str) -> float:
+    """The larger of rollout and update, with what is there in both. On a CPU their sum, and more:
+    freed memory is kept there, in pieces that don't fit what comes next.
     """
     there = sum(parts.get(name, 0.0) for name in ("weights", "moments", "reference"))
     rollout = parts["KV cache"] + parts["decoding"]
-    update = parts["gradients"] + parts["activations"] + parts["logits"]
+    update = parts["activations"] + parts["logits"]
     if device == "cpu":
-        return 1.1 * (there + rollout + update) + LIBRARIES
-    return there + max(rollout, update)
+        return there + parts["gradients"] + KEPT * (rollout + update) + LIBRARIES
+    return there + max(rollout, parts["gradients"] + update)
 
 
 def _chunk(device: str) -> int:
