@@ -38,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
+@pytest.fixture(autouse=True)
+def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture of a run takes three quarters of the time of a small one."""
+    if not request.node.get_closest_marker("draws"):
+        monkeypatch.setattr("plumbing.runs.draw", lambda folders, path: None)
+
+
 def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(

@@ -781,6 +781,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command(name, monkeyp
         make_job(grpo)(**{name: "true"})
 
 
+@pytest.mark.draws
 def test_where_matplotlib_is_there_a_run_ends_with_its_curves(make_job):
     job = make_job(grpo)
     job(num_steps=2)
