@@ -1,5 +1,6 @@
 """Small models and tokenizers, built from configs: nothing here needs a network or a GPU."""
 
+import fnmatch
 import json
 import os
 import sys
@@ -31,9 +32,42 @@ VOCAB = 40
 EOS = 39
 
 
+# Slow as well: cases that have a faster sibling among the fast ones, or that few edits can break.
+SLOWER = """
+test_faults.py::*step 3]
+test_faults.py::*no memory left*
+test_golden.py::*[[][pr]*o]
+test_groups_by_hand.py::*dr_grpo]
+test_groups_by_hand.py::*cispo]
+test_groups_by_hand.py::*normalised*
+test_pitfalls.py::test_31*[[]*flags[02-9]]
+test_pitfalls.py::test_16_in_a_run*[[]rloo]
+test_pretended_cuda.py::test_a_step_waits*[[][pr]*o]
+test_pretended_cuda.py::test_the_cache_is_cleared*[[][pr]*o]
+test_pretended_cuda.py::test_a_tensor_that_is_replaced*[[][tc]*
+test_pretended_cuda.py::test_of_a_long_completion*
+test_reference.py::test_an_adapter_is_trained_saved*
+test_reference.py::test_a_merged_model_is*
+test_resume.py::test_a_disk_that_fills*
+test_resume.py::test_a_second_ctrl_c*
+test_resume.py::test_half_an_update*
+test_resume.py::test_resume_where_there_is_nothing*
+test_resume.py::test_resume_without_a_checkpoint_starts*
+test_resume.py::test_an_overwritten_run_takes*
+test_scripts.py::test_at_step_0*llama*
+test_scripts.py::test_every_forward_pass*[[]rloo*
+test_scripts.py::test_in_bfloat16*[[]rloo*
+test_scripts.py::test_rows_without_advantage*all-*[mkl]*
+test_scripts.py::test_the_same_seed*[[][pr]*o]
+test_tiny.py::test_chances*
+""".split("\n")[1:-1]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`pytest -m fast` runs all that is not marked slow."""
     for item in items:
+        if any(fnmatch.fnmatch(item.nodeid, f"tests/{pattern}") for pattern in SLOWER):
+            item.add_marker("slow")
         if not item.get_closest_marker("slow"):
             item.add_marker("fast")
 

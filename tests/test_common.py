@@ -589,6 +589,7 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_pass_leaves_transformers_as_it_is(monkeypatch):
     """torch.compile guards on the functions that it has seen: a new one each time would be compiled
     again in every forward pass.
@@ -671,6 +672,7 @@ def test_a_prompt_is_read_once_for_all_its_completions_and_the_gradient_is_the_s
         assert torch.allclose(g, expected, rtol=10 * tolerance, atol=10 * tolerance)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_same_to_the_bit_each_time_on_several_threads():
     """Indexing sums the gradients of rows that are taken twice in whatever order threads come."""
     model = load_policy("tiny").eval()

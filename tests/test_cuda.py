@@ -15,8 +15,12 @@ import rloo
 from plumbing.runs import Interrupted, Run
 from sampling import generate
 
-# On a GPU where no graph can be captured, the tests must not pass without graphs.
-pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("error:decoding without CUDA graphs")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.slow,
+    # On a GPU where no graph can be captured, the tests must not pass without graphs.
+    pytest.mark.filterwarnings("error:decoding without CUDA graphs"),
+]
 SCRIPTS = [ppo, grpo, rloo]
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])

@@ -1,6 +1,7 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU, and hardly wait."""
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from plumbing.runs import Interrupted, Run
 REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
 MEASURED = ("time/", "memory/", "tokens_per_second")
-SMALL = "--num_steps 3 --prompts_per_step 4 --num_eval_prompts 8 --eval_every 3 --seed 3".split()
+SMALL = "--num_steps 2 --prompts_per_step 4 --num_eval_prompts 8 --eval_every 2 --seed 3".split()
 
 
 def train(script: str, folder: Path, *flags: str) -> tuple[list[dict], str]:
@@ -38,16 +39,21 @@ def train(script: str, folder: Path, *flags: str) -> tuple[list[dict], str]:
 @pytest.mark.parametrize(
     "command",
     [
-        "ppo",
-        "grpo",
-        "rloo",
         "ppo --lora_r 2 --num_epochs 2 --num_mini_batches 2 --micro_batch_size 3",
-        "rloo --lora_r 2 --merge_adapter --save_best",
-        "grpo --kl_coef 0 --num_epochs 2 --num_mini_batches 2 --loss_type dapo",
         "grpo --disable_dropout false --num_mini_batches 2 --micro_batch_tokens 40",
         "rloo --gradient_checkpointing --num_mini_batches 2 --rollout_batch_size 8",
-        "ppo --kl_coef 0 --whiten_rewards --missing_eos_penalty 1 --max_new_tokens 20",
-        "grpo --bf16 false --max_new_tokens 20 --temperature 1.5",
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in (
+                "ppo",
+                "grpo",
+                "rloo",
+                "rloo --lora_r 2 --merge_adapter --save_best",
+                "grpo --kl_coef 0 --num_epochs 2 --num_mini_batches 2 --loss_type dapo",
+                "ppo --kl_coef 0 --whiten_rewards --missing_eos_penalty 1 --max_new_tokens 20",
+                "grpo --bf16 false --max_new_tokens 20 --temperature 1.5",
+            )
+        ),
     ],
 )
 def test_a_run_on_the_device_equals_one_on_the_cpu_to_the_bit(command, tmp_path):
@@ -57,7 +63,7 @@ def test_a_run_on_the_device_equals_one_on_the_cpu_to_the_bit(command, tmp_path)
         found = train(script, tmp_path / "cuda", *flags, "--device", "cuda")
     assert found[0] == expected[0] and found[1] == expected[1]
     assert gpu.replays > 10, "the decode loop ran without CUDA graphs"
-    assert len(found[0]) == 4 and found[0][0]["grad_norm"] > 0
+    assert len(found[0]) == 3 and found[0][0]["grad_norm"] > 0
 
 
 def test_a_run_that_is_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
@@ -106,8 +112,17 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("script", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("family", "script"),
+    [
+        ("Llama", "ppo"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in itertools.product(FAMILIES, ("ppo", "grpo"))
+            if pair != ("Llama", "ppo")
+        ),
+    ],
+)
 def test_other_architectures_agree_with_the_cpu_to_rounding(family, script, tmp_path):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
@@ -211,7 +226,7 @@ def test_the_cache_is_cleared_between_the_phases_of_a_step(script, tmp_path, mon
             m.setattr(module, name, noted)
         flags = ["--num_mini_batches", "1", "--num_epochs", "1"]
         train(script, tmp_path / "r", "--device", "cuda", *flags)
-    assert order == ["sample", "clear", "micro_batches", "step_metrics", "clear"] * 3
+    assert order == ["sample", "clear", "micro_batches", "step_metrics", "clear"] * 2
     assert gpu.replays > 0
 
 

@@ -40,6 +40,7 @@ def file_of(name: str) -> str:
     return "\n".join(block) + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_each_command_runs(command, tmp_path, monkeypatch, capsys):
     """In a folder with a small model under the name gpt2, fewer steps, and a run to be plotted."""

@@ -65,7 +65,9 @@ def stop_after(step: int, monkeypatch) -> None:
     monkeypatch.setattr(Run, "log", log)
 
 
-@pytest.mark.parametrize("lora", [0, 2], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "lora", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["all weights", "LoRA"]
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(script, lora, here, monkeypatch):
     flags = [*FLAGS, "--lora_r", str(lora)]
@@ -338,9 +340,14 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(h
             signal.raise_signal(signal.SIGINT)
         return original(*args)
 
-    with monkeypatch.context() as m:
-        m.setattr(ppo, "gae", twice)
-        code, lines = run(ppo, FLAGS)
+    # A shell makes what it runs in the background ignore Ctrl-C.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as m:
+            m.setattr(ppo, "gae", twice)
+            code, lines = run(ppo, FLAGS)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert code == 130 and lines[-1].startswith("step 3: interrupted; run is saved up to step 3")
     assert run(ppo, [*FLAGS, "--resume"])[0] == 0
     assert_same_run("run", "whole")
@@ -417,6 +424,7 @@ def start(*flags: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(here):
     flags = [*FLAGS, "--num_steps", "10000"]
     process = start(*flags)

@@ -177,6 +177,7 @@ def test_each_script_gives_the_defaults_that_the_shared_flags_leave_open():
         assert all(vars(script.Config).get(name) != shared[name] for name in own & set(shared))
 
 
+@pytest.mark.slow
 def test_every_error_is_one_line_without_a_traceback_in_a_real_process(tmp_path):
     command = [sys.executable, REPOSITORY / "ppo.py", "--learnin_rate", "1"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

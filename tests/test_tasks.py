@@ -153,6 +153,7 @@ inspect_reward.main([*FLAGS, "--num_prompts", "4"])
 """
 
 
+@pytest.mark.slow
 def test_the_scripts_run_with_a_tasks_py_of_ones_own(tmp_path):
     """A file with a TASKS and a REWARDS of its own, in place of the built-in one."""
     (tmp_path / "tasks.py").write_text(OWN_TASKS)
