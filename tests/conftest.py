@@ -226,7 +226,11 @@ def make_job(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]]
             ours = {"num_generations": 1 if script.__name__ == "ppo" else 4} | flags | changes
             ours.setdefault("prompts_per_step", ours["completions"] // ours["num_generations"])
             del ours["completions"]
-            script.main(["--overwrite", *(f"--{name}={value}" for name, value in ours.items())])
+            args = ["--overwrite"]
+            for name, value in ours.items():
+                values = value if isinstance(value, list) else [value]
+                args += [f"--{name}", *map(str, values)]
+            script.main(args)
             text = (Path(ours["output_dir"]) / "metrics.jsonl").read_text()
             return [json.loads(line) for line in text.splitlines()]
 
