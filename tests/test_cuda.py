@@ -36,7 +36,7 @@ def device():
 
 
 def train(script, folder: Path, *flags: str) -> list[dict]:
-    small = "--num_steps 4 --prompts_per_step 8 --num_eval_prompts 8 --eval_every 4 --device cuda"
+    small = "--num_steps 3 --prompts_per_step 4 --num_eval_prompts 8 --eval_every 3 --device cuda"
     script.main([*small.split(), *flags, "--output_dir", str(folder)])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = ("time/", "memory/", "tokens_per_second")
