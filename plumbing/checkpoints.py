@@ -25,6 +25,9 @@ FREE_ON_RESUME = """resume overwrite output_dir device num_steps eval_every save
 save_best tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size
 gradient_checkpointing compile""".split()
 
+FIELDS = """weights optimizer generators torch cuda step metrics samples first_metrics best
+warned""".split()  # of a checkpoint
+
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Write `state` to `path`, followed by a checksum. Raises Fault.
@@ -61,7 +64,10 @@ def read_state(path: Path) -> dict[str, Any]:
             if checksum.to_bytes(4, "big") != file.read():
                 raise ValueError("its checksum is wrong")
         # weights_only: a checkpoint is data, nothing in it is executed.
-        return torch.load(path, weights_only=True, map_location="cpu")
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        if missing := [name for name in FIELDS if name not in state]:
+            raise ValueError(f"it has no {missing[0]!r}")
+        return state
     except (OSError, ValueError, RuntimeError, UnpicklingError) as e:
         reason = f"{path} is damaged ({first_line(e)})"
         raise InputError(f"--resume: {reason}; --overwrite starts the run anew") from e

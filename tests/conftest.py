@@ -48,6 +48,7 @@ test_pretended_cuda.py::test_a_tensor_that_is_replaced*[[][tc]*
 test_pretended_cuda.py::test_of_a_long_completion*
 test_reference.py::test_an_adapter_is_trained_saved*
 test_reference.py::test_a_merged_model_is*
+test_resume.py::test_every_field*
 test_resume.py::test_a_disk_that_fills*
 test_resume.py::test_a_second_ctrl_c*
 test_resume.py::test_half_an_update*

@@ -1,6 +1,7 @@
 """An interrupted run goes on as if it had never been interrupted."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 from conftest import letter_tokenizer, save_model, small_gpt2
 from faults import RUN, Case, damage, folder_of, out_of_memory, run
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 import grpo
 import ppo
@@ -81,6 +83,61 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(script, lora, her
     assert run(script, [*flags, "--resume"]) == (0, [])
     assert len(records("run")) == 7 and records("run")[3]["lr"] < records("run")[1]["lr"]
     assert_same_run("run", "whole")
+
+
+RISING = """
+calls = 0
+
+def rising(completions, **columns):
+    global calls
+    calls += 1
+    return [calls + len(c) for c in completions]
+"""
+
+
+def test_every_field_of_a_checkpoint_is_needed_and_put_back(here, monkeypatch):
+    """Left out, the run is refused; with what it was two steps before, the run that goes on is
+    another one.
+    """
+    save_model(Path("small"), small_gpt2(0.1, vocab_size=20), letter_tokenizer())
+    Path("reward.py").write_text(RISING)
+    flags = [*FLAGS, "--reward", "reward.py:rising", "--save_best", "--save_every", "1"]
+    # Draws of torch itself, and a warning in the first step that isn't given twice.
+    flags += ["--disable_dropout", "false", "--num_steps", "8", "--max_new_tokens", "3"]
+    for step in (1, 3):
+        with monkeypatch.context() as m:
+            stop_after(step - 1, m)
+            assert run(grpo, [*flags, "--output_dir", f"after {step}"])[0] == 130
+    states = [read_state(Path(f"after {step}/checkpoint/state.pt")) for step in (1, 3)]
+    # What is the same in both: as it is before the first step. Lines have times in them, and those
+    # of two runs differ in length.
+    states[0] |= {"first_metrics": {}, "best": math.inf, "warned": []}
+    states[0]["metrics"] = len(Path("after 3/metrics.jsonl").read_bytes().splitlines(True)[0])
+
+    def resumed(state: dict) -> tuple:
+        """Exit code and what is left behind, printed text included."""
+        shutil.rmtree("run", ignore_errors=True)
+        shutil.copytree("after 3", "run")
+        write_state(Path("run/checkpoint/state.pt"), state)
+        printed = []
+        with monkeypatch.context() as m:
+            m.setattr(tqdm, "write", lambda text, **_: printed.append(text))
+            code, lines = run(grpo, [*flags, "--resume"])
+        files = [Path("run/samples.jsonl"), *Path("run/model").glob("*.safetensors")]
+        return code, lines, printed, records("run"), [file.read_bytes() for file in files]
+
+    right = resumed(states[1])
+    assert right[0] == 0 and any("the best so far" in text for text in right[2])
+    assert states[1]["warned"] and states[1]["best"] > 0
+    generators = states[1]["generators"]
+    for name in generators:
+        other = {"generators": generators | {name: states[0]["generators"][name]}}
+        assert resumed(states[1] | other) != right, name
+    for name in states[1]:
+        code, lines, *_ = resumed({key: x for key, x in states[1].items() if key != name})
+        assert code == 2 and f"has no '{name}'" in lines[0], name
+        if name != "cuda":  # empty without a GPU
+            assert resumed(states[1] | {name: states[0][name]}) != right, name
 
 
 def test_resuming_with_dropout_left_on_draws_the_same_dropout(here, monkeypatch):
