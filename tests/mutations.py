@@ -512,7 +512,16 @@ def run_pytest(folder: Path, tests: list[str], output: Path) -> None:
     of_the_original = str(REPOSITORY), str(REPOSITORY / "tests"), ""
     sys.path[:] = [str(folder), *(p for p in sys.path if p not in of_the_original)]
     # kill_9 takes half a minute, a rehearsal needs docs/; one process, because several bugs are tried at the same time
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "not kill_9 and not rehearsed"]
+    options = [
+        "-x",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not kill_9 and not rehearsed",
+    ]
     code = pytest.main([*options, *tests])
     sys.stdout.flush()
     os._exit(code)  # without the seconds that torch takes to end
