@@ -32,10 +32,10 @@ from rloo import rloo_advantages
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent.parent / "docs" / "parity.md"
 TITLE = "## By plainrlhf and by verl"
-DESIGN = """Different by design, each shown by a test: verl clips twice (with a negative advantage and a
-ratio above 3 a token has no gradient; here it is pushed back); a log-ratio beyond 20 has no gradient
-there, here it keeps it; 1e-6 is added to GRPO's std there, 1e-4 here (as in TRL); CISPO's weight has
-a lower bound as well there; k3 is cut at 10 there."""
+DESIGN = """Different by design, each shown by a test. verl clips twice: with a negative advantage and
+a ratio above 3 a token has no gradient; here it is pushed back. A log-ratio beyond 20 has no
+gradient there, and keeps it here. 1e-6 is added to GRPO's std there, 1e-4 here, as in TRL. CISPO's
+weight has a lower bound as well there. k3 is cut at 10 there."""
 ROWS, T, G = 12, 7, 4
 RECORDS: list[str] = []  # the rows of the table
 
@@ -278,6 +278,17 @@ def test_the_loss_of_cispo_where_the_ratio_has_no_lower_bound(verl):
         )[0],
         x.logprobs,
     )  # fmt: skip
+
+
+def test_verl_bounds_the_weight_of_cispo_below_as_well(verl):
+    old, p, one = torch.zeros(1, 1).double(), torch.full((1, 1), -1.0).double(), torch.ones(1, 1)
+    options = {"clip_range": 0.2, "loss_type": "cispo"}
+    ours = with_gradient(lambda p: grpo_loss(p, old, one[0], one.bool(), **options)[0], p)
+    theirs = with_gradient(
+        lambda p: verl.compute_policy_loss_cispo(old, p, one, one, config=ActorConfig())[0], p
+    )
+    assert ours[1].item() == pytest.approx(-p.exp().item())
+    assert theirs[1].item() == pytest.approx(-0.8)
 
 
 def test_log_ratios_above_20_keep_their_gradient_here_and_lose_it_there(verl):
