@@ -32,8 +32,8 @@ from rloo import rloo_advantages
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent.parent / "docs" / "parity.md"
 TITLE = "## By plainrlhf and by verl"
-DESIGN = """Different by design, each shown by a test. verl clips twice: with a negative advantage and
-a ratio above 3 a token has no gradient; here it is pushed back. A log-ratio beyond 20 has no
+DESIGN = """Different by design, each shown by a test. verl clips twice: with a negative advantage
+and a ratio above 3 a token has no gradient; here it is pushed back. A log-ratio beyond 20 has no
 gradient there, and keeps it here. 1e-6 is added to GRPO's std there, 1e-4 here, as in TRL. CISPO's
 weight has a lower bound as well there. k3 is cut at 10 there."""
 ROWS, T, G = 12, 7, 4
