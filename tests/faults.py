@@ -75,6 +75,9 @@ def words(completions, **columns):
 def of_a_column(completions, verdict):
     return verdict
 
+def unknown_now_and_then(completions, **columns):
+    return [1.0, None] * (len(completions) // 2)
+
 def unknown(completions, **columns):
     return [None] * len(completions)
 
@@ -236,6 +239,7 @@ CASES = [
     Case("an infinite reward", f"{RUN} --reward reward.py:infinite", "returned inf for"),
     Case("words for a reward", f"{RUN} --reward reward.py:words", "must return a list of numbers"),
     Case("a reward of a column that isn't there", f"{RUN} --reward reward.py:of_a_column", "'verdict'"),
+    Case("no score for one of PPO's completions", f"{RUN} --reward reward.py:unknown_now_and_then", "None"),
     Case("no score for PPO", f"{RUN} --reward reward.py:unknown", "None"),
     Case("a format without its pattern", f"{RUN} --reward format_match", "'pattern'"),
     # The folder of the run

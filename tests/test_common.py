@@ -631,6 +631,14 @@ def test_micro_batches_hold_every_row_once_and_no_more_than_allowed(max_rows, ma
         assert [len(batch) for batch in batches] == [2, 3]
 
 
+def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others():
+    wanted = torch.tensor([True, False, True, False, True, False])
+    pairs = micro_batches(IN_GROUPS, torch.tensor([5, 4, 3, 0, 1]), wanted, max_rows=2)
+    assert sorted(row for rows, _ in pairs for row in rows.tolist()) == [0, 4]
+    (rows, part), *more = micro_batches(IN_GROUPS, torch.tensor([5, 3, 1]), wanted)
+    assert rows.tolist() == [5] and len(part.tokens) == 1 and not more, "one, for the optimiser"
+
+
 def counted_gradients(model, monkeypatch, **options) -> tuple[int, Tensor, list[Tensor]]:
     """(tokens read, log-probs and values, gradients) of IN_GROUPS, in float64."""
     backbone, read = model.base_model, []

@@ -23,7 +23,7 @@ from tqdm import tqdm
 import grpo
 import ppo
 import rloo
-from plumbing.checkpoints import read_state, write_state
+from plumbing.checkpoints import FIELDS, read_state, write_state
 from plumbing.errors import Fault, InputError
 from plumbing.runs import Run
 
@@ -322,7 +322,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_touched(here):
 def test_every_byte_of_a_checkpoint_counts(tmp_path):
     """torch.load alone doesn't notice most of them."""
     path = tmp_path / "state.pt"
-    state = {"step": 3, "weights": {"a": torch.randn(9, 7)}, "torch": torch.get_rng_state()}
+    state = dict.fromkeys(FIELDS, 0) | {"weights": {"a": torch.randn(9, 7)}}
     write_state(path, state)
     assert torch.equal(read_state(path)["weights"]["a"], state["weights"]["a"])
     assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
@@ -339,7 +339,7 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path):
 
 def test_a_state_that_cannot_be_written_leaves_the_one_before_it(tmp_path, monkeypatch):
     path = tmp_path / "state.pt"
-    write_state(path, {"step": 1})
+    write_state(path, dict.fromkeys(FIELDS, 1))
     for name in ("fsync", "replace"):
 
         def fail(*args):
@@ -347,8 +347,8 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before_it(tmp_path, monke
 
         with monkeypatch.context() as m, pytest.raises(Fault, match="No space left on device"):
             m.setattr(*((os, name) if name == "fsync" else (Path, name)), fail)
-            write_state(path, {"step": 2})
-        assert read_state(path) == {"step": 1} and len(list(tmp_path.iterdir())) == 1
+            write_state(path, dict.fromkeys(FIELDS, 2))
+        assert read_state(path)["step"] == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_checkpoint_is_data_and_nothing_in_it_is_run(here):

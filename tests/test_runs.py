@@ -602,6 +602,35 @@ def test_held_out_prompts_are_completed_sampled_and_greedily(make_job):
     assert {line.get("eval/accuracy_greedy") for line in lines} == {None}
 
 
+def test_an_evaluation_is_the_mean_of_the_scores_that_there_are(make_job, tmp_path):
+    """Over all batches: with one row per forward pass as with all in one."""
+    (tmp_path / "some.py").write_text(
+        "def some(completions, completion_ids, **columns):\n"
+        "    return [None if ids[0] % 2 else 1 + sum(ids) % 7 for ids in completion_ids]\n"
+    )
+    job = make_job(grpo)
+    flags = {"num_steps": 1, "reward": f"{tmp_path}/some.py:some", "num_eval_prompts": 3}
+    line = job(**flags)[0]
+    samples = [x for x in lines_of(job.folder / "samples.jsonl") if x["split"] == "heldout"]
+    scores = [x["score"] for x in samples if x["step"] == 0]
+    known = [x for x in scores if x is not None]
+    assert len(scores) == 3 > len(known) > 0
+    assert line["eval/reward"] == pytest.approx(sum(known) / len(known))
+
+
+def test_the_accuracy_is_that_of_all_batches_of_the_held_out_prompts(tmp_path):
+    found = []
+    for rows in (64, 8):
+        flags = ["--num_steps", "1", "--num_eval_prompts", "64", "--prompts_per_step", "8"]
+        flags += ["--rollout_batch_size", str(rows), "--output_dir", f"{tmp_path}/{rows}"]
+        grpo.main([*flags, "--device", "cpu"])
+        line = lines_of(tmp_path / str(rows) / "metrics.jsonl")[0]
+        assert line["eval/accuracy"] == line["eval/reward"]
+        assert line["eval/accuracy_greedy"] == line["eval/reward_greedy"]
+        found.append(line["eval/accuracy_greedy"])
+    assert found[0] == found[1]
+
+
 def test_an_evaluation_without_any_score_is_unknown_not_0(make_job, tmp_path, capsys):
     (tmp_path / "none.py").write_text(
         "def none(completions):\n    return [None] * len(completions)\n"

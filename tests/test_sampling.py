@@ -370,6 +370,34 @@ def test_logits_that_are_not_finite_are_a_fault(small_model, value):
         sample(small_model)
 
 
+@pytest.mark.parametrize("token", [1, 4])
+def test_one_row_whose_logits_are_not_finite_is_a_fault_as_well(token):
+    """The prompts of `sample` begin with different tokens."""
+    model = small_gpt2()
+    with torch.no_grad():
+        model.transformer.wte.weight[token] = torch.nan
+    model.lm_head = torch.nn.Linear(32, 40, bias=False)  # a head of its own: the rest is finite
+    with pytest.raises(Fault, match="the model's logits are not finite"):
+        sample(model)
+
+
+def test_a_rollout_may_fill_the_context_to_the_last_token(small_model):
+    limit = small_model.config.max_position_embeddings
+    rollout = sample(small_model, eos_token_ids=[], max_new_tokens=limit - 3)
+    assert rollout.tokens.shape[1] == limit
+    with pytest.raises(InputError, match=f"don't fit into the model's context of {limit}"):
+        sample(small_model, eos_token_ids=[], max_new_tokens=limit - 2)
+
+
+def test_decoding_in_bfloat16_follows_the_weights(small_model):
+    before = sample(small_model, bf16=True)
+    with torch.no_grad():
+        for p in small_model.parameters():
+            p.mul_(1.5)
+    after = sample(small_model, bf16=True)
+    assert (after.logprobs - before.logprobs).abs().max() > 0.1
+
+
 def test_decoding_in_bfloat16_leaves_the_model_as_it_is(small_model):
     before = {name: p.clone() for name, p in small_model.state_dict().items()}
     attention = small_model.config._attn_implementation

@@ -22,8 +22,8 @@ from transformers import (
 
 from plumbing.data import RewardModel, Task, load_reward, load_task, prompt_batch, read_prompts
 from plumbing.errors import InputError
-from plumbing.loading import load_tokenizer
-from plumbing.scoring import decode, encode_prompts, score, verify
+from plumbing.loading import load_policy, load_tokenizer
+from plumbing.scoring import check_prompts, decode, encode_prompts, score, verify
 from tasks import (
     REWARDS,
     TASKS,
@@ -173,6 +173,15 @@ def test_the_scripts_run_with_a_tasks_py_of_ones_own(tmp_path):
 
 
 # --- Prompts of the user ---
+
+
+def test_a_prompt_may_leave_just_the_room_that_its_completion_needs():
+    model, tokenizer = load_policy("tiny"), load_tokenizer("tiny")
+    task = SimpleNamespace(train=[{"prompt": "12+34="}], heldout=[{"prompt": "5+6="}])
+    room = model.config.n_positions - len(tokenizer("12+34=").input_ids)
+    check_prompts(SimpleNamespace(max_new_tokens=room), model, tokenizer, task)
+    with pytest.raises(InputError, match=f"leaves no room for {room + 1} new ones"):
+        check_prompts(SimpleNamespace(max_new_tokens=room + 1), model, tokenizer, task)
 
 
 def test_prompts_are_read_with_all_their_columns(tmp_path):
