@@ -365,6 +365,10 @@ def pretended_cuda() -> Iterator[Device]:
         def __init__(self) -> None:
             super().__init__(gpu)
 
+    class CurrentStream(Stream):
+        def is_capturing(self) -> bool:
+            return gpu.graph is not None
+
     def autocast_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> Any:
         if device_type == "cpu":  # which a GPU takes no notice of
             kwargs["enabled"] = False
@@ -402,7 +406,7 @@ def pretended_cuda() -> Iterator[Device]:
         "get_rng_state_all": lambda: [],
         "set_rng_state_all": gpu.call("set_rng_state_all"),
         "manual_seed_all": gpu.call("manual_seed_all"),
-        "current_stream": Stream,
+        "current_stream": CurrentStream,
         "Stream": Stream,
         "stream": gpu.stream,
         "graph_pool_handle": lambda: None,
@@ -412,6 +416,8 @@ def pretended_cuda() -> Iterator[Device]:
     with contextlib.ExitStack() as stack:
         for name, function in functions.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        # From 2.15 on the optimisers ask it whether a graph is captured.
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", CurrentStream))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(torch, "autocast", autocast_on_cpu))
         for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):

@@ -177,7 +177,7 @@ def test_whitening_rewards_scales_them_about_their_mean_but_leaves_the_logged_sc
         return original(rewards, values, mask, *args)
 
     monkeypatch.setattr(ppo, "gae", spy)
-    flags = {"kl_coef": 0, "completions": 32, "temperature": 3.0}
+    flags = {"kl_coef": 0, "completions": 32, "temperature": 3.0, "missing_eos_penalty": 5}
     plain, white = job(**flags)[0], job(whiten_rewards="true", **flags)[0]
     assert plain["objective/scores"] == white["objective/scores"]
     (plain, mask), (white, same_mask) = seen
