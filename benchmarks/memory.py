@@ -5,8 +5,8 @@
 
 Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. It is
 made twice: as a user would ("measured"), and with an allocator that returns every block at once
-("in use"), which is what tensors hold at the same time. Writes two tables of docs/performance.md: those runs,
-and estimates for popular models on a GPU.
+("in use"), which is what tensors hold at the same time. Writes two tables of docs/performance.md:
+those runs, and estimates for popular models on a GPU.
 """
 
 from __future__ import annotations
@@ -113,6 +113,9 @@ def measured_table(results: dict[str, dict[str, float]]) -> str:
     for name, found in results.items():
         cells = []
         for kind, guess in (("measured", "estimate"), ("in_use", "in_use_estimate")):
+            if kind not in found:
+                cells += [""] * 3
+                continue
             values = found[kind], found[guess], found[guess] / found[kind]
             cells += [f"{x:.2f}" for x in values]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")

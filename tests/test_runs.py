@@ -612,6 +612,17 @@ def test_an_evaluation_is_the_mean_of_the_scores_that_there_are(make_job, tmp_pa
     assert line["eval/reward"] == line["eval/reward_greedy"] == 2.5, "None, 2 and 3"
 
 
+def test_each_sample_stands_beside_its_own_prompt(make_job, tmp_path):
+    (tmp_path / "length.py").write_text(
+        "def length(prompts, completions, **columns):\n    return [len(p) for p in prompts]\n"
+    )
+    job = make_job(grpo)
+    job(reward=f"{tmp_path}/length.py:length", completions=24, sample_every=1)
+    samples = lines_of(job.folder / "samples.jsonl")
+    assert len({x["prompt"] for x in samples if x["split"] == "train"}) > 3
+    assert all(x["score"] == len(x["prompt"]) for x in samples)
+
+
 def test_the_accuracy_is_that_of_all_batches_of_the_held_out_prompts(tmp_path):
     found = []
     for rows in (64, 8):

@@ -17,7 +17,7 @@ keeps for the backward pass is counted in a fake forward pass, the rest is arith
   logits       of a chunk of tokens, four times: logits, log-softmax, probabilities, gradient
 
 Rollout and update don't overlap: on a GPU the larger of the two counts. A CPU's allocator keeps
-what is freed, in pieces that seldom fit what comes next: there the two add up and take 1.4 times
+what is freed, in pieces that seldom fit what comes next: there the two add up and take 1.3 times
 their size, and the libraries take 0.45 GB.
 """
 
@@ -48,7 +48,7 @@ from plumbing.runs import run_main
 
 DEVICES_GB = (8, 16, 24, 40, 80)
 LIBRARIES = 0.45e9  # of torch and transformers, on a CPU
-KEPT = 1.4  # what a CPU's allocator holds of memory that comes and goes: benchmarks/memory.json
+KEPT = 1.3  # what a CPU's allocator holds of memory that comes and goes: benchmarks/memory.json
 
 
 def estimate(script: str, config: object, prompt_tokens: int) -> dict[str, float]:
