@@ -1,6 +1,6 @@
 """Bad inputs and faults, and the one line that each of them gets.
 
-  python tests/faults.py      # runs them all and writes docs/errors.md
+  python tests/faults.py      # runs them all and writes docs/evidence/errors.md
 
 test_faults.py runs the same list.
 """
@@ -330,7 +330,7 @@ def main() -> None:
         f" of these {len(rows)} gets one line on stderr, `error: ` and the text below, no traceback,"
         " and the exit code 2 (bad input) or 1 (fault).\n\n| what | code | line |\n|---|---|---|\n"
     )
-    (REPOSITORY / "docs" / "errors.md").write_text(head + "\n".join(rows) + "\n")
+    (REPOSITORY / "docs" / "evidence" / "errors.md").write_text(head + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plants one bug after the other into a copy of the code, and lists which test catches each.
 
-  python tests/mutations.py              # all of them, on two cores, into docs/mutations.md
+  python tests/mutations.py              # all of them, on two cores, into docs/evidence/mutations.md
   python tests/mutations.py KL clip      # those whose description holds one of the words; the
                                          # rest of the table stays
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-TABLE = REPOSITORY / "docs" / "mutations.md"
+TABLE = REPOSITORY / "docs" / "evidence" / "mutations.md"
 # The tests start in processes that are forked off one which has the slow imports.
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = """pytest torch numpy tqdm tokenizers datasets peft transformers.models.gpt2.modeling_gpt2
@@ -618,7 +618,8 @@ def main() -> None:
         *(f"| {test} | {bug} | {result} |" for test, bug, result in alone_rows),
     ]
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text("\n".join(lines) + "\n")
+    others = "".join(TABLE.read_text().partition("\n## ")[1:]) if TABLE.exists() else ""
+    TABLE.write_text("\n".join(lines) + "\n" + others)
     explained = EQUIVALENT.values()
     missed = [bug for _, bug, result in rows if "::" not in result and result not in explained]
     missed += [f"{test} with {bug}" for test, bug, result in alone_rows if result != "yes"]

@@ -3,7 +3,7 @@
 TRL's own trainers run here, on the same small model and the same completions. TRL removed its PPO
 trainer after 1.12.0; ppo.py is compared with the papers' equations instead, in test_ppo_by_hand.py.
 
-  python tests/test_trl_parity.py        # writes what was compared into docs/parity.md
+  python tests/test_trl_parity.py        # writes what was compared into docs/evidence/parity.md
 """
 
 import copy
@@ -373,5 +373,5 @@ def our_steps(
 
 
 if __name__ == "__main__":
-    os.environ["PARITY_TABLE"] = str(Path(__file__).parent.parent / "docs" / "parity.md")
+    os.environ["PARITY_TABLE"] = str(Path(__file__).parent.parent / "docs" / "evidence" / "parity.md")
     sys.exit(pytest.main([__file__, "-n", "0"]))

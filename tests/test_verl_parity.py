@@ -1,7 +1,7 @@
 """The mathematics against verl 0.9.1: values and gradients in float64, on ragged rows.
 
   pip install omegaconf tensordict && pip install --no-deps verl==0.9.1
-  python tests/test_verl_parity.py       # writes what was compared into docs/parity.md
+  python tests/test_verl_parity.py       # writes what was compared into docs/evidence/parity.md
 
 verl's own core_algos.py runs here; of its configuration alone a stand-in, because the real one
 wants Ray and vLLM. What differs by design has a test that shows the difference.
@@ -30,7 +30,7 @@ from ppo import policy_loss, value_loss
 from rloo import rloo_advantages
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parent.parent / "docs" / "parity.md"
+PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "parity.md"
 TITLE = "## By plainrlhf and by verl"
 DESIGN = """Different by design, each shown by a test. verl clips twice: with a negative advantage
 and a ratio above 3 a token has no gradient; here it is pushed back. A log-ratio beyond 20 has no
