@@ -16,7 +16,9 @@ from plumbing.metrics import warnings_about
 from tools import inspect_reward
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
-PAGES = (Path(__file__).parents[1] / f"docs/{n}.md" for n in ("metrics", "debugging", "errors"))
+PAGES = (
+    Path(__file__).parents[1] / f"docs/{n}.md" for n in ("metrics", "debugging", "evidence/errors")
+)
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "learning_metrics.json"
 METRICS, DEBUGGING, ERRORS = (page.read_text("utf-8") for page in PAGES)
 ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", METRICS, re.MULTILINE)  # (key, scripts)

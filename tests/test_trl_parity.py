@@ -373,5 +373,7 @@ def our_steps(
 
 
 if __name__ == "__main__":
-    os.environ["PARITY_TABLE"] = str(Path(__file__).parent.parent / "docs" / "evidence" / "parity.md")
+    os.environ["PARITY_TABLE"] = str(
+        Path(__file__).parent.parent / "docs" / "evidence" / "parity.md"
+    )
     sys.exit(pytest.main([__file__, "-n", "0"]))
