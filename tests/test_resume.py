@@ -337,6 +337,24 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path):
             read_state(path)
 
 
+def test_the_checksum_is_that_of_the_whole_file_however_large(tmp_path):
+    """It is computed in blocks of 16 MB."""
+    path = tmp_path / "state.pt"
+    write_state(path, dict.fromkeys(FIELDS, 0) | {"weights": {"a": torch.randn(9_000_000)}})
+    with path.open("r+b") as file:
+        for at in (10**6, 20 * 10**6):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+            file.flush()
+            with pytest.raises(InputError, match="its checksum is wrong"):
+                read_state(path)
+            file.seek(at)
+            file.write(byte)
+    assert len(read_state(path)["weights"]["a"]) == 9_000_000
+
+
 def test_a_state_that_cannot_be_written_leaves_the_one_before_it(tmp_path, monkeypatch):
     path = tmp_path / "state.pt"
     write_state(path, dict.fromkeys(FIELDS, 1))
