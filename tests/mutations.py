@@ -31,7 +31,7 @@ PRELOAD = """pytest torch numpy tqdm tokenizers datasets peft transformers.model
 transformers.models.llama.modeling_llama""".split()
 # The quick ones first: most bugs are caught within a second of the tests' start.
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
-test_reference test_scripts test_pitfalls test_architectures test_golden test_runs
+test_reference test_scripts test_pitfalls test_architectures test_golden test_config test_properties test_runs
 test_tasks test_plot test_faults test_resume
 test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
@@ -45,7 +45,7 @@ QUICKEST = {
     "data": "tasks",
     "scoring": "tasks pretended_cuda",
     "inspect_reward": "tasks",
-    "config": "runs",
+    "config": "config runs",
     "metrics": "groups_by_hand ppo_by_hand runs",
     "checkpoints": "resume",
     "runs": "runs resume",

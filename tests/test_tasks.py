@@ -460,6 +460,15 @@ def test_a_batch_of_texts_scores_as_each_does_alone_at_its_last_token_even_if_th
         assert value == pytest.approx((model.model.score.weight @ hidden).item(), abs=1e-5)
 
 
+def test_a_text_may_fill_the_context_of_the_reward_model_and_no_more(reward_model_folder):
+    model = RewardModel(reward_model_folder, torch.device("cpu"))
+    assert len(model(["a" * 60], ["bcde"])) == 1
+    with pytest.raises(
+        InputError, match="takes 64 tokens, and a prompt with its completion has 65"
+    ):
+        model(["a" * 60], ["bcdef"])
+
+
 def test_a_roberta_reward_model_scores_as_the_library_does_and_says_how_much_it_reads(tmp_path):
     """Its positions start at pad + 1: position ids from 0 would change every score silently."""
     torch.manual_seed(0)

@@ -1,0 +1,104 @@
+"""The edges of the flags: the last value that is taken and the first that is refused."""
+
+import math
+
+import pytest
+
+import grpo
+import plumbing.config
+import ppo
+import rloo
+from plumbing.config import ABOVE_0, LOWEST, TRL_NAMES, RunConfig, parse_flags
+from plumbing.errors import InputError
+
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
+OURS = {  # by hand: which of our flags each name of TRL means
+    "beta": "kl_coef", "cliprange": "clip_range", "cliprange_value": "clip_range_value",
+    "epsilon": "clip_range", "epsilon_high": "clip_range_high",
+    "local_rollout_forward_batch_size": "rollout_batch_size",
+    "max_completion_length": "max_new_tokens", "num_iterations": "num_epochs",
+    "num_ppo_epochs": "num_epochs", "per_device_train_batch_size": "micro_batch_size",
+    "response_length": "max_new_tokens",
+}  # fmt: skip
+
+
+def parse(script: str, *flags: str) -> RunConfig:
+    return parse_flags(SCRIPTS[script].Config, "", ["--device", "cpu", *flags])
+
+
+def has(script: str, flag: str) -> bool:
+    return flag in SCRIPTS[script].Config.__dataclass_fields__
+
+
+@pytest.mark.parametrize("name", TRL_NAMES)
+def test_a_name_of_trl_sets_our_flag_and_no_other(name):
+    assert OURS.keys() == TRL_NAMES.keys()
+    for script in SCRIPTS:
+        if has(script, OURS[name]):
+            # 64 suits them all.
+            value = "0.64" if "clip" in OURS[name] or name == "beta" else "64"
+            plain, found = vars(parse(script)), vars(parse(script, f"--{name}", value))
+            assert {flag for flag in plain if plain[flag] != found[flag]} == {OURS[name]}
+            assert found[OURS[name]] == float(value)
+
+
+@pytest.mark.parametrize("flag", ABOVE_0)
+def test_0_is_refused_where_a_number_must_be_above_0(flag):
+    for script in filter(lambda script: has(script, flag), SCRIPTS):
+        with pytest.raises(InputError, match=f"--{flag} 0(.0)?: must be greater than 0"):
+            parse(script, f"--{flag}", "0")
+
+
+@pytest.mark.parametrize("flag", [flag for flag in LOWEST if flag != "num_prompts"])
+def test_the_lowest_number_is_taken_and_a_lower_one_refused(flag):
+    for script in filter(lambda script: has(script, flag), SCRIPTS):
+        assert vars(parse(script, f"--{flag}", str(LOWEST[flag])))[flag] == LOWEST[flag]
+        with pytest.raises(InputError, match=f"--{flag} .*: must be {LOWEST[flag]} or greater"):
+            parse(script, f"--{flag}", str(LOWEST[flag] - 1))
+
+
+@pytest.mark.parametrize("flag", ["gamma", "lam"])
+def test_gamma_and_lambda_lie_between_0_and_1_both_included(flag):
+    for value in (0.0, 1.0):
+        assert vars(parse("ppo", f"--{flag}", str(value)))[flag] == value
+    for value in (-0.01, 1.01, math.nan):
+        with pytest.raises(InputError, match=f"--{flag}"):
+            parse("ppo", f"--{flag}", str(value))
+
+
+def test_the_smallest_temperature_and_the_largest_seed_are_taken():
+    assert parse("ppo", "--temperature", "0.001").temperature == 0.001
+    assert parse("ppo", "--seed", str(2**63 - 2)).seed == 2**63 - 2
+    for flags in (["--temperature", "0.0009"], ["--seed", str(2**63 - 1)]):
+        with pytest.raises(InputError, match=flags[0]):
+            parse("ppo", *flags)
+
+
+def test_a_rollout_batch_may_hold_just_one_group_and_a_group_just_two():
+    flags = ["--num_generations", "4", "--rollout_batch_size"]
+    assert parse("grpo", *flags, "4").rollout_batch_size == 4
+    with pytest.raises(InputError, match="must hold the 4 completions of a prompt"):
+        parse("grpo", *flags, "3")
+    assert parse("rloo", "--num_generations", "2").num_generations == 2
+    with pytest.raises(InputError, match="--num_generations 1"):
+        parse("rloo", "--num_generations", "1")
+    assert parse("ppo", "--num_generations", "1").num_generations == 1
+
+
+def test_minibatches_divide_the_completions_of_a_step_not_its_prompts():
+    flags = ["--prompts_per_step", "3", "--num_generations", "4", "--num_mini_batches"]
+    assert parse("grpo", *flags, "12").num_mini_batches == 12
+    with pytest.raises(InputError, match=r"doesn't divide the 12 completions .*choose 6 or 12"):
+        parse("grpo", *flags, "7")
+    with pytest.raises(InputError, match=r"choose 12$"):
+        parse("grpo", *flags, "24")
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_bfloat16_is_chosen_by_the_device_unless_it_is_given(fast, monkeypatch):
+    monkeypatch.setattr(plumbing.config, "fast_at_bfloat16", lambda device: fast)
+    other = ["--model", "x/y"]
+    assert parse("ppo", *other).bf16 is fast
+    assert parse("ppo", *other, "--bf16", "false").bf16 is False
+    assert parse("ppo", *other, "--bf16", "true").bf16 is True
+    assert parse("ppo").bf16 is False, "the embedded model is too small to gain"
