@@ -220,6 +220,18 @@ def test_an_adapter_is_trained_saved_and_trained_on_from_where_it_was(job, tmp_p
         assert torch.equal(p, q)  # the base model never changes
 
 
+def test_the_best_model_is_merged_in_a_copy_and_the_adapter_trains_on(job, tmp_path):
+    flags = {"lora_r": 4, "num_steps": 3, "learning_rate": 0.02, "eval_every": 1}
+    found = []
+    for merge in ("false", "true"):
+        lines = job(**flags, save_best="true", merge_adapter=merge)
+        found.append([{k: v for k, v in x.items() if k.partition("/")[0] != "time"} for x in lines])
+    for line, other in zip(*found, strict=True):
+        assert line["eval/reward"] == other["eval/reward"]
+        assert line.get("grad_norm") == other.get("grad_norm")
+    assert (job.folder / "adapter").exists()
+
+
 def test_a_merged_model_is_a_plain_one_that_says_the_same_as_base_and_adapter(job):
     job(lora_r=4, num_steps=2, learning_rate=0.02, merge_adapter="true")
     merged = load_policy(str(job.folder / "model"))

@@ -1,5 +1,6 @@
 """An interrupted run goes on as if it had never been interrupted."""
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -23,7 +24,8 @@ from tqdm import tqdm
 import grpo
 import ppo
 import rloo
-from plumbing.checkpoints import FIELDS, read_state, write_state
+from plumbing.checkpoints import FIELDS, FREE_ON_RESUME, check_settings, read_state, write_state
+from plumbing.config import parse_flags
 from plumbing.errors import Fault, InputError
 from plumbing.runs import Run
 
@@ -467,6 +469,29 @@ def test_half_an_update_is_no_checkpoint_and_its_model_is_said_to_be_that(here, 
     assert "run/model holds the model in the middle of step 3." in printed
     assert run(ppo, [*FLAGS, "--resume"])[0] == 0
     assert_same_run("run", "whole")
+
+
+FREE = """resume overwrite output_dir device num_steps eval_every save_every sample_every save_best
+tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size gradient_checkpointing
+compile""".split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_resumed_run_may_change_where_and_how_it_runs_and_nothing_that_it_computes(
+    script, tmp_path
+):
+    assert FREE == FREE_ON_RESUME
+    path = tmp_path / "config.json"
+    config = parse_flags(script.Config, "", ["--device", "cpu"])
+    path.write_text(json.dumps({"script": script.__name__} | vars(config)))
+    check_settings(config, path)
+    for name in vars(config):
+        other = dataclasses.replace(config, **{name: "another value"})
+        if name in FREE:
+            check_settings(other, path)
+        else:
+            with pytest.raises(InputError, match=f"--{name} another value: the run in .* has "):
+                check_settings(other, path)
 
 
 def test_a_run_of_another_kind_of_device_is_not_resumed(here):

@@ -37,6 +37,7 @@ from plumbing.metrics import (
     Stopwatch,
     explained_variance,
     group_metrics,
+    is_flat,
     objective_metrics,
     rollout_metrics,
     warnings_about,
@@ -554,9 +555,10 @@ def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_
 
 def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_groups_as_0():
     nan = torch.nan
-    scores = torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, 2])
+    scores = torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan])
     metrics = group_metrics(scores, 3)
-    stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; a single score has no spread
+    assert is_flat(torch.tensor([[nan, 2.0], [nan, nan], [1.0, 2.0]])).tolist() == [[1], [1], [0]]
+    stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
     hint = "other groups, a missing score counted, or flat groups left out?"
     assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4), hint
     assert metrics["reward/frac_flat_groups"] == 0.5, hint

@@ -422,6 +422,18 @@ def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
     assert verify(task, task.heldout, ["12"]) is None
 
 
+def test_the_verifier_judges_the_prompts_of_its_task_whatever_the_reward_and_no_others(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    of_its_own = {"prompts": str(tmp_path / "p.jsonl")}
+
+    def verifier(**options):
+        arguments = TASKS, REWARDS, load_tokenizer("tiny"), torch.device("cpu")
+        return load_task(task_config(**options), *arguments).verifier
+
+    assert verifier() is verifier(reward=["brevity"]) is verifier(**of_its_own) is numeric_match
+    assert verifier(reward=["brevity"], **of_its_own) is None, "it isn't made for these prompts"
+
+
 def test_verify_is_the_share_of_right_answers_and_none_without_a_verifier():
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     assert verify(Task([], [], [], [], numeric_match), rows, ["2", "2"]) == 0.5
