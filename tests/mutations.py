@@ -398,6 +398,26 @@ MUTATIONS = [
     ('plumbing/decoding.py', 'self.running.long().argsort(descending=True, stable=True)', 'self.running.long().argsort(stable=True)', 'running rows leave the batch'),
     ('plumbing/decoding.py', '{id(p): nn.Parameter(p.bfloat16(), requires_grad=False)', '{id(p): nn.Parameter(p.detach(), requires_grad=False)', 'bf16 decodes in float32'),
     ('plumbing/decoding.py', 'setattr(module, name, buffer.bfloat16())', 'pass', 'positions added in float32'),
+    # Left alive by a list that was written without a look at the tests.
+    ("ppo.py", "if scores.isnan().any():", "if scores.isnan().all():", "single missing rewards slip into PPO as NaN"),
+    ("plumbing/forward.py", "rows = rows[wanted[rows]] if wanted[rows].any() else rows[:1]", "kept = wanted[: len(rows)]\n        rows = rows[kept] if kept.any() else rows[:1]", "wanted is indexed by position, not by row"),
+    ("plumbing/decoding.py", "if limit is not None and capacity > limit:", "if limit is not None and capacity >= limit:", "a rollout that exactly fills the context is refused"),
+    ("plumbing/decoding.py", "if not logits.logsumexp(-1).isfinite().all():", "if not logits.logsumexp(-1).isfinite().any():", "non-finite logits fault only if every row has them"),
+    ("plumbing/decoding.py", "def bfloat16_copy(model: nn.Module) -> nn.Module:", "import functools  # noqa: E402\n\n\n@functools.cache\ndef bfloat16_copy(model: nn.Module) -> nn.Module:", "cached bf16 copy: samples come from stale weights"),
+    ("plumbing/runs.py", "self.first_metrics, self.best = state[\"first_metrics\"], state[\"best\"]", "self.first_metrics = state[\"first_metrics\"]", "best evaluation forgotten on resume"),
+    ("plumbing/runs.py", "sum(known) / len(known) if known else None", "sum(known) / len(scores) if known else None", "eval reward divides by unscored completions too"),
+    ("plumbing/runs.py", "f\"eval/accuracy{kind}\": verify(run.task, rows, texts),", "f\"eval/accuracy{kind}\": verify(run.task, part, part_texts),", "eval accuracy from the last evaluation batch alone"),
+    ("plumbing/runs.py", "            rows = [row for row in rows for _ in range(len(texts) // len(rows))]\n            title,", "            rows = rows * (len(texts) // len(rows))\n            title,", "training samples are recorded beside wrong prompts"),
+    ("plumbing/checkpoints.py", "save_best tensorboard wandb micro_batch_size", "save_best tensorboard wandb prompts_per_step micro_batch_size", "prompts_per_step may change on resume unnoticed"),
+    ("plumbing/checkpoints.py", "zlib.crc32(block, checksum), size", "zlib.crc32(block), size", "checksum covers the last 16 MB block only"),
+    ("plumbing/checkpoints.py", "policy, options = copy.deepcopy(policy).merge_and_unload(), {}", "policy, options = policy.merge_and_unload(), {}", "merging for save_best destroys the adapter in training"),
+    ("plumbing/metrics.py", "    return lowest >= highest\n", "    return lowest == highest\n", "group without any known reward isn't flat"),
+    ("plumbing/config.py", "if name in (\"gamma\", \"lam\") and not 0 <= value <= 1:", "if name in (\"gamma\", \"lam\") and not 0 < value <= 1:", "gamma 0 and lam 0 are refused"),
+    ("plumbing/data.py", "if (longest := max(map(len, ids))) > limit:", "if (longest := max(map(len, ids))) >= limit:", "text that just fits the reward model refused"),
+    ("plumbing/data.py", "        if config.prompts:\n            task.verifier = None", "        task.verifier = None", "accuracy lost with --reward on the task's own prompts"),
+    ("plumbing/scoring.py", "if limit is not None and len(ids) + new > limit:", "if limit is not None and len(ids) + new >= limit:", "prompt that exactly fills the context is refused"),
+    ("plumbing/runs.py", ".st_size > 0 or (folder / CHECKPOINT).exists()", ".st_size > 0 and (folder / CHECKPOINT).exists()", "run without a checkpoint is silently started over"),
+    ("plumbing/data.py", "faults = () if has_own_reward or task.row_fault is None", "faults = () if config.reward or task.row_fault is None", "--reward_model alone still demands the task's answer column"),
 ]
 # A test of test_pitfalls.py, and a bug that it catches on its own.
 PAIRS = [

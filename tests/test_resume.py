@@ -214,6 +214,14 @@ def test_resume_without_a_checkpoint_starts_in_place_and_leaves_an_old_run_alone
     assert_same_run("run", "whole")
 
 
+def test_a_run_without_a_checkpoint_is_a_run_that_nothing_starts_over_unasked(here, monkeypatch):
+    stop_without_a_checkpoint(1, monkeypatch)
+    before = Path("run/metrics.jsonl").read_bytes()
+    code, lines = run(ppo, FLAGS)
+    assert code == 2 and "run already holds a run" in lines[0]
+    assert Path("run/metrics.jsonl").read_bytes() == before != b""
+
+
 def test_a_run_that_began_while_this_one_was_loading_is_left_alone(here, monkeypatch):
     """The same command twice: both found the folder empty."""
     original, before = ppo.load_policy, {}

@@ -472,6 +472,16 @@ def test_a_batch_of_texts_scores_as_each_does_alone_at_its_last_token_even_if_th
         assert value == pytest.approx((model.model.score.weight @ hidden).item(), abs=1e-5)
 
 
+def test_with_a_reward_model_alone_prompts_need_no_answer(reward_model_folder, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
+    config = task_config(prompts=str(tmp_path / "p.jsonl"), reward_model=reward_model_folder)
+    task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
+    assert task.rewards == [task.reward_model] and task.verifier is None
+    config.reward_model = None
+    with pytest.raises(InputError, match="or give --reward"):
+        load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
+
+
 def test_a_text_may_fill_the_context_of_the_reward_model_and_no_more(reward_model_folder):
     model = RewardModel(reward_model_folder, torch.device("cpu"))
     assert len(model(["a" * 60], ["bcde"])) == 1
