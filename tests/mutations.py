@@ -418,6 +418,7 @@ MUTATIONS = [
     ("plumbing/scoring.py", "if limit is not None and len(ids) + new > limit:", "if limit is not None and len(ids) + new >= limit:", "prompt that exactly fills the context is refused"),
     ("plumbing/runs.py", ".st_size > 0 or (folder / CHECKPOINT).exists()", ".st_size > 0 and (folder / CHECKPOINT).exists()", "run without a checkpoint is silently started over"),
     ("plumbing/data.py", "faults = () if has_own_reward or task.row_fault is None", "faults = () if config.reward or task.row_fault is None", "--reward_model alone still demands the task's answer column"),
+    ("plumbing/data.py", ".read_text(encoding=\"utf-8\").split(\"\\n\")", ".read_text(encoding=\"utf-8\").splitlines()", "prompt files split at Unicode line separators"),
 ]
 # A test of test_pitfalls.py, and a bug that it catches on its own.
 PAIRS = [

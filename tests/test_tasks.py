@@ -187,7 +187,9 @@ def test_a_prompt_may_leave_just_the_room_that_its_completion_needs():
 def test_prompts_are_read_with_all_their_columns(tmp_path):
     file = tmp_path / "p.jsonl"
     rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": [{"role": "user", "content": "c"}]}]
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    # As they are, a line separator of Unicode among them, which ends no line of JSON.
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    file.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     assert read_prompts(file) == rows
 
 
