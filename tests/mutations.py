@@ -419,6 +419,8 @@ MUTATIONS = [
     ("plumbing/runs.py", ".st_size > 0 or (folder / CHECKPOINT).exists()", ".st_size > 0 and (folder / CHECKPOINT).exists()", "run without a checkpoint is silently started over"),
     ("plumbing/data.py", "faults = () if has_own_reward or task.row_fault is None", "faults = () if config.reward or task.row_fault is None", "--reward_model alone still demands the task's answer column"),
     ("plumbing/data.py", ".read_text(encoding=\"utf-8\").split(\"\\n\")", ".read_text(encoding=\"utf-8\").splitlines()", "prompt files split at Unicode line separators"),
+    ("plumbing/loading.py", "\"lora_alpha\": 32,", "\"lora_alpha\": 2 * rank,", "LoRA alpha grows with the rank"),
+    ("plumbing/loading.py", " and not any(Path(name).glob(\"tokenizer*\")):", ":", "adapter's own tokenizer ignored for the base's"),
 ]
 # A test of test_pitfalls.py, and a bug that it catches on its own.
 PAIRS = [

@@ -220,6 +220,25 @@ def test_an_adapter_is_trained_saved_and_trained_on_from_where_it_was(job, tmp_p
         assert torch.equal(p, q)  # the base model never changes
 
 
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_an_adapter_is_scaled_by_32_over_its_rank(rank):
+    policy = add_adapter(small_llama(), rank)
+    layers = [m for m in policy.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    assert len(layers) == 14 and {m.scaling["default"] for m in layers} == {32 / rank}
+    assert {m.lora_A["default"].weight.shape[0] for m in layers} == {rank}
+
+
+def test_an_adapter_has_its_own_tokenizer_or_else_that_of_its_base(tmp_path):
+    base = save_model(tmp_path / "base", small_llama(vocab_size=20), letter_tokenizer())
+    adapter = tmp_path / "adapter"
+    add_adapter(load_policy(base), 2).save_pretrained(adapter)
+    assert len(load_tokenizer(str(adapter))) == 20
+    own = letter_tokenizer()
+    own.add_tokens(["<more>"])
+    own.save_pretrained(adapter)
+    assert len(load_tokenizer(str(adapter))) == 21
+
+
 def test_the_best_model_is_merged_in_a_copy_and_the_adapter_trains_on(job, tmp_path):
     flags = {"lora_r": 4, "num_steps": 3, "learning_rate": 0.02, "eval_every": 1}
     found = []
