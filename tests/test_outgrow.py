@@ -13,7 +13,7 @@ from test_trl_parity import PlainSGD
 
 import grpo
 import rloo
-from plumbing.config import ByModel
+from plumbing.config import ByModel, parse_flags
 from plumbing.loading import load_policy
 from tools import outgrow
 
@@ -52,6 +52,14 @@ def test_the_page_has_each_flag_with_its_place_in_trl_and_both_defaults():
     names = set(re.findall(r"`([a-z]+_[a-z_]+)(?:=[^`]*)?`", PAGE))
     others = {"log_extra", "log_metric", "trainer_state", "lora_alpha", "target_modules"}
     assert names <= {*flags, *trls, *inspect.signature(trl.GRPOTrainer).parameters, *others}
+
+
+def test_what_counts_rollouts_here_counts_updates_there():
+    flags = "--num_epochs 2 --num_mini_batches 4 --warmup_steps 3 --save_every 5 --eval_every 7"
+    config = parse_flags(grpo.Config, "", [*flags.split(), "--device", "cpu"])
+    fields = outgrow.fields_of(config, Path("run"), [1.0], longest=10, max_steps=99)
+    found = [fields[name] for name in ("warmup_steps", "save_steps", "eval_steps", "max_steps")]
+    assert found == [8 * 3, 8 * 5, 8 * 7, 99]
 
 
 @pytest.mark.slow

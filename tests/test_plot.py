@@ -38,13 +38,13 @@ def axes_of(folders: list[Path], output: Path, monkeypatch) -> list:
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_seeds_become_one_line_of_means_in_a_band(ending, tmp_path, monkeypatch):
-    folders = [write_run(tmp_path, seed) for seed in (0, 1, 5)]
+    folders = [write_run(tmp_path, seed) for seed in (0, 1, 11)]
     axes = axes_of(folders, tmp_path / f"page.{ending}", monkeypatch)
     line = axes[0].lines[0]
     assert len(axes) == 6 and len(axes[0].lines) == 1
-    assert np.allclose(line.get_ydata(), [2, 3, 4, 5]) and list(line.get_xdata()) == [0, 1, 2, 3]
+    assert np.allclose(line.get_ydata(), [4, 5, 6, 7]) and list(line.get_xdata()) == [0, 1, 2, 3]
     band = axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == (0, 8)
+    assert (band.min(), band.max()) == (0, 14)
     assert line.get_label() == "ppo-tiny-add (3 seeds)"
     assert not axes[4].lines, "unknown values are no curve"
     assert list(axes[5].lines[0].get_xdata()) == [0, 2]
