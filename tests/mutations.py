@@ -1,6 +1,6 @@
 """Plants one bug after the other into a copy of the code, and lists which test catches each.
 
-  python tests/mutations.py              # all of them, on two cores, into docs/evidence/mutations.md
+  python tests/mutations.py              # all, on two cores, into docs/evidence/mutations.md
   python tests/mutations.py KL clip      # those whose description holds one of the words; the
                                          # rest of the table stays
 
@@ -30,10 +30,10 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = """pytest torch numpy tqdm tokenizers datasets peft transformers.models.gpt2.modeling_gpt2
 transformers.models.llama.modeling_llama""".split()
 # The quick ones first: most bugs are caught within a second of the tests' start.
-TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand test_ppo_by_hand
-test_reference test_scripts test_pitfalls test_architectures test_golden test_config test_properties test_runs
-test_tasks test_plot test_fit test_outgrow test_faults test_resume
-test_pretended_cuda test_cuda""".split()
+TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand
+test_ppo_by_hand test_reference test_scripts test_pitfalls test_architectures test_golden
+test_config test_properties test_runs test_tasks test_plot test_fit test_outgrow test_faults
+test_resume test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
 QUICKEST = {
     "ppo": "ppo ppo_by_hand",
@@ -536,17 +536,10 @@ def run_pytest(folder: Path, tests: list[str], output: Path) -> None:
     os.chdir(folder)
     of_the_original = str(REPOSITORY), str(REPOSITORY / "tests"), ""
     sys.path[:] = [str(folder), *(p for p in sys.path if p not in of_the_original)]
-    # kill_9 takes half a minute, a rehearsal a whole one; one process, because several bugs are tried at the same time
-    options = [
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not kill_9 and not rehearsed",
-    ]
+    # One process, for several bugs are tried at the same time. kill_9 takes half a minute, a
+    # rehearsal a whole one.
+    left_out = "not kill_9 and not rehearsed"
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", left_out]
     code = pytest.main([*options, *tests])
     sys.stdout.flush()
     os._exit(code)  # without the seconds that torch takes to end

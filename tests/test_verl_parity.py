@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import compared
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -93,13 +94,7 @@ def table() -> Iterator[None]:
 
 
 def compare(quantity: str, ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
-    """Equal to `tolerance` of the largest number, which is at least counted as 1."""
-    difference = (ours - theirs).abs().max().item()
-    values = [x.item() if x.numel() == 1 else x.norm().item() for x in (ours, theirs)]
-    norm = "" if ours.numel() == 1 else " (norm)"
-    RECORDS.append(f"| {quantity}{norm} | {values[0]:.7f} | {values[1]:.7f} | {difference:.1e} |")
-    largest = max(1.0, theirs.abs().max().item())
-    assert difference <= tolerance * largest, f"{quantity}: {difference} of {largest}"
+    RECORDS.append(compared(quantity, [ours], [theirs], tolerance))
 
 
 class Batch:
