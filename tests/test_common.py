@@ -526,6 +526,8 @@ def test_every_eos_id_of_the_model_is_found():
         eos_token_id = 36
 
     assert eos_token_ids(model, Tokenizer()) == [36, 37, 38, 39]
+    model.config.eos_token_id = 0  # GPT-NeoX
+    assert 0 in eos_token_ids(model, Tokenizer())
 
 
 def test_bf16_checkpoints_are_trained_in_float32_so_that_small_steps_count(tmp_path):

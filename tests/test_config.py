@@ -1,6 +1,8 @@
 """The edges of the flags: the last value that is taken and the first that is refused."""
 
+import dataclasses
 import math
+import typing
 
 import pytest
 
@@ -47,6 +49,22 @@ def test_0_is_refused_where_a_number_must_be_above_0(flag):
     for script in filter(lambda script: has(script, flag), SCRIPTS):
         with pytest.raises(InputError, match=f"--{flag} 0(.0)?: must be greater than 0"):
             parse(script, f"--{flag}", "0")
+
+
+def test_every_number_without_another_bound_must_be_above_0():
+    # By hand what may be 0, or has its bounds elsewhere: all other numbers must be in the list.
+    other = set("digits temperature seed missing_eos_penalty gamma lam".split())
+    other |= {"reward_clip_range", "reward_weights"}
+    for script in SCRIPTS.values():
+        kinds = typing.get_type_hints(script.Config)
+        for name in (field.name for field in dataclasses.fields(script.Config)):
+            if {int, float} & {kinds[name], *typing.get_args(kinds[name])}:
+                assert name in {*ABOVE_0, *LOWEST, *other}, name
+
+
+def test_the_defaults_of_the_embedded_model_are_for_that_name_alone():
+    plain, embedded = parse("grpo", "--model", "my/tiny-llama"), parse("grpo")
+    assert (embedded.max_new_tokens, plain.max_new_tokens) == (5, 24)
 
 
 @pytest.mark.parametrize("flag", [flag for flag in LOWEST if flag != "num_prompts"])

@@ -33,6 +33,9 @@ def test_the_parts_are_those_that_one_counts_by_hand(folder):
     both = update + parts["KV cache"] + parts["decoding"]
     assert parts["peak"] == pytest.approx(20 * n + fit.KEPT * both + fit.LIBRARIES)
     assert fit.peak(parts, "cuda") == 20 * n + update, "the larger one of rollout and update"
+    # In a rollout there are no gradients.
+    long = {"weights": 1, "gradients": 5, "KV cache": 9, "decoding": 1}
+    assert fit.peak(long | {"activations": 2, "logits": 1}, "cuda") == 1 + 10
 
 
 def test_without_a_kl_there_is_no_reference_and_ppo_has_a_second_model(folder):

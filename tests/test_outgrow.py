@@ -62,6 +62,33 @@ def test_what_counts_rollouts_here_counts_updates_there():
     assert found == [8 * 3, 8 * 5, 8 * 7, 99]
 
 
+def test_the_bound_of_cispo_and_the_upper_clip_have_one_name_in_trl():
+    for flags, bound in (["--loss_type cispo --cispo_bound 3", 3], ["--clip_range_high 0.3", 0.3]):
+        config = parse_flags(grpo.Config, "", [*flags.split(), "--device", "cpu"])
+        fields = outgrow.fields_of(config, Path("run"), [1.0], longest=10, max_steps=9)
+        assert fields["epsilon_high"] == bound
+
+
+def test_the_prompts_of_a_last_rollout_that_is_not_used_up_are_there_too(make_job, monkeypatch):
+    given = []
+
+    class Recorder:
+        def __init__(self, policy, rewards, fields, rows, heldout, processing_class):
+            given.append((fields.max_steps, rows["prompt"]))
+
+        train = save_model = lambda self, *args: None
+
+    job = make_job(grpo)
+    model = save_model(f"{job.model}-llama", small_llama(vocab_size=20), letter_tokenizer())
+    job(model=model, num_steps=1, num_mini_batches=2, num_epochs=1)
+    monkeypatch.setattr(trl, "GRPOTrainer", Recorder)
+    config = json.loads((job.folder / "config.json").read_text())
+    for steps, rollouts in ((1, 1), (3, 2), (4, 2)):
+        outgrow.main([str(job.folder), "--max_steps", str(steps)])
+        assert given[-1][0] == steps
+        assert len(given[-1][1]) == rollouts * config["prompts_per_step"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_script_moves_the_weights_to_where_the_run_does(script, make_job, monkeypatch):

@@ -1,6 +1,8 @@
 """The page that curves.py draws."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from PIL import Image
 
 from plumbing import curves
 
+REPOSITORY = Path(__file__).parent.parent
 NAMES = ["objective/scores", "objective/kl", "objective/entropy", "length/mean"]
 
 
@@ -56,6 +59,13 @@ def test_seeds_become_one_line_of_means_in_a_band(ending, tmp_path, monkeypatch)
 def test_without_right_and_wrong_answers_the_held_out_reward_is_drawn(tmp_path, monkeypatch):
     axes = axes_of([write_run(tmp_path, 0, accuracy=False)], tmp_path / "page.png", monkeypatch)
     assert list(axes[5].lines[0].get_ydata()) == [1.0, 1.0]
+
+
+def test_a_folder_without_a_run_ends_in_one_line_and_code_2(tmp_path):
+    command = [sys.executable, "tools/plot.py", str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1 and not ended.stdout
 
 
 def test_a_line_that_the_run_is_just_writing_is_left_out(tmp_path):

@@ -30,7 +30,7 @@ import ppo
 import rloo
 from plumbing import loading, runs
 from plumbing.config import HEADINGS, ByModel, RunConfig, flag, parse_flags
-from plumbing.errors import Fault, InputError
+from plumbing.errors import Fault, InputError, first_line
 from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer, pick_device
 from plumbing.metrics import (
     Meter,
@@ -646,6 +646,12 @@ def test_an_evaluation_without_any_score_is_unknown_not_0(make_job, tmp_path, ca
     lines = job(num_steps=1, reward=f"{tmp_path}/none.py:none", save_best="true")
     assert lines[0]["eval/reward"] is None and lines[1]["eval/reward_greedy"] is None
     assert "eval/reward unknown (was unknown)" in capsys.readouterr().out
+    assert (job.folder / "model" / "config.json").exists(), "no evaluation was the best: the last"
+
+
+def test_the_first_line_of_an_error_is_the_first_that_says_something():
+    assert first_line(RuntimeError("\n\n  CUDA error: 7\nmore")) == "CUDA error: 7"
+    assert first_line(RuntimeError()) == ""
 
 
 def test_greedy_evaluation_takes_the_likeliest_token_whatever_the_seed(make_job):
@@ -806,6 +812,7 @@ def test_weights_and_biases_gets_every_step_under_the_name_of_the_run(make_job, 
     monkeypatch.setitem(sys.modules, "wandb", module)
     lines = make_job(grpo)(num_steps=2, wandb="true")
     assert started[0]["name"] == "run" and started[0]["config"]["num_steps"] == 2
+    assert started[0]["resume"] is None, "it would go on with another run of this name"
     assert [step for step, _ in logged] == [0, 1, 2]
     assert logged[0][1]["objective/scores"] == lines[0]["objective/scores"]
 

@@ -28,6 +28,7 @@ from tasks import (
     REWARDS,
     TASKS,
     add_prompts,
+    answer_is_no_number,
     numeric_match,
     sentiment_prompts,
     sentiment_reward,
@@ -63,6 +64,9 @@ def test_no_held_out_sum_is_trained_on_not_even_mirrored(digits):
     for row in train + heldout:
         a, b = row["prompt"].strip("=").split("+")
         assert len(a) == len(b) == digits and int(row["answer"]) == int(a) + int(b)
+    sums = {int(row["answer"]) for row in train + heldout}
+    # From 0+0, 10+10 and 100+100 on.
+    assert min(sums) == 0 if digits == 1 else min(sums) >= 2 * 10 ** (digits - 1)
 
 
 def test_chat_models_get_the_sum_as_a_message():
@@ -180,8 +184,27 @@ def test_a_prompt_may_leave_just_the_room_that_its_completion_needs():
     task = SimpleNamespace(train=[{"prompt": "12+34="}], heldout=[{"prompt": "5+6="}])
     room = model.config.n_positions - len(tokenizer("12+34=").input_ids)
     check_prompts(SimpleNamespace(max_new_tokens=room), model, tokenizer, task)
-    with pytest.raises(InputError, match=f"leaves no room for {room + 1} new ones"):
-        check_prompts(SimpleNamespace(max_new_tokens=room + 1), model, tokenizer, task)
+    turned = SimpleNamespace(train=task.heldout, heldout=task.train)  # one that is only evaluated
+    for given in (task, turned):
+        with pytest.raises(InputError, match=f"leaves no room for {room + 1} new ones"):
+            check_prompts(SimpleNamespace(max_new_tokens=room + 1), model, tokenizer, given)
+
+
+def test_a_token_that_the_model_lacks_is_refused_also_if_it_lacks_just_one(small_model):
+    # small_model knows 40 tokens, 0 to 39.
+    config = SimpleNamespace(max_new_tokens=1, model="m")
+    for last, fits in ((39, True), (40, False)):
+        rows = [{"prompt": "x"}]
+        task = SimpleNamespace(train=rows, heldout=[])
+
+        def tokenizer(text: str, last: int = last) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[3, last])
+
+        if fits:
+            check_prompts(config, small_model, tokenizer, task)
+        else:
+            with pytest.raises(InputError, match="id 40, and the model knows 40 tokens"):
+                check_prompts(config, small_model, tokenizer, task)
 
 
 def test_prompts_are_read_with_all_their_columns(tmp_path):
@@ -247,6 +270,8 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
     assert prompt_batch(rows, 3, 4, seed=0) == steps[3]
     assert prompt_batch(rows, 3, 4, seed=1) != steps[3]
     assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
+    # The second pass of a seed is not the first one of the next seed.
+    assert prompt_batch(rows, 1, 10, seed=0) != prompt_batch(rows, 0, 10, seed=1)
 
 
 # --- Tokens ---
@@ -349,6 +374,18 @@ def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     assert scores[:3].tolist() == [1, 2, 3] and scores[3].isnan()
 
 
+def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_sampled():
+    seen = {}
+
+    def reward(**columns):
+        seen.update(columns)
+        return [0.0] * 4
+
+    scored(reward, [{"prompt": "a", "completions": ["?"]}, {"prompt": "b", "late": 5}])
+    assert seen["completions"] == ["x", "yy", "z", "ww"]
+    assert seen["late"] == [None, None, 5, 5] and seen["prompts"] == ["a", "a", "b", "b"]
+
+
 def test_a_reward_may_name_only_what_it_reads():
     assert scored(lambda completions: [len(c) for c in completions])[0].tolist() == [1, 2, 1, 2]
 
@@ -393,6 +430,10 @@ def test_a_reward_is_loaded_from_a_file_by_name(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def good(completions, **kw):\n    return [1.0] * len(completions)\n")
     assert load_reward(f"{file}:good", REWARDS)(["a"]) == [1.0]
+    # dataclasses look up the module of a class by its name where annotations are texts.
+    record = "from dataclasses import dataclass\n\n@dataclass\nclass Kept:\n    x: int = 1\n"
+    file.write_text(f"from __future__ import annotations\n{record}\ndef f(completions): pass\n")
+    assert callable(load_reward(f"{file}:f", REWARDS))
 
 
 @pytest.mark.parametrize(
@@ -422,6 +463,13 @@ def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
     config.reward = [f"{file}:one"]
     task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
     assert verify(task, task.heldout, ["12"]) is None
+
+
+def test_any_whole_number_is_an_answer_to_a_sum_and_nothing_else_is():
+    for answer in ("46", -46, "-46", 0):
+        assert answer_is_no_number({"prompt": "x", "answer": answer}) is None
+    for answer in ("4.6", "", "4 6", "--4", None, "1" * 19):
+        assert "'x'" in answer_is_no_number({"prompt": "x", "answer": answer})
 
 
 def test_the_verifier_judges_the_prompts_of_its_task_whatever_the_reward_and_no_others(tmp_path):
@@ -611,8 +659,9 @@ def test_repetition_is_the_share_of_runs_of_four_words_seen_before():
 
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
-    [("it is 1,024.", 1024, 1), ("3.5", "5", 0), ("12.", 12, 1), ("-4", -4, 1), ("", 0, 0)],
-)
+    [("it is 1,024.", 1024, 1), ("3.5", "5", 0), ("12.", 12, 1), ("-4", -4, 1), ("", 0, 0),
+     ("3,4", 34, 0), ("3,4", 4, 1), ("1,0245", 10245, 0)],
+)  # fmt: skip
 def test_the_last_number_counts_with_its_decimals_and_thousands(text, answer, expected):
     assert numeric_match([text], [answer]) == [expected]
 
@@ -681,6 +730,12 @@ def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(
     output = capsys.readouterr().out
     assert output.startswith("64 scores: mean ")
     assert re.search(r"the prompt alone explains \d+% of the variance", output)
+    # A group is the completions of one prompt: equal where the prompt alone decides.
+    (tmp_path / "r.py").write_text(
+        "def length(prompts, completions):\n    return [float(p.split('+')[0]) for p in prompts]\n"
+    )
+    inspect_reward.main(f"{flags} --num_prompts 4 --num_generations 3".split())
+    assert "100% of the prompts give all their completions" in capsys.readouterr().out
     lowest, highest = output.split("lowest:\n")[1].split("highest:\n")
     low, high = (
         [float(line.split()[0]) for line in part.strip().split("\n")] for part in (lowest, highest)
