@@ -94,6 +94,11 @@ def test_whitening_a_constant_or_a_single_value_gives_no_nan_and_no_blow_up(valu
     assert masked_whiten(torch.full((1, 1), value), torch.ones(1, 1)).item() == 0
 
 
+def test_two_values_have_the_unbiased_variance_too():
+    white = masked_whiten(torch.tensor([[3.0, 5.0]]), torch.ones(1, 2))
+    assert torch.allclose(white, torch.tensor([[-(0.5**0.5), 0.5**0.5]]))
+
+
 # --- Log-probs and entropy ---
 
 
@@ -326,6 +331,11 @@ def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
     assert torch.allclose(returns, (expected + values) * MASK)
 
 
+def test_of_a_single_token_the_advantage_is_the_reward_less_the_value():
+    advantages, returns = gae(torch.tensor([[5.0]]), torch.tensor([[2.0]]), torch.ones(1, 1), 1, 1)
+    assert advantages.tolist() == [[3.0]] and returns.tolist() == [[5.0]]
+
+
 def test_advantages_and_returns_are_0_wherever_the_mask_is_also_in_the_middle_of_a_row():
     mask = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
     advantages, returns = gae(torch.ones(2, 3), torch.ones(2, 3), mask, 0.9, 0.9)
@@ -491,6 +501,12 @@ def test_after_disable_dropout_two_training_forwards_are_bit_identical(name, att
     assert model.config.to_dict() == settings  # what is saved keeps its dropout
     assert torch.equal(model(tokens).logits, model(tokens).logits)
     assert disable_dropout(model) == 0
+
+
+def test_disable_dropout_counts_what_it_switches_off_and_nothing_else():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(0.0), torch.nn.Linear(1, 1))
+    model[2].attention_dropout, model[2].layerdrop, model[2].dropout_kind = 0.2, 0.3, 4
+    assert disable_dropout(model, torch.nn.Dropout2d(0.5)) == 4
 
 
 # --- Models ---

@@ -309,6 +309,14 @@ def test_each_minibatch_is_an_optimiser_step_and_the_learning_rate_rises_then_fa
     assert found == pytest.approx([rate for rate in rates for _ in range(8)])
 
 
+@pytest.mark.parametrize("parts", [(1, 2), (2, 1), (2, 2)])
+def test_with_several_updates_per_rollout_the_old_log_probs_are_those_before_the_first(job, parts):
+    epochs, mini_batches = parts
+    flags = {"num_steps": 1, "learning_rate": 1e-2, "warmup_steps": 0}
+    line = job(num_epochs=epochs, num_mini_batches=mini_batches, **flags)[0]
+    assert line["policy/approxkl_avg"] > 1e-6 and line["val/ratio_max_dev_first"] < 1e-5
+
+
 def test_every_row_is_in_one_minibatch_per_epoch_and_the_order_changes(job, monkeypatch):
     seen = []
     original = job.script.completion_logprobs
