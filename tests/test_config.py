@@ -67,6 +67,54 @@ def test_the_defaults_of_the_embedded_model_are_for_that_name_alone():
     assert (embedded.max_new_tokens, plain.max_new_tokens) == (5, 24)
 
 
+OF_THE_UPDATE = dict(warmup_steps=10, max_grad_norm=1.0, clip_range=0.2, temperature=1.0)
+OFTEN = dict(digits=2, lora_r=0, seed=0, save_every=50, sample_every=50)
+SIZES = {
+    "tiny": dict(
+        max_new_tokens=5, rollout_batch_size=256, micro_batch_size=256, num_eval_prompts=1024
+    ),
+    "other": dict(
+        max_new_tokens=24, rollout_batch_size=32, micro_batch_tokens=1024, num_eval_prompts=24
+    ),
+}
+OF_PPO = dict(num_generations=1, num_epochs=2, gamma=1.0, lam=0.95, vf_coef=0.1)
+OF_PPO |= dict(clip_range_value=0.2, missing_eos_penalty=0.0)
+ONCE = dict(num_epochs=1, num_mini_batches=1)
+DEFAULTS = {  # by hand: every figure of the pages was measured with these
+    ("ppo", "tiny"): OF_PPO
+    | dict(num_steps=60, prompts_per_step=256, kl_coef=0.01, learning_rate=5e-4)
+    | dict(eval_every=15, num_mini_batches=4),
+    ("ppo", "other"): OF_PPO
+    | dict(num_steps=40, prompts_per_step=16, kl_coef=0.1, learning_rate=5e-5)
+    | dict(eval_every=20, num_mini_batches=1),
+    ("grpo", "tiny"): ONCE
+    | dict(num_steps=180, prompts_per_step=32, kl_coef=0.01, learning_rate=8e-4)
+    | dict(eval_every=30, num_generations=8, cispo_bound=5.0),
+    ("grpo", "other"): ONCE
+    | dict(num_steps=40, prompts_per_step=4, kl_coef=0.04, learning_rate=2e-5)
+    | dict(eval_every=20, num_generations=8, cispo_bound=5.0),
+    ("rloo", "tiny"): ONCE
+    | dict(num_steps=180, prompts_per_step=64, kl_coef=0.02, learning_rate=8e-4)
+    | dict(eval_every=30, num_generations=4),
+    ("rloo", "other"): ONCE
+    | dict(num_steps=40, prompts_per_step=8, kl_coef=0.05, learning_rate=2e-5)
+    | dict(eval_every=20, num_generations=4),
+}
+
+
+@pytest.mark.parametrize("script, model", DEFAULTS)
+def test_every_number_has_the_default_that_the_pages_were_measured_with(script, model):
+    config = vars(parse(script, *([] if model == "tiny" else ["--model", "my/other"])))
+    numbers = {name: value for name, value in config.items() if type(value) in (int, float)}
+    assert numbers == DEFAULTS[script, model] | OF_THE_UPDATE | OFTEN | SIZES[model]
+
+
+def test_a_config_is_made_by_name():
+    for script in SCRIPTS.values():
+        with pytest.raises(TypeError, match="positional"):
+            script.Config("gpt2")
+
+
 @pytest.mark.parametrize("flag", [flag for flag in LOWEST if flag != "num_prompts"])
 def test_the_lowest_number_is_taken_and_a_lower_one_refused(flag):
     for script in filter(lambda script: has(script, flag), SCRIPTS):
@@ -97,9 +145,10 @@ def test_a_rollout_batch_may_hold_just_one_group_and_a_group_just_two():
     assert parse("grpo", *flags, "4").rollout_batch_size == 4
     with pytest.raises(InputError, match="must hold the 4 completions of a prompt"):
         parse("grpo", *flags, "3")
-    assert parse("rloo", "--num_generations", "2").num_generations == 2
-    with pytest.raises(InputError, match="--num_generations 1"):
-        parse("rloo", "--num_generations", "1")
+    for script in ("grpo", "rloo"):
+        assert parse(script, "--num_generations", "2").num_generations == 2
+        with pytest.raises(InputError, match="--num_generations 1"):
+            parse(script, "--num_generations", "1")
     assert parse("ppo", "--num_generations", "1").num_generations == 1
 
 

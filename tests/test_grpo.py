@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grpo
-from common import importance_ratio, kl_estimate
+from common import importance_ratio, kl_estimate, masked_mean
 from grpo import group_advantages, grpo_loss
 from plumbing.errors import InputError
 
@@ -343,6 +343,33 @@ def test_a_twice_as_long_completion_weighs_the_same_in_grpo_and_twice_in_dr_grpo
         long, short = logprobs.grad.sum(1).tolist()
         weights[loss_type] = long / short
     assert weights == pytest.approx({"grpo": 1, "dr_grpo": 2, "dapo": 2})
+
+
+def test_a_ratio_at_the_bound_of_cispo_is_not_bounded():
+    zeros = torch.zeros(1, 2)
+    args = zeros, zeros, torch.ones(1), torch.ones(1, 2)
+    _, clipped = grpo_loss(*args, clip_range=0.2, loss_type="cispo", cispo_bound=1.0)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("kl_coef", [0.5, 1.0, 2.0])
+def test_the_kl_counts_kl_coef_times_and_without_kl_coef_not_at_all(kl_coef):
+    args, ref = (numbers(0), numbers(1), numbers(3)[0], MASK), numbers(2)
+    plain, _ = grpo_loss(*args, clip_range=0.2)
+    same, _ = grpo_loss(*args, clip_range=0.2, ref_logprobs=ref)
+    more, _ = grpo_loss(*args, clip_range=0.2, ref_logprobs=ref, kl_coef=kl_coef)
+    kl = masked_mean(kl_estimate(numbers(0), ref, "k3"), MASK, dim=1).mean()
+    assert same == plain
+    assert (more - plain).item() == pytest.approx((kl_coef * kl).item())
+
+
+def test_the_options_of_the_loss_are_given_by_name_and_its_tensors_may_be():
+    names = "logprobs old_logprobs advantages mask".split()
+    args = numbers(0), numbers(1), numbers(3)[0], MASK
+    by_name, _ = grpo_loss(**dict(zip(names, args)), clip_range=0.2)
+    assert by_name == grpo_loss(*args, clip_range=0.2)[0]
+    with pytest.raises(TypeError, match="positional"):
+        grpo_loss(*args, 0.2)
 
 
 def test_a_mistaken_call_is_refused_by_name():

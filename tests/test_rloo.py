@@ -246,6 +246,15 @@ def test_a_ratio_that_overflows_exp_gives_no_nan_where_the_clip_stops_the_gradie
     assert (logprobs.grad > math.exp(19)).all(), "where it hurts the gradient stays"
 
 
+def test_the_options_of_the_loss_are_given_by_name_and_its_tensors_may_be():
+    names = "logprobs old_logprobs advantages mask".split()
+    args = numbers(0), numbers(1), numbers(3)[0], MASK
+    by_name, _ = rloo_loss(**dict(zip(names, args)), clip_range=0.2)
+    assert by_name == rloo_loss(*args, clip_range=0.2)[0]
+    with pytest.raises(TypeError, match="positional"):
+        rloo_loss(*args, 0.2)
+
+
 def test_no_function_changes_its_inputs():
     inputs = [numbers(0), numbers(1), numbers(3)[0].clone(), MASK.clone()]
     before = [x.clone() for x in inputs]

@@ -87,6 +87,28 @@ def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_whatever_gener
     assert deviation.max() < 4.5
 
 
+def test_without_options_it_is_the_softmax_of_the_logits(small_model):
+    options = dict(max_new_tokens=8, eos_token_ids=[], pad_token_id=0)
+    drawn = [
+        generate(
+            small_model, PROMPTS, PROMPT_MASK, **options, **more,
+            generator=torch.Generator().manual_seed(0),
+        )
+        for more in ({}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0})
+    ]  # fmt: skip
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+    assert torch.equal(drawn[0].logprobs, drawn[1].logprobs)
+    assert not drawn[0].logprobs.requires_grad
+
+
+def test_the_options_of_sampling_are_given_by_name_and_the_model_and_prompts_may_be(small_model):
+    prompts = dict(model=small_model, prompt_ids=PROMPTS, prompt_mask=PROMPT_MASK)
+    rollout = generate(**prompts, max_new_tokens=1, eos_token_ids=[], pad_token_id=0)
+    assert rollout.tokens.shape == (len(PROMPTS), PROMPTS.shape[1] + 1)
+    with pytest.raises(TypeError, match="positional"):
+        generate(small_model, PROMPTS, PROMPT_MASK, 2, 1, 1.0, [], 0)
+
+
 def test_uniform_logits_draw_every_token_about_equally_often():
     n = 20_000
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
@@ -128,6 +150,8 @@ def test_top_k_keeps_the_k_likeliest_tokens_and_no_other():
     assert sorted(drawn.unique().tolist()) == [1, 2, 3]
     kept = torch.tensor([-torch.inf, 3.0, 1.0, 2.0]).log_softmax(-1)
     assert torch.allclose(logprobs, kept[drawn])
+    _, logprob = draw(logits[:1], uniform[:1], top_k=3)
+    assert torch.equal(logprob, logprobs[:1]), "k counts tokens, not rows"
 
 
 def test_a_model_in_evaluation_mode_stays_in_it_and_one_in_training_mode_too(small_model):
@@ -157,6 +181,8 @@ def test_top_p_keeps_the_smallest_set_of_likeliest_tokens_that_reaches_p():
     tokens, logprobs = draw(logits, uniform, top_p=0.7)
     assert set(tokens.tolist()) == {0, 1}
     assert logprobs.exp().unique().tolist() == pytest.approx([0.3 / 0.8, 0.5 / 0.8])
+    _, logprobs = draw(torch.zeros(1, 4), torch.tensor([0.9]), top_p=0.5)
+    assert logprobs.exp().item() == pytest.approx(0.5), "two of four equal tokens reach a half"
 
 
 # --- Shortcuts that must change nothing ---
