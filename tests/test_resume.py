@@ -420,7 +420,8 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(h
             before = signal.getsignal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             # Python may run the handler a little later; two signals at once would count as one.
-            while signal.getsignal(signal.SIGINT) == before:
+            deadline = time.monotonic() + 5
+            while signal.getsignal(signal.SIGINT) == before and time.monotonic() < deadline:
                 time.sleep(0.01)
             signal.raise_signal(signal.SIGINT)
         return original(*args)

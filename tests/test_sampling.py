@@ -12,7 +12,7 @@ from plumbing.decoding import bfloat16_copy, preallocated_cache
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.loading import set_up_training
-from sampling import concatenate, draw, generate
+from sampling import _first_above, concatenate, draw, generate
 from sampling import sample as sample_in_parts
 
 PROMPTS = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
@@ -316,6 +316,14 @@ def test_sub_batches_are_generated_in_turn_and_put_together(small_model, max_row
     assert rollout.tokens.shape == (20, 11)
     for name, value in vars(concatenate(parts)).items():
         assert torch.equal(getattr(rollout, name), value), name
+
+
+def test_rounding_leaves_no_negative_rest_of_the_threshold():
+    """A rest below 0 would draw the first token of a block even where its probability is 0."""
+    a, w = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0)).unbind()
+    assert ((a + w) - w > a).any(), "rounded away from a"
+    index, rest = _first_above(torch.stack([a, w], dim=1), a)
+    assert (index == 1).all() and (rest >= 0).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])
