@@ -19,7 +19,13 @@ from conftest import (
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from common import (
     ValueModel,
@@ -605,6 +611,14 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
     completion_logprobs(small_model, rollout, 0.7, max_rows=2)
     completion_values(ValueModel.on_backbone_of(small_model), rollout, max_tokens=9)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_after_an_error_in_a_forward_pass_transformers_has_its_own_function_again():
+    before = masking_utils._ignore_causal_mask_sdpa
+    with pytest.raises(ZeroDivisionError), forward.mask_is_known(no_padding=True):
+        assert masking_utils._ignore_causal_mask_sdpa is not before
+        raise ZeroDivisionError
+    assert masking_utils._ignore_causal_mask_sdpa is before
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import grpo
+import plumbing.scoring
 import ppo
 import rloo
 from plumbing import loading, runs
@@ -614,6 +615,17 @@ def test_an_evaluation_is_the_mean_of_the_scores_that_there_are(make_job, tmp_pa
     assert line["eval/reward"] == line["eval/reward_greedy"] == 2.5, "None, 2 and 3"
 
 
+def test_half_a_surrogate_pair_in_a_completion_is_written_and_read_again(make_job, monkeypatch):
+    """No UTF-8 can hold it, and a byte-level tokenizer can decode to it."""
+    half = "a\ud800"
+    decode = plumbing.scoring.decode
+    monkeypatch.setattr(plumbing.scoring, "decode", lambda *args: [half for _ in decode(*args)])
+    job = make_job(grpo)
+    job(reward="brevity")
+    samples = lines_of(job.folder / "samples.jsonl")
+    assert {x["completion"] for x in samples} == {half}
+
+
 def test_each_sample_stands_beside_its_own_prompt(make_job, tmp_path):
     (tmp_path / "length.py").write_text(
         "def length(prompts, completions, **columns):\n    return [len(p) for p in prompts]\n"
@@ -738,6 +750,15 @@ def test_each_warning_has_a_cause_and_a_remedy(changes, name):
 def test_no_warning_without_a_cause(changes):
     history = [STEP | {"objective/scores": i / 10} | c for i, c in enumerate(changes)]
     assert warnings_about(history, bf16=False) == []
+
+
+@pytest.mark.parametrize(("spread", "warned"), [(0.02, True), (0.03, False)])
+def test_the_kl_is_negative_beyond_chance_by_the_error_of_its_mean_over_ten_steps(spread, warned):
+    """Around -0.05: four errors of the mean are 0.027 and 0.040, and -0.02 is allowed."""
+    changes = [{"objective/kl": -0.05 + spread * (-1) ** i} for i in range(10)]
+    history = [STEP | {"objective/scores": i / 10} | c for i, c in enumerate(changes)]
+    found = [name for name, _ in warnings_about(history, bf16=False)]
+    assert found == ["negative KL"] * warned
 
 
 @pytest.mark.parametrize("num_steps", [1, 12])

@@ -143,6 +143,15 @@ def test_top_k_makes_the_estimate_of_a_positive_kl_negative(small_model):
         assert low < kl < high, top_k
 
 
+def test_logits_of_bfloat16_are_divided_by_the_temperature_in_float32():
+    logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
+    uniform = torch.linspace(0, 0.99, 64)
+    found, logprobs = draw(logits, uniform, temperature=0.7)
+    expected = (logits.float() / 0.7).log_softmax(-1)
+    assert logprobs.dtype == torch.float32
+    assert torch.allclose(logprobs, expected[torch.arange(64), found], atol=1e-5)
+
+
 def test_top_k_keeps_the_k_likeliest_tokens_and_no_other():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(500, 4)
     uniform = torch.rand(500, generator=torch.Generator().manual_seed(0))
