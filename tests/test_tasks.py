@@ -347,6 +347,15 @@ def test_an_eos_that_is_no_special_token_is_not_part_of_the_text_either():
     assert decode(tokenizer, rollout) == ["hi", "ho."]
 
 
+def test_a_character_that_begins_in_the_prompt_and_ends_in_the_completion_cuts_nothing_else():
+    """é has two bytes, one on each side: so the whole text doesn't begin with that of the prompt."""
+    tokenizer = byte_tokenizer()
+    first, second = tokenizer("é").input_ids
+    b, c = tokenizer("bc").input_ids
+    rollout = make_rollout([[b, first]], [[second, b, c]], eos=256)
+    assert decode(tokenizer, rollout) == ["\ufffdbc"]
+
+
 # --- Rewards ---
 
 
