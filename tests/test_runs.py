@@ -31,7 +31,7 @@ import ppo
 import rloo
 from plumbing import loading, runs
 from plumbing.config import HEADINGS, ByModel, RunConfig, flag, parse_flags
-from plumbing.errors import Fault, InputError, first_line
+from plumbing.errors import Fault, InputError, first_line, optional_library
 from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer, pick_device
 from plumbing.metrics import (
     Meter,
@@ -613,6 +613,14 @@ def test_an_evaluation_is_the_mean_of_the_scores_that_there_are(make_job, tmp_pa
     flags = {"num_steps": 1, "reward": f"{tmp_path}/some.py:some", "num_eval_prompts": 3}
     line = job(**flags)[0]
     assert line["eval/reward"] == line["eval/reward_greedy"] == 2.5, "None, 2 and 3"
+
+
+def test_a_library_that_is_there_and_broken_is_one_line_as_a_missing_one_is(tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text("raise ImportError('undefined symbol: x')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("broken_library", "library_that_is_not_there"):
+        with pytest.raises(InputError, match=r"^pip install it$"):
+            optional_library(name, "pip install it")
 
 
 def test_half_a_surrogate_pair_in_a_completion_is_written_and_read_again(make_job, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from conftest import EOS, VOCAB, small_gpt2, small_llama
 
 from common import Rollout, completion_mask, disable_dropout, kl_estimate
-from plumbing.decoding import bfloat16_copy, preallocated_cache
+from plumbing.decoding import PackedLinear, bfloat16_copy, preallocated_cache
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.loading import set_up_training
@@ -439,6 +439,17 @@ def test_decoding_in_bfloat16_follows_the_weights(small_model):
             p.mul_(1.5)
     after = sample(small_model, bf16=True)
     assert (after.logprobs - before.logprobs).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_computes_what_the_layer_computes(bias):
+    """The biases of a new model are 0, and would hide one that is lost."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(4, 64).bfloat16()
+    with torch.no_grad():
+        found, expected = PackedLinear(layer.weight, layer.bias)(x), layer(x)
+    assert torch.allclose(found.float(), expected.float(), atol=0.02)
 
 
 def test_decoding_in_bfloat16_leaves_the_model_as_it_is(small_model):

@@ -348,7 +348,7 @@ def test_an_eos_that_is_no_special_token_is_not_part_of_the_text_either():
 
 
 def test_a_character_that_begins_in_the_prompt_and_ends_in_the_completion_cuts_nothing_else():
-    """é has two bytes, one on each side: so the whole text doesn't begin with that of the prompt."""
+    """é has two bytes, one on each side: the whole doesn't begin with the text of the prompt."""
     tokenizer = byte_tokenizer()
     first, second = tokenizer("é").input_ids
     b, c = tokenizer("bc").input_ids
@@ -637,6 +637,12 @@ def test_the_embedded_tokenizer_gives_a_token_per_character_and_back():
 
 
 # --- Ready-made rewards, other files, inspection ---
+
+
+def test_numbers_of_17_digits_are_compared_exactly():
+    """Of floats the last digit would be lost."""
+    texts = ["12345678901234567", "12345678901234568"]
+    assert REWARDS["numeric_match"](texts, answer=[texts[0]] * 2) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
