@@ -43,11 +43,12 @@ from common import (
     reference,
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
-from plumbing.data import load_task, prompt_batch, value_backbone
+from plumbing.data import load_task, value_backbone
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values, micro_batches, on_cpu, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, explained_variance, step_metrics
+from plumbing.prompts import prompt_batch
 from plumbing.runs import Run, choose_folder, run_main
 from plumbing.scoring import check_prompts, encode_prompts, sampling_options, score
 from sampling import sample
@@ -148,9 +149,8 @@ def main(args: list[str] | None = None) -> None:
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]
     # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
-    betas = (0.9, 0.95)
     optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=betas, weight_decay=0.0, fused=True
+        parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.

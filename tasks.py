@@ -22,11 +22,13 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from decimal import Decimal
 from typing import Any
 
-from plumbing.data import Prompt, Task, text_of
+from plumbing.answers import VERIFIERS, answer_form, numeric_match
+from plumbing.data import Task
 from plumbing.errors import InputError
+from plumbing.prompts import Prompt, text_of
+from plumbing.words import NEGATIVE, POSITIVE
 
 # --- add: sums of two numbers, with a verifier ---
 
@@ -117,51 +119,7 @@ def sentiment_reward(completions: list, **columns) -> list[float]:
     return [float(max(-3, min(3, count))) for count in counts]
 
 
-POSITIVE = frozenset(
-    """amazing amazingly appealing astonishing awesome beautiful beautifully best brilliant
-    captivating charming classic clever compelling delight delighted delightful deserves
-    elegant emotional engaging enjoy enjoyable enjoyed entertaining epic excellent exceptional
-    excited exciting exquisite extraordinary fantastic fascinating favorite fine fresh fun
-    funny gem genius good gorgeous great greatest gripping happy heartwarming hilarious
-    impressed impressive incredible incredibly inspiring intriguing joy liked love loved
-    lovely magnificent masterful masterpiece memorable moving outstanding perfect perfectly
-    phenomenal pleasant pleasure powerful recommend refreshing remarkable rich satisfying
-    smart solid special spectacular splendid strong stunning success successful superb
-    terrific thrilled thrilling touching unforgettable wonderful wonderfully worth""".split()
-)
-
-
-NEGATIVE = frozenset(
-    """absurd annoying avoid awful awkward bad badly bland bored boring cheap cliche clumsy
-    confused confusing contrived dated depressing disappointed disappointing disappointment
-    disaster dreadful dull empty fail failed fails failure flat flawed forgettable garbage
-    generic hate hated horrible horrific incoherent lack lacked lacking lame lazy lousy
-    mediocre mess messy miserable mistake nonsense pathetic pointless poor poorly predictable
-    pretentious problem repetitive ridiculous ruined rushed sad shallow silly slow stupid
-    tedious terrible terribly tired tiresome trash ugly unconvincing unfortunately unfunny
-    uninteresting unnecessary waste wasted weak worse worst wrong""".split()
-)
-
-
 # --- Ready-made rewards, for --reward ---
-
-
-def exact_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the completion is the answer, but for white space around it, else 0."""
-    return [
-        float(text_of(c).strip() == str(a).strip())
-        for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def numeric_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
-    texts = [re.sub(r"(?<=\d),(?=\d{3}\b)", "", text_of(c)) for c in completions]
-    numbers = [re.findall(r"-?\d+(?:\.\d+)?", text) for text in texts]
-    return [
-        float(bool(n) and Decimal(n[-1]) == Decimal(str(a).replace(",", "")))
-        for n, a in zip(numbers, answer, strict=True)
-    ]
 
 
 def format_match(completions: list, pattern: list[str], **columns) -> list[float]:
@@ -189,9 +147,8 @@ def no_repetition(completions: list, **columns) -> list[float]:
 # --- What the scripts use ---
 
 TASKS = {"add": add, "sentiment": sentiment}
-REWARDS = {
-    "exact_match": exact_match,
-    "numeric_match": numeric_match,
+REWARDS = VERIFIERS | {
+    "answer_form": answer_form,
     "format_match": format_match,
     "brevity": brevity,
     "no_repetition": no_repetition,

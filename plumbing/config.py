@@ -72,10 +72,21 @@ class TaskConfig:
     )
     digits: int = _job(2, "digits of the numbers of the task add")
     prompts: str | None = _job(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
+    subset: str | None = _job(None, "of a dataset: its configuration, main say")
     split: str = _job("train", "of a dataset")
+    prompt_column: str = _job("prompt", "the column that holds the prompts")
+    prompt_template: str | None = _job(None, "text or file with {prompt} and other columns in it")
+    system_prompt: str | None = _job(
+        None, "text or file; makes chat messages of prompts that are text, '' without a system one"
+    )
+    eval_prompts: str | None = _job(
+        None, "held-out prompts; default: a tenth of those given, or eval_split"
+    )
+    eval_split: str | None = _job(None, "of eval_prompts, or else of prompts")
     reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
     reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
     reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
+    verifier: str | None = _job(None, "as reward; 1 for a right answer: eval/accuracy")
     num_generations: int = _rollout(help="completions per prompt, G")
     max_new_tokens: int = _rollout(help="longest completion")
     temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")

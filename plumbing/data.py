@@ -1,15 +1,13 @@
-"""Tasks: prompts from files and datasets, rewards and reward models by name."""
+"""Tasks: the prompts that the flags name, rewards and reward models by name."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
 import itertools
-import json
 import math
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,21 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model
-from plumbing.errors import InputError, first_line, optional_library
+from plumbing.answers import VERIFIERS
+from plumbing.errors import InputError, first_line
 from plumbing.loading import from_hub_or_folder, load_tokenizer
+from plumbing.prompts import (
+    Prompt,
+    after_system,
+    in_template,
+    names_in,
+    read_prompts,
+    split_prompts,
+    text_of,
+    text_or_file,
+)
 
-Prompt = str | list[dict[str, str]]  # text, or chat messages
 RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
-ROW_FORMAT = 'each line must be like {"prompt": "..."} or {"prompt": [{"role": .., "content": ..}]}'
 
 
 @dataclass
@@ -42,94 +49,31 @@ class Task:
     reward_model: RewardModel | None = None  # also the last of `rewards`
 
 
-def text_of(completion: str | list[dict[str, str]]) -> str:
-    """The text of a completion, whether it is a string or chat messages."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def read_prompts(path: str | Path, split: str = "train") -> list[dict]:
-    """Prompts from a file of JSON lines, or from what the library datasets reads: CSV and Parquet
-    files, folders, datasets by name, of which `split`. Raises InputError with the first bad line.
-    """
-    suffix, rows = Path(path).suffix, []
-    is_name = suffix not in (".jsonl", ".json", ".txt") and not Path(path).is_file()
-    if is_name or suffix in (".csv", ".parquet"):
-        found, kind, remedy = _from_datasets(str(path), split), "row", "give it a column prompt"
-    else:
-        found, kind, remedy = _from_json_lines(path), "line", ROW_FORMAT
-    for number, row in found:
-        if fault := _fault_of_row(row):
-            raise InputError(f"{path}, {kind} {number}: {fault}; {remedy}")
-        rows.append(row)
-    if not rows:
-        raise InputError(f"{path}: holds no prompts" + f"; {ROW_FORMAT}" * (kind == "line"))
-    return rows
-
-
-def _from_json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"--prompts {path}: can't be read ({first_line(e)})") from e
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                yield number, json.loads(line)
-        except (ValueError, RecursionError) as e:
-            fault = f"{path}, line {number}: not JSON ({first_line(e)})"
-            raise InputError(f"{fault}; {ROW_FORMAT}") from e
-
-
-def _from_datasets(name: str, split: str) -> Iterator[tuple[int, object]]:
-    remedy = "pip install datasets, or give a file of JSON lines"
-    datasets = optional_library("datasets", f"--prompts {name}: {remedy}")
-    datasets.disable_progress_bars()
-    kind = Path(name).suffix[1:]
-    file = kind in ("csv", "parquet")
-    options = {"data_files": name, "split": "train"} if file else {"split": split}
-    try:
-        rows = datasets.load_dataset(kind if file else name, **options).to_list()
-    except Exception as e:  # it raises anything, for a damaged file or without a network
-        raise InputError(f"--prompts {name} --split {split}: {first_line(e)}") from e
-    return enumerate(rows, 1)
-
-
-def _fault_of_row(row: object) -> str | None:
-    if not isinstance(row, dict) or "prompt" not in row:
-        return 'no key "prompt"'
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages:
-        return '"prompt" is neither text nor messages'
-    for key in ("content", "role"):
-        if not all(isinstance(m, dict) and isinstance(m.get(key), str) for m in messages):
-            return f'a message has no "{key}"'
-    return None if prompt else '"prompt" is empty'
-
-
-def load_reward(spec: str, ready_made: dict[str, RewardFunction]) -> RewardFunction:
+def load_reward(
+    spec: str, ready_made: dict[str, RewardFunction], flag: str = "--reward"
+) -> RewardFunction:
     """One of `ready_made` by its name, or FILE.py:FUNCTION; runs the file. Raises InputError."""
     if spec in ready_made:
         return ready_made[spec]
     path, _, name = spec.rpartition(":")
     if not path or not name:
         known = ", ".join(ready_made)
-        raise InputError(f"--reward {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
+        raise InputError(f"{flag} {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
     if not Path(path).is_file():
-        raise InputError(f"--reward {spec}: there is no file {path}")
+        raise InputError(f"{flag} {spec}: there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     if module_spec is None:
-        raise InputError(f"--reward {spec}: {path} is not a Python file")
+        raise InputError(f"{flag} {spec}: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up by name
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
         fault = f"{path} fails on import: {type(e).__name__}: {first_line(e)}"
-        raise InputError(f"--reward {spec}: {fault}") from e
+        raise InputError(f"{flag} {spec}: {fault}") from e
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"--reward {spec}: {path} has no function {name}")
+        raise InputError(f"{flag} {spec}: {path} has no function {name}")
     return function
 
 
@@ -192,16 +136,15 @@ def load_task(
     chat = tokenizer.chat_template is not None
     task = tasks[config.task](config, chat)
     has_own_reward = bool(config.reward or config.reward_model)
-    if config.prompts:
-        rows = read_prompts(config.prompts, config.split)
-        faults = () if has_own_reward or task.row_fault is None else map(task.row_fault, rows)
-        if fault := next(filter(None, faults), None):
-            raise InputError(f"{config.prompts}: task {config.task} {fault}; or give --reward")
-        task.train, task.heldout = split_prompts(rows)
+    _load_prompts(config, task, has_own_reward, chat)
     if has_own_reward:
         task.rewards, task.weights = [load_reward(spec, rewards) for spec in config.reward], []
         if config.prompts:
             task.verifier = None  # made for the prompts of the task, not for these
+    # A verifier of one's own, or a reward that is one; else that of the task.
+    is_verifier = next((spec for spec in config.reward if spec in VERIFIERS), None)
+    if config.verifier or is_verifier:
+        task.verifier = load_reward(config.verifier or is_verifier, rewards, "--verifier")
     if config.reward_model:
         task.reward_model = RewardModel(config.reward_model, device)
         task.rewards.append(task.reward_model)
@@ -211,8 +154,56 @@ def load_task(
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
     if chat and isinstance(task.train[0]["prompt"], str):
-        print("The prompts are plain text, so the model's chat template is not used.")
+        print(
+            "The prompts are plain text, so the model's chat template is not used."
+            ' --system_prompt "" makes messages of them.'
+        )
     return task
+
+
+def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> None:
+    """Put the prompts that the flags name into the task, in their template. Raises InputError."""
+    template = text_or_file(config.prompt_template, "--prompt_template")
+    system = text_or_file(config.system_prompt, "--system_prompt")
+    if template is not None and not names_in(template):
+        raise InputError("--prompt_template: names no column; {prompt} stands for the prompt")
+    if system is not None and not chat:
+        fault = "--system_prompt: the model has no chat template"
+        raise InputError(f"{fault}; write the text into --prompt_template")
+    if template is not None and not config.prompts:  # those of files are filled in as they are read
+        _change_prompts(task, "", lambda row: in_template(template, row))
+    options = {"subset": config.subset, "column": config.prompt_column, "template": template}
+
+    def read(name: str, split: str, flag: str) -> list[dict]:
+        rows = read_prompts(name, split, flag=flag, **options)
+        faults = () if has_own_reward or task.row_fault is None else map(task.row_fault, rows)
+        if fault := next(filter(None, faults), None):
+            raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
+        return rows
+
+    heldout = config.eval_prompts or (config.prompts if config.eval_split else None)
+    if config.eval_split and heldout is None:
+        raise InputError(f"--eval_split {config.eval_split}: needs --prompts or --eval_prompts")
+    if config.eval_split and Path(heldout).is_file():
+        fault = f"{heldout} is one file, and has no splits"
+        raise InputError(f"--eval_split {config.eval_split}: {fault}; --eval_prompts takes another")
+    if config.prompts:
+        rows = read(config.prompts, config.split, "--prompts")
+        task.train, task.heldout = (rows, []) if heldout else split_prompts(rows)
+    if heldout:
+        task.heldout = read(heldout, config.eval_split or "test", "--eval_prompts")
+    if system is not None:
+        _change_prompts(task, "--system_prompt: ", lambda row: after_system(system, row["prompt"]))
+
+
+def _change_prompts(task: Task, what: str, new_prompt: Callable[[dict], Prompt]) -> None:
+    try:
+        task.train, task.heldout = (
+            [row | {"prompt": new_prompt(row)} for row in rows]
+            for rows in (task.train, task.heldout)
+        )
+    except ValueError as e:
+        raise InputError(f"{what}{e}") from e
 
 
 def value_backbone(
@@ -228,30 +219,6 @@ def value_backbone(
     if base_model(policy) is not policy:  # all its weights would train, at an adapter's rate
         raise InputError("--value_init reward_model: not with an adapter, use --value_init policy")
     return task.reward_model.model
-
-
-def split_prompts(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(train, held out): a tenth of the rows, at most 512, is held out. Fewer than ten rows are all
-    trained on and evaluated. No prompt is on both sides, unless every held-out one would be.
-    """
-    rows = list(rows)
-    random.Random(0).shuffle(rows)
-    if len(rows) < 10:
-        print("Fewer than ten prompts: none is held out, they are trained on and evaluated.")
-        return rows, rows
-    num_heldout = min(512, len(rows) // 10)
-    train, heldout = rows[num_heldout:], rows[:num_heldout]
-    seen = {json.dumps(row["prompt"]) for row in train}  # the file may have a prompt twice
-    return train, [row for row in heldout if json.dumps(row["prompt"]) not in seen] or heldout
-
-
-def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:
-    """The `size` prompts of a step, from endless passes over `rows`, each shuffled anew."""
-    # They depend on seed and step alone: a resumed run gets the same prompts.
-    passes = range(step * size // len(rows), ((step + 1) * size - 1) // len(rows) + 1)
-    order = [row for p in passes for row in random.Random(f"{seed},{p}").sample(rows, len(rows))]
-    start = step * size - passes[0] * len(rows)
-    return order[start : start + size]
 
 
 def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[Tensor, Tensor]:

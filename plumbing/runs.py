@@ -33,10 +33,11 @@ from transformers.utils import logging as transformers_logging
 from common import ValueModel
 from plumbing import checkpoints, trackers
 from plumbing.curves import draw
-from plumbing.data import Task, text_of
+from plumbing.data import Task
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.loading import keep_freed_memory
 from plumbing.metrics import progress, warnings_about
+from plumbing.prompts import text_of
 from plumbing.scoring import encode_prompts, score, verify
 from sampling import generate
 

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout
-from plumbing.data import Prompt, RewardFunction, Task, pad_rows
+from plumbing.data import RewardFunction, Task, pad_rows
 from plumbing.errors import InputError, first_line
 from plumbing.forward import on_cpu
 from plumbing.loading import context_length, eos_token_ids
+from plumbing.prompts import Prompt
 
 # Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
 # the model doesn't know: a pad token that was added to the tokenizer alone.

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import rloo
-from plumbing.data import prompt_batch
+from plumbing.prompts import prompt_batch
 
 EOS, ROWS, UPDATES = 19, 12, 4  # 4 prompts x 3 completions; 2 epochs x 2 minibatches
 FLAGS = {

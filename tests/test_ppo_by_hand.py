@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 from common import Rollout
-from plumbing.data import prompt_batch, read_prompts
+from plumbing.prompts import prompt_batch, read_prompts
 
 FLAGS = {
     "num_steps": 2, "prompts_per_step": 6, "num_generations": 2, "rollout_batch_size": 4,

@@ -17,6 +17,8 @@ FLOORS = [
     ["plumbing.loading"],
     ["plumbing.config"],
     ["plumbing.decoding"],
+    ["plumbing.prompts", "plumbing.words"],
+    ["plumbing.answers"],
     ["plumbing.data"],
     ["plumbing.scoring"],
     ["plumbing.metrics"],

@@ -20,9 +20,11 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from plumbing.data import RewardModel, Task, load_reward, load_task, prompt_batch, read_prompts
+from plumbing.config import TaskConfig
+from plumbing.data import RewardModel, Task, load_reward, load_task
 from plumbing.errors import InputError
 from plumbing.loading import load_policy, load_tokenizer
+from plumbing.prompts import prompt_batch, read_prompts
 from plumbing.scoring import check_prompts, decode, encode_prompts, score, verify
 from tasks import (
     REWARDS,
@@ -43,11 +45,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def task_config(**options) -> SimpleNamespace:
-    empty = {"split": "train"} | dict(
-        task="add", digits=2, prompts=None, reward=[], reward_weights=[], reward_model=None
-    )
-    return SimpleNamespace(**(empty | options))
+def task_config(**options) -> TaskConfig:
+    """The flags of a task at their defaults, but for `options`."""
+    return TaskConfig(**({"num_generations": 1, "max_new_tokens": 8, "task": "add"} | options))
 
 
 # --- Built-in tasks ---
@@ -695,14 +695,15 @@ def test_a_dataset_by_name_is_asked_for_its_split(monkeypatch):
     asked = []
     module = types.ModuleType("datasets")
 
-    def load_dataset(name, split):
-        asked.append((name, split))
+    def load_dataset(*names, split):
+        asked.append((*names, split))
         return SimpleNamespace(to_list=lambda: [{"prompt": "x"}])
 
     module.load_dataset, module.disable_progress_bars = load_dataset, lambda: None
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert read_prompts("some/where-1.5", "test") == [{"prompt": "x"}]
-    assert asked == [("some/where-1.5", "test")]
+    read_prompts("some/where", "test", "main")
+    assert asked == [("some/where-1.5", None, "test"), ("some/where", "main", "test")]
 
 
 def test_without_datasets_a_table_is_refused_with_the_command(monkeypatch):

@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 import grpo
 import rloo
 from common import disable_dropout
-from plumbing.data import Task, load_task, prompt_batch
+from plumbing.data import Task, load_task
 from plumbing.errors import InputError, first_line
 from plumbing.loading import load_policy, load_tokenizer, pick_device
+from plumbing.prompts import prompt_batch
 from plumbing.runs import run_main
 from plumbing.scoring import check_prompts, prompt_tokens
 from tasks import REWARDS, TASKS
