@@ -5,9 +5,10 @@ repetition_penalty and more from the checkpoint's generation_config: the samples
 another distribution than the one that is trained, and the estimated KL would be wrong, even
 negative. Our loop is also about twice as fast, because of plumbing/decoding.py.
 
-A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. A
-row that has ended may draw more tokens until enough rows have ended to be dropped together; they
-are replaced by padding and are off the mask, so they are never scored, trained on or counted.
+A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. So
+is the token that completes a stop string (`--stop`), which ends a completion as well. A row that
+has ended may draw more tokens until enough rows have ended to be dropped together; they are
+replaced by padding and are off the mask, so they are never scored, trained on or counted.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    **decoding: bool | None,
+    **decoding: object,
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
@@ -87,15 +88,15 @@ def generate(
             if logits is None:  # every row has ended, or has its max_new_tokens
                 break
 
-    # Mask: what a row has drawn after its first EOS becomes padding.
-    drawn_mask = completion_mask(tokens, eos_token_ids)  # True up to and including the first EOS
+    # Mask: what a row has drawn after its first EOS, or after a stop string, becomes padding.
+    drawn_mask, stopped = decoder.until_stop(completion_mask(tokens, eos_token_ids))
     tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
         tokens=torch.cat([to(device, prompt_ids), tokens], dim=1),
         attention_mask=torch.cat([to(device, prompt_mask), drawn_mask], dim=1),
         completion_mask=drawn_mask,
         logprobs=logprobs.masked_fill(~drawn_mask, 0),
-        finished=(torch.isin(tokens, decoder.eos) & drawn_mask).any(dim=1),
+        finished=(torch.isin(tokens, decoder.eos) & drawn_mask).any(dim=1) | stopped,
     )
 
 

@@ -89,6 +89,7 @@ class TaskConfig:
     verifier: str | None = _job(None, "as reward; 1 for a right answer: eval/accuracy")
     num_generations: int = _rollout(help="completions per prompt, G")
     max_new_tokens: int = _rollout(help="longest completion")
+    stop: list[str] = _rollout([], "strings that end a completion, and belong to it")
     temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")
     seed: int = _run(0, "of every random draw")
     device: str | None = _run(None, "cuda, mps or cpu; default: the first there is")
@@ -286,6 +287,8 @@ def check_numbers(config: TaskConfig) -> None:
 
 def check_groups(config: TaskConfig) -> None:
     """Check what depends on more than one flag. Raises InputError."""
+    if "" in config.stop:
+        raise InputError("--stop '': an empty string would end every completion")
     group, smallest = config.num_generations, config.smallest_group
     if group < smallest:
         why = "a completion is compared with the others of its prompt"

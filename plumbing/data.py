@@ -47,6 +47,7 @@ class Task:
     verifier: RewardFunction | None = None  # 1 for a right answer, 0 for a wrong one: eval/accuracy
     row_fault: Callable[[dict], str | None] | None = None  # why `rewards` can't score a row
     reward_model: RewardModel | None = None  # also the last of `rewards`
+    stop: list[str] = field(default_factory=list)  # strings that end a completion
 
 
 def load_reward(
@@ -135,6 +136,7 @@ def load_task(
         raise InputError(f"--task {config.task}: not in tasks.py, which has {known}")
     chat = tokenizer.chat_template is not None
     task = tasks[config.task](config, chat)
+    task.stop = config.stop
     has_own_reward = bool(config.reward or config.reward_model)
     _load_prompts(config, task, has_own_reward, chat)
     if has_own_reward:

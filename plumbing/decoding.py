@@ -23,12 +23,13 @@ from common import base_model
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.forward import mask_is_known, model_inputs, to
 from plumbing.loading import context_length, fast_at_bfloat16
+from plumbing.stopping import StopSearch, StopStrings
 
 
 class Decoder:
     """A batch of B rows that grows by a token per `step`, with its KV cache.
 
-    Rows that have drawn EOS are dropped on the way: `rows` (R,) says which of the B rows are left.
+    Rows that have ended are dropped on the way: `rows` (R,) says which of the B rows are left.
     static: tensors of one shape for every token, as a CUDA graph needs; default: on CUDA. Raises
     InputError where the model's context has no room for max_new_tokens after the prompts.
     """
@@ -42,6 +43,7 @@ class Decoder:
         eos_token_ids: list[int],
         bf16: bool = False,
         static: bool | None = None,
+        stops: StopStrings | None = None,
     ) -> None:
         num_rows, length = prompt_ids.shape
         limit, capacity = context_length(model), length + max_new_tokens
@@ -57,7 +59,8 @@ class Decoder:
         self.static = can_be_static(model) and on_cuda if static is None else static
         self.static_step: StaticStep | None = None
         self.rows = torch.arange(num_rows, device=self.device)
-        self.running = torch.ones_like(self.rows, dtype=torch.bool)  # (R,) has drawn no EOS yet
+        self.running = torch.ones_like(self.rows, dtype=torch.bool)  # (R,) has not ended yet
+        self.stop_search = stops and StopSearch(stops, prompt_ids, prompt_mask, eos_token_ids)
         not_drawn = prompt_mask.new_zeros(num_rows, max_new_tokens)
         seen = torch.cat([prompt_mask, not_drawn], dim=1).bool()
         self.mask = to(self.device, seen)  # (R, P+T)
@@ -83,10 +86,14 @@ class Decoder:
         """
         self.num_drawn += 1
         self.running &= ~torch.isin(drawn, self.eos)
+        if self.stop_search is not None:
+            self.stop_search.note(drawn)
         if self.num_drawn == self.max_new_tokens:
             return None
         # To count the running rows is to wait for the device: on a GPU only at every eighth token.
         if self.device.type == "cpu" or self.num_drawn % 8 == 0:
+            if self.stop_search is not None:
+                self.running &= ~to(self.device, self.stop_search.look(self.rows))
             num_running = int(self.running.sum())
             if num_running == 0:
                 return None
@@ -97,6 +104,15 @@ class Decoder:
             return self.static_step(drawn, self.mask, length - 1)
         with mask_is_known(no_padding=False):
             return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
+
+    def until_stop(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """At the end: mask (B, T) up to the first stop string, and which rows have one (B,)."""
+        if self.stop_search is None:
+            return mask, torch.zeros_like(mask[:, 0])
+        if self.stop_search.recent:
+            self.stop_search.look(self.rows)
+        stopped = [row in self.stop_search.ends for row in range(len(mask))]
+        return self.stop_search.cut(mask), to(self.device, torch.tensor(stopped))
 
     def _drop_ended(self, drawn: Tensor, num_running: int) -> Tensor:
         """Drop rows that have ended, if they are enough; `drawn` of the rows that are left."""

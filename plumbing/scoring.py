@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from plumbing.errors import InputError, first_line
 from plumbing.forward import on_cpu
 from plumbing.loading import context_length, eos_token_ids
 from plumbing.prompts import Prompt
+from plumbing.stopping import StopStrings, text_after
 
 # Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
 # the model doesn't know: a pad token that was added to the tokenizer alone.
@@ -78,25 +80,24 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "bf16": getattr(config, "bf16", False),  # only runs have the flag
+        "stops": StopStrings(tokenizer, config.stop) if config.stop else None,
     }
 
 
-def decode(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
-    """The text of each completion, B strings, without EOS and padding.
-
-    Decoded together with its prompt: SentencePiece tokenizers drop the space in front of the first
-    word of what they decode.
-    """
+def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> list[str]:
+    """The text of each completion, B strings, without EOS and padding, with its stop string."""
     rollout, length = on_cpu(rollout), rollout.completion_mask.shape[1]
-    num_tokens = (rollout.completion_mask.sum(1) - rollout.finished.long()).tolist()
+    num_tokens = rollout.completion_mask.sum(1).tolist()
     texts = []
-    for row, real, n in zip(rollout.tokens, rollout.attention_mask, num_tokens, strict=True):
-        prompt, completion = row[:-length][real[:-length]].tolist(), row[-length:][:n].tolist()
-        before = tokenizer.decode(prompt, skip_special_tokens=True)
-        text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
-        if not text.startswith(before):  # a character whose bytes begin in the prompt
-            before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
-        texts.append(text[len(before) :])
+    for row, real, n, finished in zip(
+        rollout.tokens, rollout.attention_mask, num_tokens, rollout.finished.tolist(), strict=True
+    ):
+        prompt, ids = row[:-length][real[:-length]].tolist(), row[-length:][:n].tolist()
+        text = text_after(tokenizer, prompt, ids[:-1] if finished else ids)
+        if finished and stop:  # by EOS, which is no text, or by the end of a stop string
+            whole = text_after(tokenizer, prompt, ids)
+            text = whole if any(string in whole for string in stop) else text
+        texts.append(text)
     return texts
 
 
@@ -108,7 +109,7 @@ def score(
     The rewards are added with their weights. One that is None is left out of the sum; where all
     are, the score is NaN.
     """
-    texts = decode(tokenizer, rollout)
+    texts = decode(tokenizer, rollout, task.stop)
     tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
     ids = [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
     num_generations = len(texts) // len(rows)

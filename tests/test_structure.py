@@ -16,6 +16,7 @@ FLOORS = [
     ["plumbing.forward"],
     ["plumbing.loading"],
     ["plumbing.config"],
+    ["plumbing.stopping"],
     ["plumbing.decoding"],
     ["plumbing.prompts", "plumbing.words"],
     ["plumbing.answers"],
