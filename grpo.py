@@ -35,6 +35,7 @@ from common import (
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task
+from plumbing.extras import overlong_penalty, replace_flat_groups, sampler_weighted
 from plumbing.forward import completion_logprobs, micro_batches, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
@@ -56,6 +57,8 @@ class Config(RunConfig):
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "sequence: GSPO")
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
     cispo_bound: float = flag(5.0, "largest weight of a token, for loss_type cispo")
+    dynamic_sampling: int = flag(0, "rounds in which flat groups are replaced by other prompts")
+    overlong_buffer: int = flag(0, "tokens before the longest over which a penalty rises to 1")
     mask_truncated_completions: bool = flag(False, "no gradient from completions without EOS")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
@@ -115,12 +118,13 @@ def grpo_loss(
 ) -> tuple[Tensor, Tensor]:
     """The share of these rows in the loss of the whole minibatch, and where the clip decides it.
 
-    logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
-    minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)). Raises ValueError.
+    logprobs, old_logprobs and mask (B, T), advantages (B,) or of each token (B, T). num_rows counts
+    the rows of the whole minibatch (default: these rows): with it the shares of micro-batches of
+    any size add up to the exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)).
+    Raises ValueError.
     """
     # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
-    mask, A = mask.bool(), advantages.unsqueeze(1)
+    mask, A = mask.bool(), advantages.view(len(advantages), -1)
     logprobs = logprobs.masked_fill(~mask, 0)
     ratio = importance_ratio(logprobs, old_logprobs, mask, importance_sampling_level)  # (B, T)
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
@@ -179,6 +183,7 @@ def main(args: list[str] | None = None) -> None:
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
     in_rollout = forward | {"max_rows": max_rows}
+    forward["entropy_grad"] = config.entropy_coef > 0  # an entropy bonus is off by default
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
@@ -207,10 +212,15 @@ def main(args: list[str] | None = None) -> None:
             rollout = sample(
                 policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
             )
-            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 2. Score the text of each completion. A reward that is None is NaN here.
             scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
+            if config.dynamic_sampling > 0:  # [3] eq. 11: other prompts for the flat groups
+                drawn = (prompts, rollout, scores, texts)
+                (prompts, rollout, scores, texts), dropped = replace_flat_groups(run, step, drawn)
+                metrics |= dropped
+            scores = scores + overlong_penalty(rollout, config.overlong_buffer)  # [3] eq. 13
+            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
@@ -232,8 +242,8 @@ def main(args: list[str] | None = None) -> None:
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
-            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
-            advantages = to(device, advantages)
+            has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
+            advantages = to(device, advantages).unsqueeze(1)  # (B, 1)
             warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
             learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
             for settings in optimizer.param_groups:
@@ -242,24 +252,23 @@ def main(args: list[str] | None = None) -> None:
             mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
+                num_tokens = mask[to(device, mini_batch)].sum().clamp(min=1)
+                counts = {"num_rows": len(mini_batch), "num_tokens": num_tokens}
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
+                    # Decoding rounds otherwise than the training forward, which a weight mends.
+                    A = sampler_weighted(advantages[rows], old, part, m, config.importance_cap)
 
+                    ref_rows = None if ref_logprobs is None else ref_logprobs[rows]
                     loss, clipped = grpo_loss(
-                        logprobs,
-                        old,
-                        advantages[rows],
-                        m,
-                        ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-                        num_rows=len(mini_batch),
-                        num_tokens=mask[to(device, mini_batch)].sum(),
-                        **loss_options,
+                        logprobs, old, A, m, ref_logprobs=ref_rows, **counts, **loss_options
                     )
-                    loss.backward()
+                    bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
+                    (loss - bonus).backward()
 
                     ratio = importance_ratio(logprobs, old, m, config.importance_sampling_level)
                     meter.add_share("loss/policy_avg", loss)

@@ -45,6 +45,7 @@ from common import (
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task, value_backbone
 from plumbing.errors import InputError
+from plumbing.extras import sampler_weighted
 from plumbing.forward import completion_logprobs, completion_values, micro_batches, on_cpu, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, explained_variance, step_metrics
@@ -159,6 +160,7 @@ def main(args: list[str] | None = None) -> None:
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
     in_rollout = forward | {"max_rows": max_rows}
+    forward["entropy_grad"] = config.entropy_coef > 0  # an entropy bonus is off by default
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
@@ -187,13 +189,13 @@ def main(args: list[str] | None = None) -> None:
             rollout = sample(
                 policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
             )
-            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 2. Score the text of each completion.
             scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
             if scores.isnan().any():
                 raise InputError("a reward is None, and PPO needs one for every row")
             scores = scores - config.missing_eos_penalty * ~on_cpu(rollout).finished
+            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 3. Values, and log-probs under the policy that sampled and under the reference. They
             #    come from the training forward, not from decoding: so the ratio is 1 before the
@@ -244,11 +246,14 @@ def main(args: list[str] | None = None) -> None:
 
                     # The clipped surrogate of the policy, and the clipped error of the values:
                     # means over the tokens, not over the rows. So long rows weigh more.
-                    pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
+                    # Decoding rounds otherwise than the training forward, which a weight mends.
+                    A = sampler_weighted(advantages[rows], old, part, m, config.importance_cap)
+                    pg, clipped = policy_loss(logprobs, old, A, config.clip_range)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value
                     )
-                    loss = ((pg + config.vf_coef * vf) * m).sum() / num_tokens
+                    loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [1] eq. 9
+                    loss = (loss * m).sum() / num_tokens
                     loss.backward()
 
                     # How far the policy has moved, and how often a clip was active.

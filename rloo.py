@@ -32,6 +32,7 @@ from common import (
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task
+from plumbing.extras import sampler_weighted
 from plumbing.forward import completion_logprobs, micro_batches, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
@@ -141,6 +142,7 @@ def main(args: list[str] | None = None) -> None:
     max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
     forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
     in_rollout = forward | {"max_rows": max_rows}
+    forward["entropy_grad"] = config.entropy_coef > 0  # an entropy bonus is off by default
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
@@ -169,10 +171,10 @@ def main(args: list[str] | None = None) -> None:
             rollout = sample(
                 policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
             )
-            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 2. Score the text of each completion. A reward that is None is NaN here.
             scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
+            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
@@ -197,7 +199,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
-            has_gradient = (advantages != 0) | (config.kl_coef > 0)  # (B,) the others are left out
+            has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
             advantages = to(device, advantages)
             warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
             learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
@@ -207,22 +209,21 @@ def main(args: list[str] | None = None) -> None:
             mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
             meter = Meter()
             for mini_batch in mini_batches:
+                num_tokens = mask[to(device, mini_batch)].sum().clamp(min=1)
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
+                    # Decoding rounds otherwise than the training forward, which a weight mends.
+                    A = sampler_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     loss, clipped = rloo_loss(
-                        logprobs,
-                        old,
-                        advantages[rows],
-                        m,
-                        num_rows=len(mini_batch),
-                        **loss_options,
+                        logprobs, old, A, m, num_rows=len(mini_batch), **loss_options
                     )
-                    loss.backward()
+                    bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
+                    (loss - bonus).backward()
 
                     ratio = policy_ratio((logprobs - old).sum(1))  # (rows,)
                     meter.add_share("loss/policy_avg", loss)

@@ -120,6 +120,10 @@ class RunConfig(TaskConfig):
         ByModel(tiny=None, other=1024), "most tokens per forward pass, padding included"
     )
     clip_range: float = _update(0.2, "epsilon of the ratio clip")
+    entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token")
+    importance_cap: float | None = _update(
+        None, "weigh tokens by policy / sampler, at most this: for bf16 decoding; default: off"
+    )
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
     lora_r: int = _update(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
@@ -144,6 +148,7 @@ class RunConfig(TaskConfig):
         ByModel(tiny=30, other=20), "steps between evaluations on held-out prompts"
     )
     num_eval_prompts: int = _run(ByModel(tiny=1024, other=24), "held-out prompts per evaluation")
+    eval_generations: int = _run(1, "completions per held-out prompt, K, for pass@1 and pass@K")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -261,10 +266,13 @@ def _boolean(text: str) -> bool:
 ABOVE_0 = """
 num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size
 learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range
-clip_range_high clip_range_value max_grad_norm eval_every save_every sample_every num_eval_prompts
+clip_range_high clip_range_value importance_cap max_grad_norm eval_every save_every sample_every
+num_eval_prompts eval_generations
 """.split()
 LOWEST = {"num_prompts": 2, "cispo_bound": 1}
-LOWEST |= dict.fromkeys(["kl_coef", "vf_coef", "lora_r", "warmup_steps"], 0)
+LOWEST |= dict.fromkeys(
+    "kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer".split(), 0
+)
 
 
 def check_numbers(config: TaskConfig) -> None:
@@ -293,6 +301,11 @@ def check_groups(config: TaskConfig) -> None:
     if group < smallest:
         why = "a completion is compared with the others of its prompt"
         raise InputError(f"--num_generations {group}: must be {smallest} or more, {why}")
+    most = getattr(config, "rollout_batch_size", math.inf)
+    for name in ("num_generations", "eval_generations"):
+        if most < (count := getattr(config, name, 0)):
+            why = f"must hold the {count} completions of a prompt ({name})"
+            raise InputError(f"--rollout_batch_size {most}: {why}")
     if not isinstance(config, RunConfig):
         return
     clip_to = getattr(config, "reward_clip_range", [])
@@ -301,9 +314,9 @@ def check_groups(config: TaskConfig) -> None:
     if getattr(config, "loss_type", "") == "cispo" and config.clip_range_high is not None:
         why = "for loss_type cispo there is no clip, and --cispo_bound bounds the ratio itself"
         raise InputError(f"--clip_range_high {config.clip_range_high}: {why}")
-    if (most := config.rollout_batch_size) < group:
-        why = f"must hold the {group} completions of a prompt (num_generations)"
-        raise InputError(f"--rollout_batch_size {most}: {why}")
+    if (buffer := getattr(config, "overlong_buffer", 0)) > config.max_new_tokens:
+        fault = f"is longer than the longest completion, --max_new_tokens {config.max_new_tokens}"
+        raise InputError(f"--overlong_buffer {buffer}: {fault}")
     batch, parts = config.prompts_per_step * group, config.num_mini_batches
     if batch % parts:
         below = max(n for n in range(1, parts + 1) if batch % n == 0)

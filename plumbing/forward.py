@@ -30,12 +30,13 @@ def completion_logprobs(
     max_rows: int | None = None,
     max_tokens: int | None = None,
     bf16: bool = False,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature: (B, T).
 
-    The pair (log-probs with gradient, entropies without), 0 off the mask. The logits are divided by
-    the temperature because the tokens were drawn from that distribution. `max_rows` and
-    `max_tokens` limit a forward pass, see micro_batches; bf16 runs it under autocast.
+    The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask. The
+    logits are divided by the temperature because the tokens were drawn from that distribution.
+    `max_rows` and `max_tokens` limit a forward pass, see micro_batches; bf16: under autocast.
     """
     batches = micro_batches(rollout, max_rows=max_rows, max_tokens=max_tokens)
     found = []
@@ -48,7 +49,8 @@ def completion_logprobs(
             row, column = (to(hidden.device, x) for x in mask.nonzero(as_tuple=True))
             tokens = part.tokens[:, -mask.shape[1] :][row, column]  # (n,)
             hidden = hidden[row, column]  # (n, D)
-            scores = _score_in_chunks(base_model(model), hidden, tokens, temperature)  # (2, n)
+            options = (temperature, entropy_grad)
+            scores = _score_in_chunks(base_model(model), hidden, tokens, *options)  # (2, n)
             padded = scores.new_zeros(2, *mask.shape)
             padded[:, row, column] = scores
             found.append(padded)
@@ -263,7 +265,7 @@ def _repeat_cache_rows(cache: DynamicCache, which: Tensor) -> None:
 
 
 def _score_in_chunks(
-    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float
+    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
 ) -> Tensor:
     """Log-probs and entropies (2, n) of tokens (n,) from last hidden states (n, D).
 
@@ -275,7 +277,7 @@ def _score_in_chunks(
     size = max(1, (CHUNK * 16 if on_cuda else CHUNK) // vocab_size)  # tokens
     chunks = []
     for some_hidden, some_tokens in zip(hidden.split(size), tokens.split(size), strict=True):
-        scored = (model, some_hidden, some_tokens, temperature)
+        scored = (model, some_hidden, some_tokens, temperature, entropy_grad)
         if torch.is_grad_enabled() and len(tokens) > size:
             options = {"use_reentrant": False, "preserve_rng_state": False}
             chunks.append(checkpoint(_score_tokens, *scored, **options))
@@ -285,12 +287,13 @@ def _score_in_chunks(
 
 
 def _score_tokens(
-    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float
+    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
 ) -> Tensor:
-    """Log-probs and entropies (2, n), the entropies without gradient."""
+    """Log-probs and entropies (2, n), the entropies without gradient unless `entropy_grad`."""
     logits = at_least_float32(logits_from(model, hidden))  # (n, V)
     logits = logits if temperature == 1 else logits / temperature
-    return torch.stack([token_logprobs(logits, tokens), token_entropy(logits.detach())])
+    entropy = token_entropy(logits if entropy_grad else logits.detach())
+    return torch.stack([token_logprobs(logits, tokens), entropy])
 
 
 def logits_from(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import Rollout, masked_mean
+from common import Rollout, kl_estimate, masked_mean
 from plumbing.errors import Fault
 from plumbing.forward import on_cpu, to
 
@@ -72,12 +72,18 @@ class Meter:
         where = mask if ratio.dim() == 2 else None
         self.add("policy/clipfrac_avg", clipped, where)
         self.add("val/ratio", ratio, where)
+        # Decoding may round otherwise than the training forward: KL(sampler || old policy).
+        sampled = rollout.logprobs[rows]
+        self.add("val/sampler_kl", kl_estimate(sampled, old_logprobs, "k3"), mask)
+        self.add_largest("val/sampler_max_dev", (sampled - old_logprobs).abs(), mask)
         if self.first_mini_batch:
-            deviation = (ratio.detach() - 1).abs()
-            deviation = deviation if where is None else deviation.masked_fill(~where, 0)
-            name, largest = "val/ratio_max_dev_first", deviation.max()
-            self.sums[name] = torch.maximum(self.sums.get(name, largest), largest).float()
-            self.counts[name] = torch.ones_like(largest)
+            self.add_largest("val/ratio_max_dev_first", (ratio - 1).abs(), where)
+
+    def add_largest(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
+        """Add the elements of x, 0 or more, where mask is True: the metric is the largest."""
+        largest = (x if mask is None else x.masked_fill(~mask, 0)).detach().max().float()
+        self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
+        self.counts[name] = torch.ones_like(largest)
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
         """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite."""
@@ -89,7 +95,7 @@ class Meter:
         self.shares, self.first_mini_batch = {}, False
 
     def results(self) -> dict[str, float]:
-        """The mean under each name, the maximum for val/ratio_max_dev_first; 0 of nothing."""
+        """The mean under each name, or the largest; 0 of nothing."""
         # One transfer: each one waits until the device has done all its work.
         pairs = [torch.stack([x, self.counts[name].float()]) for name, x in self.sums.items()]
         numbers = torch.stack(pairs).tolist()

@@ -35,11 +35,10 @@ from plumbing import checkpoints, trackers
 from plumbing.curves import draw
 from plumbing.data import Task
 from plumbing.errors import Fault, InputError, first_line
+from plumbing.evaluation import evaluate, headline
 from plumbing.loading import keep_freed_memory
 from plumbing.metrics import progress, warnings_about
 from plumbing.prompts import text_of
-from plumbing.scoring import encode_prompts, score, verify
-from sampling import generate
 
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
 FILES = ("metrics", "samples")  # .jsonl
@@ -170,18 +169,17 @@ class Run:
     def show(self, step: int, rows: list[dict], texts: list[str], scores: Tensor) -> None:
         """Every `sample_every` steps: record the completions of a step, and print a few."""
         if step % self.config.sample_every == 0:
-            rows = [row for row in rows for _ in range(len(texts) // len(rows))]
             title, file = "samples from training", self.files["samples"]
             _record(file, step, "train", title, rows, texts, scores.tolist())
 
     def evaluate(self, step: int) -> dict[str, float | None]:
         """Evaluate the policy on the held-out prompts, record the samples, print a few."""
         rows = self.task.heldout[: self.config.num_eval_prompts]
-        metrics, texts, scores = _complete(self, rows)
+        metrics, texts, scores = evaluate(
+            self.config, self.policy, self.tokenizer, self.task, self.sampling, rows
+        )
         self.first_metrics = self.first_metrics or metrics
-        title = _compared(step, metrics, self.first_metrics, "eval/reward")
-        if metrics["eval/accuracy"] not in (None, metrics["eval/reward"]):
-            title += "; " + _compared(step, metrics, self.first_metrics, "eval/accuracy")
+        title = headline(step, metrics, self.first_metrics, self.config.eval_generations)
         _record(self.files["samples"], step, "heldout", title, rows, texts, scores)
         value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
         if self.config.save_best and value is not None and value > self.best:
@@ -316,43 +314,11 @@ def _finite(x: float | None) -> float | None:
     return x if x is None or math.isfinite(x) else None
 
 
-def _complete(run: Run, rows: list[dict]) -> tuple[dict[str, float | None], list, list]:
-    """Complete each prompt, sampled and greedily: (metrics, sampled texts, their scores)."""
-    metrics, samples = {}, []
-    config, device = run.config, run.policy.device
-    for kind, options in (("", {}), ("_greedy", {"top_k": 1})):
-        # The random numbers are the same every time and not those of training: two evaluations
-        # differ by the policy alone, and evaluating more often changes no run.
-        generator = torch.Generator(device).manual_seed(config.seed + 1)
-        options = run.sampling | {"generator": generator} | options
-        scores, texts = [], []
-        for start in range(0, len(rows), config.rollout_batch_size):
-            part = rows[start : start + config.rollout_batch_size]  # as wide as its longest prompt
-            rollout = generate(run.policy, *encode_prompts(run.tokenizer, part), **options)
-            part_scores, part_texts = score(run.task, part, rollout, run.tokenizer)
-            scores, texts = scores + part_scores.tolist(), texts + part_texts
-        samples.append((texts, scores))
-        known = [value for value in scores if not math.isnan(value)]
-        metrics |= {
-            f"eval/reward{kind}": sum(known) / len(known) if known else None,
-            f"eval/accuracy{kind}": verify(run.task, rows, texts),
-        }
-    return metrics, *samples[0]
-
-
-def _compared(step: int, metrics: dict[str, float], first: dict[str, float], name: str) -> str:
-    """A metric sampled and greedy, each beside what it was before the training."""
-    parts = []
-    for key, title in ((name, name), (f"{name}_greedy", "greedy")):
-        now, was = ("unknown" if x[key] is None else f"{x[key]:.3f}" for x in (metrics, first))
-        parts.append(f"{title} {now}" + (f" (was {was})" if step > 0 else ""))
-    return ", ".join(parts)
-
-
 def _record(
     file: BinaryIO, step: int, split: str, title: str, rows: list, texts: list, scores: list
 ) -> None:
-    """Append completions to samples.jsonl; print the title and the first four."""
+    """Append the G completions of each row to samples.jsonl; print the title and the first four."""
+    rows = [row for row in rows for _ in range(len(texts) // len(rows))]
     records, lines = [], [f"step {step}: {title}"]
     for row, text, value in zip(rows, texts, scores, strict=True):
         sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}

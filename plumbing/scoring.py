@@ -109,9 +109,7 @@ def score(
     The rewards are added with their weights. One that is None is left out of the sum; where all
     are, the score is NaN.
     """
-    texts = decode(tokenizer, rollout, task.stop)
-    tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
-    ids = [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
+    texts, ids = decode(tokenizer, rollout, task.stop), completion_ids(rollout)
     num_generations = len(texts) // len(rows)
     rows = [row for row in rows for _ in range(num_generations)]
     columns = [_call_reward(reward, rows, texts, ids) for reward in task.rewards]
@@ -120,12 +118,22 @@ def score(
     return total.masked_fill(scores.isnan().all(dim=1), math.nan), texts
 
 
-def verify(task: Task, rows: list[dict], texts: list[str]) -> float | None:
-    """The share of completions that the task's verifier calls right; None if it has none."""
+def verify(task: Task, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
+    """What the verifier says of G completions for each of N prompts: (N, G), NaN for None; None if
+    the task has no verifier.
+    """
     if task.verifier is None:
         return None
-    rows = [row for row in rows for _ in range(len(texts) // len(rows))]
-    return _call_reward(task.verifier, rows, texts, [None] * len(rows)).mean().item()
+    num_generations = len(texts) // len(rows)
+    rows = [row for row in rows for _ in range(num_generations)]
+    right = _call_reward(task.verifier, rows, texts, completion_ids(rollout))
+    return right.view(-1, num_generations)
+
+
+def completion_ids(rollout: Rollout) -> list[list[int]]:
+    """The token ids of each completion, EOS included."""
+    tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
+    return [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
 
 
 def _call_reward(reward: RewardFunction, rows: list[dict], texts: list[str], ids: list) -> Tensor:

@@ -69,6 +69,7 @@ def test_the_defaults_of_the_embedded_model_are_for_that_name_alone():
 
 OF_THE_UPDATE = dict(warmup_steps=10, max_grad_norm=1.0, clip_range=0.2, temperature=1.0)
 OFTEN = dict(digits=2, lora_r=0, seed=0, save_every=50, sample_every=50)
+OFTEN |= dict(entropy_coef=0.0, eval_generations=1)
 SIZES = {
     "tiny": dict(
         max_new_tokens=5, rollout_batch_size=256, micro_batch_size=256, num_eval_prompts=1024
@@ -89,10 +90,12 @@ DEFAULTS = {  # by hand: every figure of the pages was measured with these
     | dict(eval_every=20, num_mini_batches=1),
     ("grpo", "tiny"): ONCE
     | dict(num_steps=180, prompts_per_step=32, kl_coef=0.01, learning_rate=8e-4)
-    | dict(eval_every=30, num_generations=8, cispo_bound=5.0),
+    | dict(eval_every=30, num_generations=8, cispo_bound=5.0)
+    | dict(dynamic_sampling=0, overlong_buffer=0),
     ("grpo", "other"): ONCE
     | dict(num_steps=40, prompts_per_step=4, kl_coef=0.04, learning_rate=2e-5)
-    | dict(eval_every=20, num_generations=8, cispo_bound=5.0),
+    | dict(eval_every=20, num_generations=8, cispo_bound=5.0)
+    | dict(dynamic_sampling=0, overlong_buffer=0),
     ("rloo", "tiny"): ONCE
     | dict(num_steps=180, prompts_per_step=64, kl_coef=0.02, learning_rate=8e-4)
     | dict(eval_every=30, num_generations=4),

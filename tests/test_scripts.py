@@ -226,7 +226,9 @@ def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(
     for leave_out in (True, False):
 
         def spy(rollout, mini_batch, wanted, leave_out=leave_out, **limits):
-            parts = original(rollout, mini_batch, wanted if leave_out else None, **limits)
+            if wanted is not None and not leave_out:
+                wanted.fill_(True)  # in place: nothing else may depend on it
+            parts = original(rollout, mini_batch, wanted, **limits)
             rows.append(sum(len(r) for r, _ in parts))
             return parts
 

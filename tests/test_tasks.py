@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, make_rollout, save_model, small_gpt2
+from conftest import EOS, byte_tokenizer, make_rollout, save_model, small_gpt2
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     GPT2Config,
@@ -471,7 +471,7 @@ def test_answers_that_are_not_sums_need_a_reward_of_their_own(tmp_path):
         load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
     config.reward = [f"{file}:one"]
     task = load_task(config, TASKS, REWARDS, byte_tokenizer(), torch.device("cpu"))
-    assert verify(task, task.heldout, ["12"]) is None
+    assert verify(task, task.heldout, ["12"], make_rollout([[1]], [[2]])) is None
 
 
 def test_any_whole_number_is_an_answer_to_a_sum_and_nothing_else_is():
@@ -493,12 +493,18 @@ def test_the_verifier_judges_the_prompts_of_its_task_whatever_the_reward_and_no_
     assert verifier(reward=["brevity"], **of_its_own) is None, "it isn't made for these prompts"
 
 
-def test_verify_is_the_share_of_right_answers_and_none_without_a_verifier():
+def test_verify_gives_the_verdicts_on_each_prompt_and_none_without_a_verifier():
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
-    assert verify(Task([], [], [], [], numeric_match), rows, ["2", "2"]) == 0.5
+    four = make_rollout([[1]] * 4, [[2, EOS], [3], [4, EOS], [5, 6]])
+    judge = Task([], [], [], [], numeric_match)
+    assert verify(judge, rows, ["2", "2"], four[torch.tensor([0, 1])]).tolist() == [[1], [0]]
     # Several completions of a prompt are consecutive.
-    assert verify(Task([], [], [], [], numeric_match), rows, ["2", "2", "3", "3"]) == 1
-    assert verify(Task([], [], [], []), rows, ["2", "2"]) is None
+    assert verify(judge, rows, ["2", "1", "3", "3"], four).tolist() == [[1, 0], [1, 1]]
+    assert verify(Task([], [], [], []), rows, ["2", "2"], four) is None
+    ids = []
+    spy = Task([], [], [], [], lambda completion_ids: ids.extend(completion_ids) or [1.0] * 4)
+    verify(spy, rows, [""] * 4, four)
+    assert ids == [[2, EOS], [3], [4, EOS], [5, 6]]
 
 
 # --- Reward model ---
