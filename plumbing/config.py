@@ -75,13 +75,9 @@ class TaskConfig:
     subset: str | None = _job(None, "of a dataset: its configuration, main say")
     split: str = _job("train", "of a dataset")
     prompt_column: str = _job("prompt", "the column that holds the prompts")
-    prompt_template: str | None = _job(None, "text or file with {prompt} and other columns in it")
-    system_prompt: str | None = _job(
-        None, "text or file; makes chat messages of prompts that are text, '' without a system one"
-    )
-    eval_prompts: str | None = _job(
-        None, "held-out prompts; default: a tenth of those given, or eval_split"
-    )
+    prompt_template: str | None = _job(None, "text or file, with {prompt} and other columns")
+    system_prompt: str | None = _job(None, "text or file; makes chat messages of text, '' too")
+    eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth, or eval_split")
     eval_split: str | None = _job(None, "of eval_prompts, or else of prompts")
     reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
     reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
@@ -121,9 +117,7 @@ class RunConfig(TaskConfig):
     )
     clip_range: float = _update(0.2, "epsilon of the ratio clip")
     entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token")
-    importance_cap: float | None = _update(
-        None, "weigh tokens by policy / sampler, at most this: for bf16 decoding; default: off"
-    )
+    importance_cap: float | None = _update(None, "highest weight policy / sampler of a token")
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
     lora_r: int = _update(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")

@@ -1,6 +1,7 @@
 """Every flag reaches the place where it acts: another value leaves another run behind."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ CHANGES = {
     "reward": (SHARED, "reward.py:share_of_a", {}),
     "reward_weights": (SHARED, "2.0", {}),
     "reward_model": (SHARED, "judge", {}),
+    "prompt_column": (SHARED, "other", {}),
+    "prompt_template": (SHARED, "b {prompt}", {}),
+    "system_prompt": (SHARED, "a b", {"model": "chat"}),
+    "eval_prompts": (SHARED, "prompts.jsonl", {}),
+    "verifier": (SHARED, "reward.py:share_of_a", {}),
+    "stop": (SHARED, ["a", "b"], {"max_new_tokens": 12}),
     "num_generations": (SHARED, 2, {"prompts_per_step": 4}),
     "max_new_tokens": (SHARED, 3, {}),
     "temperature": (SHARED, 1.3, {}),
@@ -45,6 +52,11 @@ CHANGES = {
     "sample_every": (SHARED, 1, {}),
     "eval_every": (SHARED, 1, {}),
     "num_eval_prompts": (SHARED, 1, {}),
+    "eval_generations": (SHARED, 3, {}),
+    "entropy_coef": (SHARED, 0.5, {}),
+    "importance_cap": (SHARED, 1.0, {"bf16": "true"}),
+    "dynamic_sampling": ("grpo", 2, {"reward": "reward.py:rarely"}),
+    "overlong_buffer": ("grpo", 3, {}),
     "kl_estimator": ("ppo", "k3", {"kl_coef": 0.7}),
     "missing_eos_penalty": ("ppo", 2.0, {}),
     "whiten_rewards": ("ppo", "true", {}),
@@ -66,7 +78,9 @@ SAME = {
     "task": "prompts of one's own take its place: test_tasks.py",
     "digits": "of the task add alone: test_tasks.py",
     "prompts": "read by every run here; their columns: test_tasks.py",
-    "split": "of a dataset alone: test_tasks.py",
+    "split": "of a dataset alone: test_prompts.py",
+    "subset": "of a dataset alone: test_prompts.py",
+    "eval_split": "of a dataset alone: test_prompts.py",
     "device": "test_pretended_cuda.py: the same to the bit",
     "rollout_batch_size": "memory and speed: test_scripts.py",
     "micro_batch_size": "memory and speed: test_scripts.py",
@@ -101,6 +115,14 @@ def folders(tmp_path: Path) -> Path:
         pad_token_id=0, bos_token_id=None, eos_token_id=19,
     )  # fmt: skip
     torch.manual_seed(0)
+    chat = letter_tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    save_model(tmp_path / "chat", small_llama(0.1, vocab_size=20), chat)
+    with (tmp_path / "reward.py").open("a") as file:
+        file.write("\ndef rarely(completions):\n    return [len(c) > 4 for c in completions]\n")
+    rows = [json.loads(x) for x in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    rows = [row | {"other": row["prompt"] + " a"} for row in rows]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     save_model(tmp_path / "judge", GPT2ForSequenceClassification(config), letter_tokenizer())
     return tmp_path
 

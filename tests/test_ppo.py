@@ -155,7 +155,7 @@ def test_more_padding_on_the_right_changes_no_advantage_no_loss_and_no_metric():
             meter.add(name, x, mask)
         return [((pg + 0.1 * vf) * mask).sum().item(), *meter.results().values()]
 
-    assert len(update(0)) == 9 and update(0) == pytest.approx(update(5), rel=1e-5)
+    assert len(update(0)) == 11 and update(0) == pytest.approx(update(5), rel=1e-5)
 
 
 # --- The loop ---

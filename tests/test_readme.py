@@ -12,7 +12,7 @@ from conftest import byte_tokenizer, save_model, small_gpt2
 import grpo
 import ppo
 import rloo
-from tools import fit, inspect_reward, plot
+from tools import evaluate, fit, inspect_reward, plot
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -20,9 +20,11 @@ PAGES = README + (REPOSITORY / "docs" / "running.md").read_text(encoding="utf-8"
 MAINS = {
     "ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "plot": plot.main,
     "inspect_reward": inspect_reward.main, "fit": fit.main,
+    "evaluate": evaluate.main,
 }  # fmt: skip
 SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 2 --max_new_tokens 4".split()
-SAYS = {"inspect_reward": "scores: mean", "fit": "80 GB"}
+SAYS = {"inspect_reward": "scores: mean", "fit": "80 GB", "evaluate": "2 prompts: eval/reward"}
+EVALUATE = "--num_eval_prompts 2 --max_new_tokens 4".split()
 INSPECT = "--num_prompts 2 --num_generations 2 --max_new_tokens 4".split()
 
 
@@ -58,7 +60,9 @@ def test_each_command_runs(command, tmp_path, monkeypatch, capsys):
     if script == "plot":
         ppo.main(SHORT)
         flags = [str(path) for flag in flags for path in tmp_path.glob(flag)]
-    more = {"plot": [], "inspect_reward": INSPECT, "fit": []}.get(script, SHORT)
+    more = {"plot": [], "inspect_reward": INSPECT, "fit": [], "evaluate": EVALUATE}.get(
+        script, SHORT
+    )
     MAINS[script]([*flags, *more])
     if script in SAYS:
         assert SAYS[script] in capsys.readouterr().out

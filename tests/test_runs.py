@@ -29,7 +29,7 @@ import grpo
 import plumbing.scoring
 import ppo
 import rloo
-from plumbing import loading, runs
+from plumbing import evaluation, loading, runs
 from plumbing.config import HEADINGS, ByModel, RunConfig, flag, parse_flags
 from plumbing.errors import Fault, InputError, first_line, optional_library
 from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer, pick_device
@@ -698,7 +698,7 @@ def test_samples_from_training_are_recorded_whole_and_a_few_are_printed(make_job
 def test_the_best_model_is_kept_where_asked_for(make_job, monkeypatch):
     evaluate = runs.Run.evaluate
     values = iter([0.1, 0.0, 0.7, 0.0, 0.3, 0.0, 0.2, 0.0])  # sampled, greedy
-    monkeypatch.setattr(runs, "verify", lambda *args: next(values))
+    monkeypatch.setattr(evaluation, "verify", lambda *args: torch.tensor([[next(values)]]).double())
     kept = []
 
     def spy(self, step):
@@ -708,7 +708,8 @@ def test_the_best_model_is_kept_where_asked_for(make_job, monkeypatch):
 
     monkeypatch.setattr(runs.Run, "evaluate", spy)
     job = make_job(grpo)
-    job(num_steps=3, eval_every=1, save_best="true", learning_rate=1e-2)
+    verifier = f"{job.folder.parent}/reward.py:spread"  # is not called
+    job(num_steps=3, eval_every=1, save_best="true", learning_rate=1e-2, verifier=verifier)
     saved = AutoModelForCausalLM.from_pretrained(job.folder / "model")
     found = dict(saved.named_parameters())
     for index, weights in enumerate(kept):

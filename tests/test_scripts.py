@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import ppo
 import rloo
-from plumbing import decoding, forward, runs
+from plumbing import decoding, evaluation, forward
 from plumbing.config import RunConfig, documentation, parse_flags
 from plumbing.errors import Fault, InputError
 
@@ -170,7 +170,7 @@ def test_evaluations_repeat_their_random_numbers_and_share_none_with_training(jo
 
         monkeypatch.setattr(module, function, spy)
 
-    watch(runs, "generate", seeds["evaluation"])
+    watch(evaluation, "sample", seeds["evaluation"])
     watch(job.script, "sample", seeds["training"])
     job(num_steps=2, eval_every=1)
     assert len(seeds["evaluation"]) == 2 * 3 and len(set(seeds["evaluation"])) == 1

@@ -35,7 +35,7 @@ CONFIGS = {"grpo": grpo.Config, "rloo": rloo.Config}
 
 # Our flag: the field of GRPOConfig and RLOOConfig. outgrow.md is checked against these dicts.
 SAME_NAME = """num_generations temperature reward_weights scale_rewards reward_clip_range seed bf16
-normalize_advantages learning_rate warmup_steps loss_type importance_sampling_level
+normalize_advantages learning_rate warmup_steps loss_type importance_sampling_level entropy_coef
 mask_truncated_completions max_grad_norm disable_dropout gradient_checkpointing
 output_dir""".split()
 FIELDS = {name: name for name in SAME_NAME} | {
@@ -47,14 +47,19 @@ FIELDS = {name: name for name in SAME_NAME} | {
     "cispo_bound": "epsilon_high",
     "compile": "torch_compile", "device": "use_cpu", "tensorboard": "report_to",
     "wandb": "report_to", "save_every": "save_steps", "eval_every": "eval_steps",
+    "eval_generations": "num_generations_eval",
 }  # fmt: skip
-ARGUMENTS = dict.fromkeys("task digits prompts split".split(), "train_dataset")  # of the trainer
+ARGUMENTS = dict.fromkeys(  # of the trainer
+    "task digits prompts subset split prompt_column prompt_template system_prompt".split(),
+    "train_dataset",
+)
+ARGUMENTS |= dict.fromkeys(["eval_prompts", "eval_split"], "eval_dataset")
 ARGUMENTS |= {"model": "model", "lora_r": "model", "num_eval_prompts": "eval_dataset"}
-ARGUMENTS |= {"reward": "reward_funcs", "reward_model": "reward_funcs"}
+ARGUMENTS |= dict.fromkeys(["reward", "reward_model", "overlong_buffer"], "reward_funcs")
+NOT_THERE = ["stop", "importance_cap", "dynamic_sampling"]  # refused where they are set
 FIXED = {  # what has no flag here and another default there
     "shuffle_dataset": False, "eval_strategy": "steps", "eval_on_start": True, "logging_steps": 1,
-    "num_generations_eval": 1, "save_total_limit": 1, "use_bias_correction_kl": False,
-    "adam_beta2": 0.95,
+    "save_total_limit": 1, "use_bias_correction_kl": False, "adam_beta2": 0.95,
 }  # fmt: skip
 
 
@@ -67,6 +72,15 @@ def config_of(folder: Path) -> tuple[str, Any]:
         return script, CONFIGS[script](**settings)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{folder}/config.json can't be read ({first_line(e)})") from e
+
+
+def check_flags(script: str, config: Any) -> None:
+    """Check that TRL has what is asked for. Raises InputError."""
+    names = [*NOT_THERE, "entropy_coef"] if script == "rloo" else NOT_THERE
+    for name in names:
+        if value := vars(config).get(name):
+            kind = script.upper()
+            raise InputError(f"--{name} {value}: TRL's {kind} has nothing like it")
 
 
 def check_task(config: Any, policy: PreTrainedModel, task: Task, lengths: set[int]) -> None:
@@ -113,6 +127,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--max_steps", type=int, help="optimiser steps, not as many as the run has")
     options = parser.parse_args(args)
     script, config = config_of(options.run)
+    check_flags(script, config)
     try:
         trl = importlib.import_module("trl")
         table = importlib.import_module("datasets").Dataset.from_list
@@ -125,6 +140,9 @@ def main(args: list[str] | None = None) -> None:
     check_prompts(config, policy, tokenizer, task)
     lengths = {len(prompt_tokens(tokenizer, row["prompt"])) for row in task.train}
     check_task(config, policy, task, lengths)
+    if buffer := vars(config).get("overlong_buffer"):
+        penalty = trl.rewards.get_soft_overlong_punishment(config.max_new_tokens, buffer)
+        task.rewards, task.weights = [*task.rewards, penalty], [*task.weights, 1.0]
 
     updates = config.num_epochs * config.num_mini_batches  # per rollout
     max_steps = options.max_steps or config.num_steps * updates
