@@ -35,7 +35,7 @@ from common import (
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task
-from plumbing.extras import overlong_penalty, replace_flat_groups, sampler_weighted
+from plumbing.extras import overlong_penalty, replace_flat_groups, token_weighted
 from plumbing.forward import completion_logprobs, micro_batches, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
@@ -243,7 +243,7 @@ def main(args: list[str] | None = None) -> None:
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
             #    step each. The learning rate rises over the first steps, then falls linearly.
             has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
-            advantages = to(device, advantages).unsqueeze(1)  # (B, 1)
+            advantages = to(device, advantages)
             warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
             learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
             for settings in optimizer.param_groups:
@@ -261,7 +261,7 @@ def main(args: list[str] | None = None) -> None:
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
                     # Decoding rounds otherwise than the training forward, which a weight mends.
-                    A = sampler_weighted(advantages[rows], old, part, m, config.importance_cap)
+                    A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     ref_rows = None if ref_logprobs is None else ref_logprobs[rows]
                     loss, clipped = grpo_loss(

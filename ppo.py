@@ -45,7 +45,7 @@ from common import (
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task, value_backbone
 from plumbing.errors import InputError
-from plumbing.extras import sampler_weighted
+from plumbing.extras import token_weighted
 from plumbing.forward import completion_logprobs, completion_values, micro_batches, on_cpu, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, explained_variance, step_metrics
@@ -247,7 +247,7 @@ def main(args: list[str] | None = None) -> None:
                     # The clipped surrogate of the policy, and the clipped error of the values:
                     # means over the tokens, not over the rows. So long rows weigh more.
                     # Decoding rounds otherwise than the training forward, which a weight mends.
-                    A = sampler_weighted(advantages[rows], old, part, m, config.importance_cap)
+                    A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
                     pg, clipped = policy_loss(logprobs, old, A, config.clip_range)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value

@@ -32,7 +32,7 @@ from common import (
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task
-from plumbing.extras import sampler_weighted
+from plumbing.extras import sequence_weighted
 from plumbing.forward import completion_logprobs, micro_batches, to
 from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
@@ -217,7 +217,7 @@ def main(args: list[str] | None = None) -> None:
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
                     # Decoding rounds otherwise than the training forward, which a weight mends.
-                    A = sampler_weighted(advantages[rows], old, part, m, config.importance_cap)
+                    A = sequence_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     loss, clipped = rloo_loss(
                         logprobs, old, A, m, num_rows=len(mini_batch), **loss_options

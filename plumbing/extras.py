@@ -18,22 +18,36 @@ from sampling import concatenate, sample
 Drawn = tuple[list[dict], Rollout, Tensor, list[str]]  # prompts, rollout, scores, texts
 
 
-def sampler_weighted(
+def token_weighted(
     advantages: Tensor, old_logprobs: Tensor, rollout: Rollout, mask: Tensor, cap: float | None
 ) -> Tensor:
-    """Advantages times min(pi_old / pi_sampler, cap), without gradient; as they are if cap is None.
+    """Advantages times min(pi_old / pi_sampler, cap) of each token, without gradient: (B, T); the
+    advantages, (B,) or (B, T), as they are if cap is None.
 
     Truncated importance sampling, Yao et al. 2025 ("Your efficient RL framework secretly brings you
     off-policy RL training"): tokens are drawn from a rounded copy of the policy. A surrogate
     max(-A rho, -A clip(rho)) of the advantages A w is that of A, times w > 0. old_logprobs and mask
-    (B, T). Of advantages (B, 1) or (B, T) each token has its weight: (B, T). Of advantages (B,) the
-    completion is one action, with one weight: (B,).
+    (B, T).
     """
     if cap is None:
         return advantages
-    log_ratio = (old_logprobs - rollout.logprobs).detach().masked_fill(~mask.bool(), 0)
-    log_ratio = log_ratio.sum(1) if advantages.dim() == 1 else log_ratio
+    log_ratio = _log_ratio(old_logprobs, rollout, mask)
+    return advantages.view(len(advantages), -1) * log_ratio.exp().clamp(max=cap)
+
+
+def sequence_weighted(
+    advantages: Tensor, old_logprobs: Tensor, rollout: Rollout, mask: Tensor, cap: float | None
+) -> Tensor:
+    """As token_weighted where the completion is one action: advantages (B,) -> (B,)."""
+    if cap is None:
+        return advantages
+    log_ratio = _log_ratio(old_logprobs, rollout, mask).sum(1)
     return advantages * log_ratio.exp().clamp(max=cap)
+
+
+def _log_ratio(old_logprobs: Tensor, rollout: Rollout, mask: Tensor) -> Tensor:
+    """log pi_old / pi_sampler (B, T), 0 off the mask, without gradient."""
+    return (old_logprobs - rollout.logprobs).detach().masked_fill(~mask.bool(), 0)
 
 
 def overlong_penalty(rollout: Rollout, buffer: int) -> Tensor | float:

@@ -13,7 +13,7 @@ import ppo
 import rloo
 from common import token_entropy
 from grpo import grpo_loss
-from plumbing.extras import overlong_penalty, replace_flat_groups, sampler_weighted
+from plumbing.extras import overlong_penalty, replace_flat_groups, sequence_weighted, token_weighted
 from plumbing.forward import completion_logprobs
 from plumbing.metrics import Meter
 from ppo import policy_loss
@@ -36,24 +36,25 @@ def test_the_weight_is_the_ratio_to_the_sampler_up_to_the_cap():
     rollout.logprobs = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, 9.0]])
     old = -1 + torch.tensor([[1.0, 2.0, 4.0], [0.5, 0.5, 7.0]]).log()
     mask = rollout.completion_mask
-    tokens = sampler_weighted(torch.tensor([[2.0], [-1.0]]), old, rollout, mask, 3.0)
+    tokens = token_weighted(torch.tensor([2.0, -1.0]), old, rollout, mask, 3.0)
     assert torch.allclose(tokens[mask], torch.tensor([2.0, 4.0, 6.0, -0.5, -0.5]))
-    per_token = sampler_weighted(torch.ones(2, 3), old, rollout, mask, 3.0)
+    per_token = token_weighted(torch.ones(2, 3), old, rollout, mask, 3.0)
     assert torch.allclose(per_token[mask], torch.tensor([1.0, 2.0, 3.0, 0.5, 0.5]))
     # A completion as one action: 1 * 2 * 4 is capped at 3, and 0.5 * 0.5 is not.
-    whole = sampler_weighted(torch.tensor([2.0, -1.0]), old, rollout, mask, 3.0)
+    whole = sequence_weighted(torch.tensor([2.0, -1.0]), old, rollout, mask, 3.0)
     assert torch.allclose(whole, torch.tensor([6.0, -0.25]))
 
 
 def test_without_a_cap_the_advantages_are_the_same_object():
     advantages = torch.ones(6)
-    assert sampler_weighted(advantages, None, None, None, None) is advantages
+    for weighted in (token_weighted, sequence_weighted):
+        assert weighted(advantages, None, None, None, None) is advantages
 
 
 def test_the_weight_has_no_gradient_and_a_huge_one_is_the_cap():
     rollout = make_rollout([[1]], [[5, 6]])
     old = torch.tensor([[300.0, 0.0]], requires_grad=True)
-    found = sampler_weighted(torch.ones(1, 1), old, rollout, rollout.completion_mask, 2.0)
+    found = token_weighted(torch.ones(1), old, rollout, rollout.completion_mask, 2.0)
     assert found.tolist() == [[2.0, 1.0]] and not found.requires_grad
 
 

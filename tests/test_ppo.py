@@ -1,5 +1,6 @@
 """PPO: its rewards, its losses, and what its loop alone does, on small models."""
 
+import json
 import math
 
 import pytest
@@ -12,7 +13,8 @@ from conftest import (
     save_model,
     small_gpt2,
 )
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from tokenizers import Tokenizer
+from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
 import ppo
 from common import gae, masked_whiten, policy_ratio
@@ -225,9 +227,16 @@ def test_the_value_model_can_start_from_a_reward_model_that_shares_the_tokens(jo
     assert [value_model.head.in_features for value_model in built] == [16]
     with pytest.raises(InputError, match="needs --reward_model"):
         job(value_init="reward_model")
-    save_model(tmp_path / "rm", model, byte_tokenizer())
-    with pytest.raises(InputError, match="vocabulary"):
-        job(**flags)
+    exchanged = json.loads(letter_tokenizer().backend_tokenizer.to_str())
+    ids = exchanged["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    exchanged = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(exchanged)), eos_token="<eos>"
+    )
+    for other in (byte_tokenizer(), exchanged):  # of another size, and of the same
+        save_model(tmp_path / "rm", model, other)
+        with pytest.raises(InputError, match="vocabulary"):
+            job(**flags)
 
 
 def keep(results: list, function):

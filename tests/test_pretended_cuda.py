@@ -33,7 +33,6 @@ def train(script: str, folder: Path, *flags: str) -> tuple[list[dict], str]:
     SCRIPTS[script].main([*SMALL, *flags, "--output_dir", str(folder)])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Decoding rounds otherwise in tensors of one shape: the log-probs as drawn differ by that.
-    assert all(line.get("val/sampler_kl", 0) < 1e-9 for line in lines) or "--bf16" in flags
     left_out = (*MEASURED, "val/sampler")
     lines = [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
     return lines, (folder / "samples.jsonl").read_text()

@@ -1,6 +1,7 @@
 """Flags, faults, metrics and files: what a user of the command line meets."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
+    GPT2LMHeadModel,
     GPT2Model,
     MambaConfig,
     RwkvConfig,
@@ -270,6 +272,22 @@ def test_a_model_whose_weights_are_not_finite_is_refused(capsys, tmp_path):
     folder = save_model(tmp_path / "nan", model, byte_tokenizer())
     args = ["--model", folder, "--output_dir", str(tmp_path / "run")]
     assert "can't be used, its weights are not finite" in fails(args, 2, capsys)
+
+
+def test_a_model_that_makes_its_logits_in_an_unknown_way_is_refused(monkeypatch):
+    """The log-probs that train would not be the model's."""
+    forward = GPT2LMHeadModel.forward
+
+    @functools.wraps(forward)  # its arguments are looked at
+    def doubled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+    assert loading._fault_of_forward(small_gpt2().eval()) is None
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", doubled)
+    fault = loading._fault_of_forward(small_gpt2().eval())
+    assert fault == "can't be used, its last layer makes logits in an unknown way"
 
 
 def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):

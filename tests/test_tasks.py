@@ -651,6 +651,10 @@ def test_numbers_of_17_digits_are_compared_exactly():
     assert REWARDS["numeric_match"](texts, answer=[texts[0]] * 2) == [1.0, 0.0]
 
 
+def test_an_answer_may_have_commas():
+    assert REWARDS["numeric_match"](["1024", "24"], answer=["1,024", "1,024"]) == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("name", "columns", "expected"),
     [
