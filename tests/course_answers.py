@@ -853,7 +853,8 @@ LOOPS = {
         "torch.randperm(B, generator=shuffler) for _": "torch.randperm(len(mask)) for _",
         "config.learning_rate * warmup * (1 - step / config.num_steps)":
             "warmup * config.learning_rate * (config.num_steps - step) / config.num_steps",
-        "num_tokens=mask[to(device, mini_batch)].sum()": "num_tokens=int(mask[mini_batch].sum())",
+        "num_tokens = mask[to(device, mini_batch)].sum().clamp(min=1)":
+            "num_tokens = max(1, int(mask[mini_batch].sum()))",
     },
     "grpo_loop__old_log_probs_once_more": {
         "old = logprobs.detach() if single_update else old_logprobs[rows]":
@@ -895,8 +896,8 @@ WRONG = [
     ("ppo_loop", "gae(rewards, old_values, mask, config.gamma, config.lam)", "gae(rewards, old_values, mask, config.lam, config.gamma)", "gamma for lambda"),
     ("ppo_loop", "masked_whiten(rewards, mask, shift_mean=False)", "masked_whiten(rewards, mask)", "rewards whitened with their mean"),
     ("ppo_loop", "shape_rewards(to(device, scores), kl, mask, config.kl_coef)", "shape_rewards(to(device, scores), kl, mask, 0.05)", "a coefficient of the reader's own"),
-    ("grpo_loop", "loss.backward()", "(loss / len(mini_batch)).backward()", "the loss divided once more"),
-    ("grpo_loop", "**loss_options,", "**(loss_options | {'max_new_tokens': mask.shape[1] + 1}),", "another constant handed in"),
+    ("grpo_loop", "(loss - bonus).backward()", "(loss / len(mini_batch)).backward()", "the loss divided once more"),
+    ("grpo_loop", "**loss_options", "**(loss_options | {'max_new_tokens': mask.shape[1] + 1})", "another constant handed in"),
     ("grpo_loop", "orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]", "orders = [torch.randperm(B, generator=shuffler)]", "one epoch whatever was asked for"),
     ("grpo_loop", "m = mask[rows]", "m = rollout.completion_mask[rows]", "truncated rows stay in the loss"),
     ("grpo_loop", "torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "torch.tensor(1.0)", "the gradient is not clipped"),
