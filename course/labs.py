@@ -47,7 +47,7 @@ HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperat
 # standard deviations of 5 runs, times sqrt(1 + 1/5), 99 times in 100.
 T_99 = 4.604
 SHARES = {"accuracy", "accuracy_first", "greedy", "lowest", "flat", "truncated", "clipfrac"}
-SHARES |= {"clip_first"}
+SHARES |= {"clip_first", "pass_at_8"}
 
 
 @dataclass
@@ -86,6 +86,11 @@ def nines(completions: list[str], **columns: object) -> list[float]:
 def short(completions: list[str], **columns: object) -> list[float]:
     """1 for no text at all, 1/2 for one character, and so on: end early."""
     return [1 / (1 + len(text)) for text in completions]
+
+
+def long(completions: list[str], **columns: object) -> list[float]:
+    """A twelfth for each character: go on as long as you can."""
+    return [len(text) / 12 for text in completions]
 
 
 # --- Mistakes, and what else no flag asks for ---
@@ -503,6 +508,58 @@ EXPERIMENTS = {
         ["accuracy_first", "accuracy", "length", "clipfrac"],
         "length/mean",
     ),
+    "dynamic_sampling": Experiment(
+        5,
+        "DAPO replaces groups of equal rewards by those of other prompts. Is that more than"
+        " sampling as many completions, of 11 prompts a step?",
+        [
+            Variant("8 prompts", "grpo", GROUPS),
+            Variant("8 prompts, replaced", "grpo", f"{GROUPS} --dynamic_sampling 2"),
+            Variant("11 prompts", "grpo", GROUPS.replace("per_step 8", "per_step 11")),
+        ],
+        ["sampled", "flat", "grad_norm", "accuracy"],
+    ),
+    "overlong": Experiment(
+        5,
+        "The reward pays for length, up to the limit of 12 tokens. What does DAPO's soft penalty"
+        " over the last 6 change?",
+        [
+            Variant(
+                label,
+                "grpo",
+                f"{GROUPS} {REWARD}:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0 {flags}",
+            )
+            for label, flags in (("no penalty", ""), ("penalty", "--overlong_buffer 6"))
+        ],
+        ["length_first", "length", "truncated"],
+        "length/mean",
+    ),
+    "entropy_bonus": Experiment(
+        5,
+        "Entropy falls as the policy becomes sure. What does a bonus for it keep, and what does it"
+        " cost? (Without a KL; pass@8 on held-out sums.)",
+        [
+            Variant(
+                f"{coef}",
+                "grpo",
+                f"{GROUPS} --kl_coef 0 --eval_generations 8 --entropy_coef {coef}",
+            )
+            for coef in (0, 0.01, 0.1)
+        ],
+        ["entropy", "accuracy", "pass_at_8"],
+        "policy/entropy_avg",
+    ),
+    "importance_cap": Experiment(
+        5,
+        "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
+        " and does a weight on its tokens mend what is learnt?",
+        [
+            Variant("float32", "rloo", GROUPS),
+            Variant("bfloat16", "rloo", f"{GROUPS} --bf16 true"),
+            Variant("bfloat16, cap 2", "rloo", f"{GROUPS} --bf16 true --importance_cap 2"),
+        ],
+        ["sampler_kl", "sampler_dev", "accuracy"],
+    ),
 }
 
 
@@ -514,6 +571,8 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         values = [line[name] for line in steps[-5:] if line.get(name) is not None]
         return statistics.mean(values) if values else None
 
+    group = round(steps[0]["episode"] / 8)  # completions of a prompt, where a step has 8 of them
+    dropped = group * sum(line.get("reward/groups_dropped", 0) for line in steps)
     found = {
         "accuracy": last["eval/accuracy"],
         "accuracy_first": steps[0]["eval/accuracy"],
@@ -534,6 +593,10 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "grad_norm": statistics.mean(line["grad_norm"] for line in steps),
         "explained": late("val/explained_variance"),
         "flat": late("reward/frac_flat_groups"),
+        "pass_at_8": last.get("eval/pass_at_k"),
+        "sampler_kl": statistics.mean(line["val/sampler_kl"] for line in steps),
+        "sampler_dev": max(line["val/sampler_max_dev"] for line in steps),
+        "sampled": steps[-1]["episode"] + dropped,  # completions
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -14,6 +14,7 @@ from test_trl_parity import PlainSGD
 import grpo
 import rloo
 from plumbing.config import ByModel, parse_flags
+from plumbing.errors import InputError
 from plumbing.loading import load_policy
 from tools import outgrow
 
@@ -73,6 +74,54 @@ def test_the_bound_of_cispo_and_the_upper_clip_have_one_name_in_trl():
         config = parse_flags(grpo.Config, "", [*flags.split(), "--device", "cpu"])
         fields = outgrow.fields_of(config, Path("run"), [1.0], longest=10, max_steps=9)
         assert fields["epsilon_high"] == bound
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "value"),
+    [
+        (grpo, "stop", ["a"]), (grpo, "dynamic_sampling", 2), (grpo, "importance_cap", 2.0),
+        (rloo, "entropy_coef", 0.1), (rloo, "stop", ["a"]),
+    ],
+)  # fmt: skip
+def test_what_trl_has_not_is_refused_and_not_left_out(script, flag, value):
+    name = script.__name__
+    config = parse_flags(script.Config, "", ["--device", "cpu"])
+    outgrow.check_flags(name, config)
+    setattr(config, flag, value)
+    with pytest.raises(InputError, match=f"--{flag} .*: TRL's {name.upper()} has nothing like it"):
+        outgrow.check_flags(name, config)
+
+
+def test_the_entropy_bonus_and_the_completions_of_an_evaluation_are_fields_there():
+    flags = "--entropy_coef 0.1 --eval_generations 3 --device cpu"
+    config = parse_flags(grpo.Config, "", flags.split())
+    outgrow.check_flags("grpo", config)
+    fields = outgrow.fields_of(config, Path("run"), [1.0], longest=10, max_steps=9)
+    assert (fields["entropy_coef"], fields["num_generations_eval"]) == (0.1, 3)
+
+
+def test_the_length_penalty_is_a_reward_there(make_job, monkeypatch):
+    given = []
+
+    class Recorder:
+        def __init__(self, policy, rewards, fields, rows, heldout, processing_class):
+            given.extend([[r.__name__ for r in rewards], fields.reward_weights])
+
+        train = save_model = lambda self, *args: None
+
+    job = make_job(grpo)
+    job(overlong_buffer=3, reward_weights=0.5)
+    settings = json.loads((job.folder / "config.json").read_text())
+    settings["prompts"] = same_length(job.folder.parent)
+    (job.folder / "config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(trl, "GRPOTrainer", Recorder)
+    outgrow.main([str(job.folder), "--max_steps", "1"])
+    assert given == [["spread", "soft_overlong_punishment_reward"], [0.5, 1.0]]
+
+
+def same_length(folder: Path) -> str:
+    (folder / "same.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in "abcdehno"))
+    return str(folder / "same.jsonl")
 
 
 def test_the_prompts_of_a_last_rollout_that_is_not_used_up_are_there_too(make_job, monkeypatch):

@@ -25,11 +25,13 @@ import grpo
 import rloo
 from common import Rollout, importance_ratio
 from grpo import group_advantages, grpo_loss
+from plumbing.extras import overlong_penalty
 from plumbing.forward import completion_logprobs
 from rloo import rloo_advantages, rloo_loss
 
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
 datasets = pytest.importorskip("datasets")
+from trl.rewards import get_soft_overlong_punishment  # noqa: E402
 
 pytestmark = pytest.mark.slow
 EOS, T, TEMPERATURE = 19, 5, 0.7
@@ -278,6 +280,12 @@ def test_the_advantages_of_rloo_are_those_of_trl(rewards, clip, normalised, kl_c
     compare(f"advantages: rloo, {name}", [ours], [theirs])
 
 
+def test_the_length_penalty_is_that_of_trl():
+    for buffer in (1, 2, 5):
+        theirs = [torch.tensor(get_soft_overlong_punishment(T, buffer)(COMPLETIONS))]
+        compare(f"length penalty, {buffer} of {T}", [overlong_penalty(ROLLOUT, buffer)], theirs)
+
+
 # --- Whole steps ---
 
 
@@ -309,6 +317,12 @@ STEPS = {
         grpo,
         {"importance_sampling_level": "sequence"},
         {"importance_sampling_level": "sequence"},
+    ),
+    "grpo, entropy bonus": (grpo, {"entropy_coef": 0.5}, {"entropy_coef": 0.5}),
+    "dapo, entropy bonus": (
+        grpo,
+        {"loss_type": "dapo", "entropy_coef": 0.5},
+        {"loss_type": "dapo", "entropy_coef": 0.5},
     ),
     "rloo": (rloo, {}, {}),
     "rloo, normalised": (rloo, {"normalize_advantages": True}, {"normalize_advantages": True}),

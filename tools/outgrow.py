@@ -141,7 +141,8 @@ def main(args: list[str] | None = None) -> None:
     lengths = {len(prompt_tokens(tokenizer, row["prompt"])) for row in task.train}
     check_task(config, policy, task, lengths)
     if buffer := vars(config).get("overlong_buffer"):
-        penalty = trl.rewards.get_soft_overlong_punishment(config.max_new_tokens, buffer)
+        rewards = importlib.import_module("trl.rewards")
+        penalty = rewards.get_soft_overlong_punishment(config.max_new_tokens, buffer)
         task.rewards, task.weights = [*task.rewards, penalty], [*task.weights, 1.0]
 
     updates = config.num_epochs * config.num_mini_batches  # per rollout
