@@ -558,7 +558,7 @@ EXPERIMENTS = {
             Variant("bfloat16", "rloo", f"{GROUPS} --bf16 true"),
             Variant("bfloat16, cap 2", "rloo", f"{GROUPS} --bf16 true --importance_cap 2"),
         ],
-        ["sampler_kl", "sampler_dev", "accuracy"],
+        ["sampler_kl_x1000", "sampler_dev", "accuracy"],
     ),
 }
 
@@ -594,7 +594,7 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "explained": late("val/explained_variance"),
         "flat": late("reward/frac_flat_groups"),
         "pass_at_8": last.get("eval/pass_at_k"),
-        "sampler_kl": statistics.mean(line["val/sampler_kl"] for line in steps),
+        "sampler_kl_x1000": 1000 * statistics.mean(line["val/sampler_kl"] for line in steps),
         "sampler_dev": max(line["val/sampler_max_dev"] for line in steps),
         "sampled": steps[-1]["episode"] + dropped,  # completions
     }
