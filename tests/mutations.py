@@ -641,7 +641,8 @@ def can_be_planted(file: str, text: str, replacement: str) -> bool:
 
 def earlier() -> dict[tuple[str, str], str]:
     """What the table has: {(file or pitfall test, bug): test that caught it, or yes or no}."""
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    page = TABLE.read_text() if TABLE.exists() else ""
+    lines = page.partition("\n## ")[0].splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     return {(first, bug): result for first, bug, result in cells}
 
