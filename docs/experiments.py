@@ -30,8 +30,8 @@ last step, at the temperature of the run (about 0.44 before the first step at te
 `accuracy_first` where it is another). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and
 `explained` are means of the last five steps, names that end in `_first` and `ratio_dev` are of step
 0, `lowest` is the lowest reward of a step, `kl_largest` the largest KL, `sampler_dev` the largest
-deviation and `sampled` the number of completions, dropped ones included; the others are means of all
-steps. [metrics.md](metrics.md) has the definitions."""
+deviation and `sampled` the number of completions, dropped ones included; the others are means of
+all steps. [metrics.md](metrics.md) has the definitions."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
