@@ -49,11 +49,11 @@ from transformers import PreTrainedModel
 class Rollout:
     """B sampled completions: P prompt positions, padded on the left, then T of the completion."""
 
-    tokens: Tensor  # (B, P+T) prompt and completion; pad_token_id after the first EOS
+    tokens: Tensor  # (B, P+T) prompt and completion; pad_token_id after the end
     attention_mask: Tensor  # (B, P+T) bool: False at padding on either side
-    completion_mask: Tensor  # (B, T) bool: True up to and including the first EOS
+    completion_mask: Tensor  # (B, T) bool: True up to the end, EOS included
     logprobs: Tensor  # (B, T) as drawn, 0 off the mask; step 3 of the loops computes its own
-    finished: Tensor  # (B,) bool: ended with EOS, not at the length limit
+    finished: Tensor  # (B,) bool: ended by EOS or a stop string, not at the limit
 
     def __getitem__(self, rows: Tensor | slice) -> Rollout:
         """The given rows of every field."""

@@ -59,7 +59,7 @@ class Config(RunConfig):
     cispo_bound: float = flag(5.0, "largest weight of a token, for loss_type cispo")
     dynamic_sampling: int = flag(0, "rounds in which flat groups are replaced by other prompts")
     overlong_buffer: int = flag(0, "tokens before the longest over which a penalty rises to 1")
-    mask_truncated_completions: bool = flag(False, "no gradient from completions without EOS")
+    mask_truncated_completions: bool = flag(False, "no gradient from completions that are cut")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int = flag(ByModel(tiny=180, other=40))
@@ -215,7 +215,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 2. Score the text of each completion. A reward that is None is NaN here.
             scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
-            if config.dynamic_sampling > 0:  # [3] eq. 11: other prompts for the flat groups
+            if config.dynamic_sampling > 0:  # [3] eq. 11: sample other prompts for flat groups
                 drawn = (prompts, rollout, scores, texts)
                 (prompts, rollout, scores, texts), dropped = replace_flat_groups(run, step, drawn)
                 metrics |= dropped
@@ -260,7 +260,7 @@ def main(args: list[str] | None = None) -> None:
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
-                    # Decoding rounds otherwise than the training forward, which a weight mends.
+                    # --importance_cap gives each a weight, policy / sampler; by default none has.
                     A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     ref_rows = None if ref_logprobs is None else ref_logprobs[rows]

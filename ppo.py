@@ -13,10 +13,10 @@ clip_range, eps_v is clip_range_value.
   ratio       rho_t = pi(y_t) / pi_old(y_t)
   pg          max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps))                     [2] eq. 7
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
-  loss        mean of pg + vf_coef vf over the tokens of a minibatch
+  loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-Left out: the entropy bonus of [2] eq. 9, and the pretraining term of InstructGPT, arXiv 2203.02155,
-eq. 2, which is this objective otherwise.
+entropy_coef is 0 unless it is given. Left out: the pretraining term of InstructGPT, arXiv
+2203.02155, eq. 2, which is this objective otherwise.
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
@@ -244,15 +244,15 @@ def main(args: list[str] | None = None) -> None:
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 
+                    # --importance_cap gives each a weight, policy / sampler; by default none has.
+                    A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
                     # The clipped surrogate of the policy, and the clipped error of the values:
                     # means over the tokens, not over the rows. So long rows weigh more.
-                    # Decoding rounds otherwise than the training forward, which a weight mends.
-                    A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
                     pg, clipped = policy_loss(logprobs, old, A, config.clip_range)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value
                     )
-                    loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [1] eq. 9
+                    loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
                     loss = (loss * m).sum() / num_tokens
                     loss.backward()
 

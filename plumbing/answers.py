@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from plumbing.errors import InputError
 from plumbing.prompts import text_of
 
+COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
 NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
-MARKED = re.compile(r"####[ \t]*([^\n]*)")
+MARKED = re.compile(r"(?<!#)####(?!#)[\s$*\\]*(-?[\s$\\]*\.?\d[\d,.{}]*)")  # a number, at once
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -23,12 +24,13 @@ def exact_match(completions: list, answer: list, **columns) -> list[float]:
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
-    texts = [re.sub(r"(?<=\d),(?=\d{3}\b)", "", text_of(c)) for c in completions]
+    texts = [re.sub(COMMA, "", text_of(c)) for c in completions]
     numbers = [re.findall(r"-?\d+(?:\.\d+)?", text) for text in texts]
-    return [
-        float(bool(n) and Decimal(n[-1]) == Decimal(str(a).replace(",", "")))
-        for n, a in zip(numbers, answer, strict=True)
-    ]
+    try:
+        expected = [Decimal(str(a).replace(",", "")) for a in answer]
+    except InvalidOperation as e:
+        raise InputError("the reward numeric_match needs a number as the answer of each row") from e
+    return [float(bool(n) and Decimal(n[-1]) == a) for n, a in zip(numbers, expected, strict=True)]
 
 
 def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
@@ -45,9 +47,9 @@ def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
 
 def gsm8k_strict(completions: list, answer: list[str], **columns) -> list[float]:
     """As gsm8k, but the completion must write its result as "#### 72"."""
-    marked = [MARKED.findall(text_of(c)) for c in completions]
+    marked = [_last_with_number(MARKED, text_of(c)) for c in completions]
     return [
-        float(bool(found) and _number(found[-1]) == _expected(a))
+        float(found is not None and _number(found) == _expected(a))
         for found, a in zip(marked, answer, strict=True)
     ]
 
@@ -65,15 +67,20 @@ def answer_form(completions: list, **columns) -> list[float]:
 def _final(text: str) -> str:
     """The part of a text that holds its result."""
     for pattern in (MARKED, BOXED):
-        if found := pattern.findall(text):
-            return found[-1]
+        if (found := _last_with_number(pattern, text)) is not None:
+            return found
     return text
+
+
+def _last_with_number(pattern: re.Pattern, text: str) -> str | None:
+    """The last match that holds a number."""
+    return next((x for x in reversed(pattern.findall(text)) if _number(x) is not None), None)
 
 
 def _plain(text: str) -> str:
     """Without the commas in numbers, which LaTeX writes as {,}, dollar signs and a last point."""
     text = text.replace("{,}", ",").replace("\\$", "").replace("$", "")
-    return re.sub(r"(?<=\d),(?=\d{3}\b)", "", text).strip().removesuffix(".")
+    return re.sub(COMMA, "", text).strip().removesuffix(".")
 
 
 def _number(text: str) -> Decimal | None:

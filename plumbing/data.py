@@ -141,12 +141,14 @@ def load_task(
     _load_prompts(config, task, has_own_reward, chat)
     if has_own_reward:
         task.rewards, task.weights = [load_reward(spec, rewards) for spec in config.reward], []
-        if config.prompts:
+        if config.prompts or config.eval_prompts:
             task.verifier = None  # made for the prompts of the task, not for these
     # A verifier of one's own, or a reward that is one; else that of the task.
     is_verifier = next((spec for spec in config.reward if spec in VERIFIERS), None)
     if config.verifier or is_verifier:
         task.verifier = load_reward(config.verifier or is_verifier, rewards, "--verifier")
+    for name in {*config.reward, config.verifier} & VERIFIERS.keys():
+        check_answers(VERIFIERS[name], task.train + task.heldout)
     if config.reward_model:
         task.reward_model = RewardModel(config.reward_model, device)
         task.rewards.append(task.reward_model)
@@ -174,10 +176,19 @@ def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> 
         raise InputError(f"{fault}; write the text into --prompt_template")
     if template is not None and not config.prompts:  # those of files are filled in as they are read
         _change_prompts(task, "", lambda row: in_template(template, row))
-    options = {"subset": config.subset, "column": config.prompt_column, "template": template}
+    for flag, is_set in (
+        ("subset", config.subset),
+        ("prompt_column", config.prompt_column != "prompt"),
+    ):
+        if is_set and not (config.prompts or config.eval_prompts):
+            value = getattr(config, flag)
+            raise InputError(f"--{flag} {value}: needs --prompts or --eval_prompts")
+    options = {"column": config.prompt_column, "template": template}
 
-    def read(name: str, split: str, flag: str) -> list[dict]:
-        rows = read_prompts(name, split, flag=flag, **options)
+    def read(name: str, split: str, flags: tuple[str, str]) -> list[dict]:
+        is_other_file = name != config.prompts and Path(name).is_file()
+        subset = None if is_other_file else config.subset
+        rows = read_prompts(name, split, subset, flags=flags, **options)
         faults = () if has_own_reward or task.row_fault is None else map(task.row_fault, rows)
         if fault := next(filter(None, faults), None):
             raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
@@ -190,12 +201,19 @@ def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> 
         fault = f"{heldout} is one file, and has no splits"
         raise InputError(f"--eval_split {config.eval_split}: {fault}; --eval_prompts takes another")
     if config.prompts:
-        rows = read(config.prompts, config.split, "--prompts")
+        rows = read(config.prompts, config.split, ("--prompts", "--split"))
         task.train, task.heldout = (rows, []) if heldout else split_prompts(rows)
     if heldout:
-        task.heldout = read(heldout, config.eval_split or "test", "--eval_prompts")
+        flag = "--eval_prompts" if config.eval_prompts else "--prompts"
+        task.heldout = read(heldout, config.eval_split or "test", (flag, "--eval_split"))
     if system is not None:
         _change_prompts(task, "--system_prompt: ", lambda row: after_system(system, row["prompt"]))
+
+
+def check_answers(verifier: RewardFunction, rows: list[dict]) -> None:
+    """Raise InputError now for an answer that the verifier can't read, not when its row is due."""
+    if all("answer" in row for row in rows):
+        verifier([""] * len(rows), answer=[row["answer"] for row in rows])
 
 
 def _change_prompts(task: Task, what: str, new_prompt: Callable[[dict], Prompt]) -> None:

@@ -44,13 +44,20 @@ def evaluate(
         samples.append((texts, scores))
         known = [value for value in scores if not math.isnan(value)]
         metrics[f"eval/reward{kind}"] = sum(known) / len(known) if known else None
-        right = None if task.verifier is None else torch.cat(right)  # (N, K)
+        right = _known(right) if task.verifier is not None else None  # (N, K)
         metrics[f"eval/accuracy{kind}"], error = mean_and_error(right)
         if not kind:
             metrics["eval/accuracy_se"] = error
             if K > 1:
                 metrics["eval/pass_at_k"] = None if right is None else pass_at_k(right, K)
     return metrics, *samples[0]
+
+
+def _known(right: list[Tensor]) -> Tensor | None:
+    """The verdicts (N, K) of prompts without a None among them; None where there are none."""
+    verdicts = torch.cat(right)
+    verdicts = verdicts[~verdicts.isnan().any(1)]
+    return verdicts if len(verdicts) else None
 
 
 def mean_and_error(right: Tensor | None) -> tuple[float | None, float | None]:

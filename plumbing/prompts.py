@@ -27,7 +27,7 @@ def read_prompts(
     *,
     column: str = "prompt",
     template: str | None = None,
-    flag: str = "--prompts",
+    flags: tuple[str, str] = ("--prompts", "--split"),
 ) -> list[dict]:
     """Rows from a file of JSON lines, or from what the library datasets reads: CSV and Parquet
     files, folders, datasets by name, of which `subset` and `split`. The key `prompt` of a row is
@@ -38,9 +38,9 @@ def read_prompts(
     if subset and not is_name:
         raise InputError(f"--subset {subset}: {path} is one file, and has no subsets")
     if is_name or suffix in (".csv", ".parquet"):
-        found, kind, remedy = _from_datasets(str(path), split, subset, flag), "row", ""
+        found, kind, remedy = _from_datasets(str(path), split, subset, flags), "row", ""
     else:
-        found, kind, remedy = _from_json_lines(path, flag), "line", f"; {ROW_FORMAT}"
+        found, kind, remedy = _from_json_lines(path, flags[0]), "line", f"; {ROW_FORMAT}"
     for number, row in found:
         try:
             rows.append(row | {"prompt": _prompt_of(row, column, template)})
@@ -66,24 +66,24 @@ def _from_json_lines(path: str | Path, flag: str) -> Iterator[tuple[int, object]
 
 
 def _from_datasets(
-    name: str, split: str | None, subset: str | None, flag: str
+    name: str, split: str | None, subset: str | None, flags: tuple[str, str]
 ) -> Iterator[tuple[int, object]]:
     remedy = "pip install datasets, or give a file of JSON lines"
-    datasets = optional_library("datasets", f"{flag} {name}: {remedy}")
+    datasets = optional_library("datasets", f"{flags[0]} {name}: {remedy}")
     datasets.disable_progress_bars()
     kind = Path(name).suffix[1:]
     if kind in ("csv", "parquet"):
         arguments, options, said = [kind], {"data_files": name, "split": "train"}, ""
     elif subset and Path(name, subset).is_dir():  # the hub's layout, without its README
         arguments, options = [str(Path(name, subset))], {"split": split}
-        said = f" --subset {subset} --split {split}"
+        said = f" --subset {subset} {flags[1]} {split}"
     else:
         arguments, options = [name, subset], {"split": split}
-        said = f" --subset {subset}" * bool(subset) + f" --split {split}"
+        said = f" --subset {subset}" * bool(subset) + f" {flags[1]} {split}"
     try:
         rows = datasets.load_dataset(*arguments, **options).to_list()
     except Exception as e:  # it raises anything, for a damaged file or without a network
-        raise InputError(f"{flag} {name}{said}: {first_line(e)}") from e
+        raise InputError(f"{flags[0]} {name}{said}: {first_line(e)}") from e
     return enumerate(rows, 1)
 
 
@@ -156,6 +156,8 @@ def text_or_file(value: str | None, flag: str) -> str | None:
     """What the file of this name holds, without its last line break; `value` if there is none."""
     try:
         if value is None or not Path(value).is_file():
+            if value is not None and re.fullmatch(r"\S+\.(txt|md|jinja)", value):
+                raise InputError(f"{flag} {value}: there is no such file")
             return value
     except (OSError, ValueError):  # too long for a name
         return value

@@ -73,14 +73,18 @@ def encode_prompts(tokenizer: Tokenizer, rows: list[dict]) -> tuple[Tensor, Tens
 
 def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """Arguments of generate: softmax(logits / temperature), with a generator seeded by the run."""
+    # A special token is no text: as a stop string it is another EOS.
+    special = {str(x): i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
+    ids = [special[string] for string in config.stop if string in special]
+    strings = [string for string in config.stop if string not in special]
     return {
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
-        "eos_token_ids": eos_token_ids(policy, tokenizer),
+        "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "bf16": getattr(config, "bf16", False),  # only runs have the flag
-        "stops": StopStrings(tokenizer, config.stop) if config.stop else None,
+        "stops": StopStrings(tokenizer, strings) if strings else None,
     }
 
 

@@ -76,6 +76,19 @@ def test_one_completion_has_no_pass_at_k_and_no_verifier_no_accuracy():
     assert metrics["eval/reward"] is not None
 
 
+def test_a_prompt_without_a_verdict_is_left_out_of_the_accuracy():
+    def now_and_then(prompts, completions, **columns):
+        return [None if p == "x" else float("a" in c) for p, c in zip(prompts, completions)]
+
+    _, texts, _ = evaluated(eval_generations=2)
+    metrics, *_ = evaluated(verifier=now_and_then, eval_generations=2)
+    right = torch.tensor([has_an_a([t])[0] for t in texts]).view(7, 2)[1:]  # "x" is the first
+    assert metrics["eval/accuracy"] == pytest.approx(right.mean().item())
+    assert metrics["eval/pass_at_k"] == pytest.approx(right.amax(1).mean().item())
+    metrics, *_ = evaluated(verifier=lambda completions, **columns: [None] * len(completions))
+    assert metrics["eval/accuracy"] is None and metrics["eval/reward"] is not None
+
+
 def test_every_prompt_is_completed_once_whatever_the_batches():
     whole, texts, _ = evaluated(rollout_batch_size=100)
     parts, in_parts, _ = evaluated(rollout_batch_size=3)
@@ -137,9 +150,14 @@ def test_the_tool_prints_what_a_run_logs_of_the_same_model(folder, capsys):
 
 def test_the_tool_doesnt_overwrite_what_it_has_written(folder):
     (folder / "out.jsonl").write_text("kept")
-    with pytest.raises(InputError, match=r"--output .*out.jsonl: can't be written \(File exists\)"):
+    with pytest.raises(InputError, match=r"--output .*out.jsonl: is there already"):
         tool.main(flags(folder, "--output", f"{folder}/out.jsonl"))
     assert (folder / "out.jsonl").read_text() == "kept"
+
+
+def test_completions_of_the_tool_are_eval_generations(folder):
+    with pytest.raises(InputError, match="--num_generations 8: of an evaluation they are --eval_g"):
+        tool.main(flags(folder, "--num_generations", "8"))
 
 
 def test_a_batch_must_hold_the_completions_of_a_prompt(folder):

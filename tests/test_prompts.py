@@ -87,8 +87,8 @@ def test_what_is_held_out_is_the_whole_of_eval_prompts_and_nothing_of_prompts(tm
 def test_eval_prompts_of_a_dataset_are_its_split_test_unless_another_one_is_named(monkeypatch):
     asked = []
 
-    def read(name, split, **options):
-        asked.append((name, split, options["subset"]))
+    def read(name, split, subset, **options):
+        asked.append((name, split, subset))
         return [{"prompt": "1", "answer": "1"}]
 
     monkeypatch.setattr("plumbing.data.read_prompts", read)
@@ -100,6 +100,22 @@ def test_eval_prompts_of_a_dataset_are_its_split_test_unless_another_one_is_name
         ("a/b", "train", None), ("a/b", "dev", None),
         ("c/d", "dev", None),
     ]  # fmt: skip
+
+
+def test_a_file_of_held_out_prompts_has_no_subset_whatever_the_dataset_has(tmp_path, monkeypatch):
+    test = write(tmp_path / "b.jsonl", [{"prompt": "x", "answer": "2"}])
+    asked = []
+    monkeypatch.setattr(
+        "plumbing.prompts._from_datasets",
+        lambda *given: asked.append(given) or [(1, {"prompt": "1", "answer": "1"})],
+    )
+    task = load(prompts="a/b", subset="main", eval_prompts=test)
+    assert task.heldout[0]["prompt"] == "x" and asked[0][:3] == ("a/b", "train", "main")
+
+
+def test_held_out_prompts_of_ones_own_are_not_judged_by_the_verifier_of_the_task(tmp_path):
+    test = write(tmp_path / "b.jsonl", [{"prompt": "x"}])
+    assert load(eval_prompts=test, reward=["brevity"]).verifier is None
 
 
 def test_rows_of_eval_prompts_need_the_answers_of_the_task_as_well(tmp_path):
@@ -122,6 +138,13 @@ def test_rows_of_eval_prompts_need_the_answers_of_the_task_as_well(tmp_path):
         ({"prompts": "a.jsonl", "prompt_template": "Solve it."}, "names no column"),
         ({"prompt_template": "{promt}:"}, "^--prompt_template: no column promt"),
         ({"prompts": "a.jsonl", "system_prompt": "Be brief."}, "no chat template; write the text"),
+        ({"subset": "main"}, "--subset main: needs --prompts or --eval_prompts"),
+        ({"prompt_column": "question"}, "--prompt_column question: needs --prompts or"),
+        ({"prompt_template": "templat.txt"}, "--prompt_template templat.txt: there is no such"),
+        ({"prompts": "a.jsonl", "reward": ["gsm8k"], "eval_prompts": "b.jsonl"},
+         "the reward gsm8k finds no number in the answer 'unknown'"),
+        ({"prompts": "b.jsonl", "verifier": "numeric_match", "reward": ["brevity"]},
+         "numeric_match needs a number as the answer of each row"),
         ({"eval_prompts": "none.jsonl"}, "--eval_prompts none.jsonl: can't be read"),
         ({"verifier": "nothing"}, "--verifier nothing: write it as FILE.py:FUNCTION, or choose"),
     ],
@@ -129,6 +152,7 @@ def test_rows_of_eval_prompts_need_the_answers_of_the_task_as_well(tmp_path):
 def test_what_does_not_fit_is_one_line_that_names_it(options, fault, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), [{"prompt": "1", "question": "2", "answer": 3}])
+    write(Path("b.jsonl"), [{"prompt": "1", "answer": "unknown"}])
     with pytest.raises(InputError, match=fault) as error:
         load(**options)
     assert "\n" not in str(error.value)
@@ -200,9 +224,11 @@ def test_text_or_the_file_of_that_name(tmp_path):
     path = tmp_path / "template.txt"
     path.write_text("{prompt}\nA:\n")
     assert text_or_file(str(path), "--x") == "{prompt}\nA:"
-    for text in ("{prompt}\nA:", "a" * 5000, str(tmp_path / "other.txt"), "", "\0"):
+    for text in ("{prompt}\nA:", "a" * 5000, str(tmp_path / "other.template"), "", "\0"):
         assert text_or_file(text, "--x") == text
     assert text_or_file(None, "--x") is None
+    with pytest.raises(InputError, match=r"--x othr.txt: there is no such file"):
+        text_or_file("othr.txt", "--x")
     path.write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"--x .*template.txt: can't be read"):
         text_or_file(str(path), "--x")
@@ -242,11 +268,18 @@ ANSWER = "She has 7 * 10 = <<7*10=70>>70, and 2 more: 72.\n#### 72"
         ("70 + 2 = 72 dollars, as 3 * 24", 0, 0),
         ("\\boxed{72}, since 70 + 2", 1, 0),
         ("The answer is \\boxed{\\text{72}} of 99.", 1, 0),
-        ("#### 72 or so 5", 0, 0),
+        ("#### 72 or so 5", 1, 1),
         ("#### 72\nQ: 99", 1, 1),
         ("#### 71\n#### 72", 1, 1),
         ("#### 72\n#### 71", 0, 0),
-        ("72 ####", 0, 0),
+        ("72 ####", 1, 0),
+        ("####\n72", 1, 1),
+        ("#### Solution:\n3*24 = 72. The answer is 72.", 1, 0),
+        ("#### Step 1: add\nso \\boxed{72}", 1, 0),
+        ("#### -$72", 0, 0),
+        ("#### Final Answer\n\\boxed{72}", 1, 0),
+        ("#### 72\n#### ", 1, 1),
+        ("72km", 1, 0),
         ("-72", 0, 0),
         ("172", 0, 0),
         ("72,000", 0, 0),
@@ -266,6 +299,7 @@ def test_gsm8k_reads_the_result_as_it_is_written(completion, right, strict):
     [
         ("1,234.5", "#### 1234.50"), ("1234", "#### 1,234"), ("\\boxed{1{,}234}", "#### 1,234"),
         ("-7 degrees", "#### -7"), ("\\$ 5", "5"), ("12 345 678", "#### 678"), (".5", "#### 0.5"),
+        ("1,024g", "#### 1024"), ("#### -$5", "#### -5"),
     ],
 )  # fmt: skip
 def test_gsm8k_compares_numbers_and_not_how_they_are_written(completion, answer):

@@ -130,10 +130,15 @@ def test_the_reward_of_countdown_reads_an_equation_and_runs_nothing_else(tmp_pat
     for text in (
         "(3 + 5) * 2", "<answer>(3 + 5) * 2", "<answer>3 + 5 * 2</answer>", "<answer>16</answer>",
         "<answer>(3 + 5) * 2 + 2 - 2</answer>", "<answer>(3 + 5 * 2</answer>",
-        "<answer>exit()</answer>", "<answer>3(5) + 2</answer>",
+        "<answer>exit()</answer>", "<answer>3(5) + 2</answer>", "<answer>35 ** 2</answer>",
+        "<answer>" + "-" * 3000 + "3 + 5 + 2</answer>",
     ):  # fmt: skip
         assert score(text) == 0, text
     assert score("<answer>3 / (5 - 5)</answer>", (3, 5, 5)) == 0
+    assert score("<answer>64**95**44</answer>", (64, 95, 44), 5) == 0, "and at once"
+    assert (
+        score("<answer>7//2</answer>", (7, 2), 3) == score("<answer>1.5</answer>", (1, 5), 1.5) == 0
+    )
 
 
 def test_the_figures_of_memory_are_those_of_the_tool(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import ppo
 from common import Rollout
 from plumbing.data import Task
-from plumbing.scoring import decode, score
+from plumbing.scoring import decode, sampling_options, score
 from plumbing.stopping import CONTEXT, StopStrings
 from sampling import generate
 
@@ -141,6 +142,18 @@ def test_the_text_keeps_its_stop_string_and_loses_its_eos():
     task.stop = STOP
     scores, texts = score(task, [{"prompt": "c"}], rollout, TOKENIZER)
     assert texts == ["</a>"] and scores.tolist() == [4.0], "what the reward reads"
+
+
+def test_a_special_token_as_a_stop_string_is_one_more_eos():
+    """Its text is skipped in decoding, so that it would never be found."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    model = small_gpt2(vocab_size=258)
+    config = SimpleNamespace(stop=["<|im_end|>", "x"], max_new_tokens=4, temperature=1.0, seed=0)
+    options = sampling_options(config, model, tokenizer)
+    assert options["eos_token_ids"][-1] == 257 and options["stops"].strings == ["x"]
+    config.stop = ["<|im_end|>"]
+    assert sampling_options(config, model, tokenizer)["stops"] is None
 
 
 def run(folder: Path, *flags: str) -> tuple[list[dict], list[dict]]:

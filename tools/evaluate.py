@@ -19,7 +19,7 @@ import torch
 
 from plumbing.config import TaskConfig, flag, parse_flags
 from plumbing.data import load_task
-from plumbing.errors import InputError
+from plumbing.errors import Fault, InputError
 from plumbing.evaluation import evaluate, headline
 from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer
 from plumbing.prompts import text_of
@@ -49,16 +49,16 @@ def main(args: list[str] | None = None) -> None:
     task = load_task(config, TASKS, REWARDS, tokenizer, device)
     task.train, rows = [], task.heldout[: config.num_eval_prompts]
     check_prompts(config, model, tokenizer, task)
-    if config.output:  # now, not after the work is done
-        try:
-            Path(config.output).touch(exist_ok=False)
-        except OSError as e:
-            raise InputError(f"--output {config.output}: can't be written ({e.strerror})") from e
+    if config.num_generations != 1:
+        remedy = "of an evaluation they are --eval_generations"
+        raise InputError(f"--num_generations {config.num_generations}: {remedy}")
+    if config.output and Path(config.output).exists():  # said now, not after the work is done
+        raise InputError(f"--output {config.output}: is there already")
     sampling = sampling_options(config, model, tokenizer)
     metrics, texts, scores = evaluate(config, model, tokenizer, task, sampling, rows)
     K = config.eval_generations
     print(f"{len(rows)} prompts: {headline(0, metrics, metrics, K)}")
-    if (error := metrics["eval/accuracy_se"]) is not None:
+    if (error := metrics["eval/accuracy_se"]) is not None and not math.isnan(error):
         print(f"the standard error of the sampled accuracy is {error:.4f}")
     prompts = [row["prompt"] for row in rows for _ in range(K)]
     samples = list(zip(prompts, texts, scores, strict=True))
@@ -66,7 +66,10 @@ def main(args: list[str] | None = None) -> None:
         keys = "prompt", "completion", "score"
         records = [dict(zip(keys, (p, t, None if math.isnan(s) else s))) for p, t, s in samples]
         lines = [json.dumps(record) + "\n" for record in records]
-        Path(config.output).write_text("".join(lines), encoding="utf-8")
+        try:
+            Path(config.output).write_text("".join(lines), encoding="utf-8")
+        except OSError as e:
+            raise Fault(f"--output {config.output}: can't be written ({e.strerror})") from e
     for prompt, text, value in samples[:: max(1, len(samples) // 4)][:4]:
         print(f"  {value:5.2f}  {text_of(prompt)[-60:]!r} \N{RIGHTWARDS ARROW} {text[:100]!r}")
 

@@ -14,7 +14,8 @@ keeps for the backward pass is counted in a fake forward pass, the rest is arith
   KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in bfloat16)
   decoding     its logits, rows x vocabulary x 4 bytes, four times; a bfloat16 copy of the weights
   activations  what one micro-batch keeps for its backward pass, by the fake forward pass
-  logits       of a chunk of tokens, four times: logits, log-softmax, probabilities, gradient
+  logits       of a chunk of tokens, four times: logits, log-softmax, probabilities, gradient;
+               eight times with an entropy bonus, which keeps as much again
 
 Rollout and update don't overlap: on a GPU the larger of the two counts. A CPU's allocator keeps
 what is freed, in pieces that seldom fit what comes next: there the two add up and take 1.3 times
@@ -96,7 +97,8 @@ def estimate(script: str, config: object, prompt_tokens: int) -> dict[str, float
             _activations(m, shape, config, widest, prompt_tokens) for m in models
         )
         tokens = min(widest[0] * config.max_new_tokens, max(1, _chunk(config.device) // vocab_size))
-        parts["logits"] = 4.0 * 4 * tokens * vocab_size
+        copies = 8 if config.entropy_coef > 0 else 4
+        parts["logits"] = 4.0 * copies * tokens * vocab_size
     return parts | {"peak": peak(parts, config.device)}
 
 
