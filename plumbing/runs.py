@@ -317,17 +317,22 @@ def _finite(x: float | None) -> float | None:
 def _record(
     file: BinaryIO, step: int, split: str, title: str, rows: list, texts: list, scores: list
 ) -> None:
-    """Append the G completions of each row to samples.jsonl; print the title and the first four."""
-    rows = [row for row in rows for _ in range(len(texts) // len(rows))]
-    records, lines = [], [f"step {step}: {title}"]
+    """Append the G completions of each row to samples.jsonl; print the title and four of them, in
+    an evaluation of four prompts.
+    """
+    G = len(texts) // len(rows)
+    rows = [row for row in rows for _ in range(G)]
+    records, lines = [], []
     for row, text, value in zip(rows, texts, scores, strict=True):
         sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}
         records.append({"step": step, "split": split} | sample)
-        if len(lines) <= 4:
-            line = f"{text_of(row['prompt'])} \N{RIGHTWARDS ARROW} {text}"
-            lines.append(f"  {value:5.2f}  {textwrap.shorten(line, 90, placeholder=' ...')}")
+        prompt = " ".join(text_of(row["prompt"]).split())
+        prompt = prompt if len(prompt) <= 45 else f"... {prompt[-41:]}"
+        line = textwrap.shorten(f"{prompt} \N{RIGHTWARDS ARROW} {text}", 90, placeholder=" ...")
+        lines.append(f"  {value:5.2f}  {line}")
     _append(file, records)
-    tqdm.write("\n".join(lines))  # print would tear the bar
+    shown = lines[:: G if split == "heldout" else 1][:4]
+    tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print would tear the bar
 
 
 def _description(config: Any, policy: PreTrainedModel, task: Task, folder: Path) -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import letter_tokenizer, save_model, small_gpt2
+from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
 
 import ppo
 from plumbing.data import Task
@@ -107,6 +107,12 @@ def test_the_headline_names_pass_at_k_where_there_is_one():
     assert text == "eval/reward 0.500 (was 0.500), greedy 0.250 (was 0.250), pass@8 0.750"
 
 
+def long_llama():
+    model = small_llama(vocab_size=20)
+    model.config.max_position_embeddings = 256
+    return model
+
+
 @pytest.fixture
 def folder(tmp_path):
     save_model(tmp_path / "model", small_gpt2(vocab_size=20), TOKENIZER)
@@ -146,6 +152,19 @@ def test_the_tool_prints_what_a_run_logs_of_the_same_model(folder, capsys):
     found = [json.loads(x) for x in (folder / "out.jsonl").read_text().splitlines()]
     assert [s["completion"] for s in found] == [s["completion"] for s in samples]
     assert found[0].keys() == {"prompt", "completion", "score"}
+
+
+def test_what_is_printed_is_the_end_of_four_prompts_and_what_follows(folder, capsys):
+    rows = [json.dumps({"prompt": f"{'a b ' * 30}{c}", "answer": "a"}) for c in "bcdehn"]
+    (folder / "long.jsonl").write_text("\n".join(rows))
+    save_model(folder / "model", long_llama(), TOKENIZER)
+    more = ["--prompts", f"{folder}/long.jsonl", "--eval_generations", "2", "--num_steps", "1"]
+    ppo.main([*flags(folder), *more, "--output_dir", f"{folder}/run"])
+    printed = [x for x in capsys.readouterr().out.split("\n") if "\N{RIGHTWARDS ARROW}" in x]
+    at_the_start = printed[:4]
+    assert all("... " in line and "a b" in line for line in at_the_start)
+    ends = [line.partition(" \N{RIGHTWARDS ARROW}")[0][-1] for line in at_the_start]
+    assert len(set(ends)) == 4, "of four prompts, each once"
 
 
 def test_the_tool_doesnt_overwrite_what_it_has_written(folder):
