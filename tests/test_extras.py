@@ -173,9 +173,13 @@ def test_the_entropy_has_a_gradient_where_it_is_asked_for_and_nowhere_else(make,
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("parts", [{"micro_batch_size": 8}, {"micro_batch_size": 3}])
 def test_the_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(
-    script, parts, make_job, monkeypatch
+    script, parts, make_job, monkeypatch, tmp_path
 ):
-    """Whatever the micro-batches, and for rows without an advantage too."""
+    """Whatever the micro-batches, and for rows without an advantage, too, of which there are some."""
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completion_ids):\n"
+        "    return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]\n"
+    )
     module, rollouts = SCRIPTS[script], []
     in_float64(monkeypatch, module)
     draw = module.sample
@@ -187,7 +191,8 @@ def test_the_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(
     monkeypatch.setattr(module, "sample", spy)
     recorded, grads = record_gradients(monkeypatch), []
     for coef in (0, 0.5):
-        make_job(module)(entropy_coef=coef, kl_coef=0, max_grad_norm=1e9, **parts)
+        flags = {"reward": f"{tmp_path}/half.py:half", "completions": 16}
+        make_job(module)(entropy_coef=coef, kl_coef=0, max_grad_norm=1e9, **flags, **parts)
         grads.append(recorded[0][0])  # of the first update
         recorded.clear()
     model, rollout = module.load_policy(make_job(module).model).eval(), rollouts[-1]
