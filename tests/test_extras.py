@@ -175,7 +175,7 @@ def test_the_entropy_has_a_gradient_where_it_is_asked_for_and_nowhere_else(make,
 def test_the_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(
     script, parts, make_job, monkeypatch, tmp_path
 ):
-    """Whatever the micro-batches, and for rows without an advantage, too, of which there are some."""
+    """Whatever the micro-batches; of the rows some have no advantage."""
     (tmp_path / "half.py").write_text(
         "def half(prompts, completion_ids):\n"
         "    return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]\n"
