@@ -58,7 +58,7 @@ class Config(RunConfig):
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
     cispo_bound: float = flag(5.0, "largest weight of a token, for loss_type cispo")
     dynamic_sampling: int = flag(0, "rounds in which flat groups are replaced by other prompts")
-    overlong_buffer: int = flag(0, "tokens before the longest over which a penalty rises to 1")
+    overlong_buffer: int = flag(0, "penalty for length, over so many tokens before the limit")
     mask_truncated_completions: bool = flag(False, "no gradient from completions that are cut")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
@@ -260,7 +260,7 @@ def main(args: list[str] | None = None) -> None:
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
-                    # --importance_cap gives each a weight, policy / sampler; by default none has.
+                    # A is advantages[rows]; with --importance_cap times policy / sampler.
                     A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     ref_rows = None if ref_logprobs is None else ref_logprobs[rows]

@@ -244,7 +244,7 @@ def main(args: list[str] | None = None) -> None:
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
 
-                    # --importance_cap gives each a weight, policy / sampler; by default none has.
+                    # A is advantages[rows]; with --importance_cap times policy / sampler.
                     A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
                     # The clipped surrogate of the policy, and the clipped error of the values:
                     # means over the tokens, not over the rows. So long rows weigh more.

@@ -216,7 +216,7 @@ def main(args: list[str] | None = None) -> None:
                     logprobs, entropy = completion_logprobs(policy, part, **forward)
                     old = logprobs.detach() if single_update else old_logprobs[rows]
                     m = mask[rows]
-                    # --importance_cap gives each a weight, policy / sampler; by default none has.
+                    # A is advantages[rows]; with --importance_cap times policy / sampler.
                     A = sequence_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     loss, clipped = rloo_loss(

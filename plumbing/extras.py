@@ -1,4 +1,4 @@
-"""Options of later papers, all off by default: each is one line of a script's loop."""
+"""Options of later papers, all off by default: each is a line or a few in a script's loop."""
 
 from __future__ import annotations
 

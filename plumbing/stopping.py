@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -25,19 +23,14 @@ class StopStrings:
         """
         first = max(0, start - self.longest)
         before = (prompt + ids[:first])[-CONTEXT:]
-        for end in self._candidates(before, ids, first, start):
-            if self._is_in(text_after(self.tokenizer, before, ids[first:end])):
-                return end
-        return None
 
-    def _candidates(
-        self, before: list[int], ids: list[int], first: int, start: int
-    ) -> Iterator[int]:
-        if self._is_in(text_after(self.tokenizer, before, ids[first:])):  # seldom
-            yield from range(start + 1, len(ids) + 1)
+        def is_complete(end: int) -> bool:
+            text = text_after(self.tokenizer, before, ids[first:end])
+            return any(string in text for string in self.strings)
 
-    def _is_in(self, text: str) -> bool:
-        return any(string in text for string in self.strings)
+        if not is_complete(len(ids)):  # nearly always
+            return None
+        return next(filter(is_complete, range(start + 1, len(ids) + 1)))
 
 
 class StopSearch:
