@@ -5,14 +5,16 @@
 
 cosmic-ray finds the places and makes the edits. Where several of its operators fit one place, the
 one nearest to the code is taken (`<` becomes `<=`, `+` becomes `-`): a cruder one is caught more
-easily. Type annotations are left alone. The tests of the mutant's file run first, then the fast
-ones of the others, then the slow ones. Results are kept in runs/mutants.json; the score goes to
-docs/evidence/mutants.md, with the mutants that no test could tell from the code and why.
+easily. Type annotations are left alone. All mutants meet the fast tests of their own file first;
+those left meet the other fast ones, then the slow ones. The order is random, so that whatever is
+done when it is stopped is a fair sample. Results are kept in docs/evidence/mutants.json; the score
+goes to docs/evidence/mutants.md, with the mutants that no test could tell from the code and why.
 """
 
 import ast
 import json
 import os
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 REPOSITORY = Path(__file__).parent.parent
 FILES = "common.py ppo.py grpo.py rloo.py sampling.py".split()
-RESULTS = REPOSITORY / "runs" / "mutants.json"
+RESULTS = REPOSITORY / "docs" / "evidence" / "mutants.json"
 PAGE = REPOSITORY / "docs" / "evidence" / "mutants.md"
 # The families whose members stand for each other, and the member that is taken.
 FAMILIES = ("ReplaceBinaryOperator", "ReplaceComparisonOperator", "ReplaceUnaryOperator")
@@ -35,7 +37,9 @@ NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Div Mod_FloorDiv Pow_Mul B
 BitOr_BitAnd Lt_LtE LtE_Lt Gt_GtE GtE_Gt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is In_NotIn NotIn_In
 Delete_USub Delete_Invert Delete_Not""".split()
 NEEDS_ARGUMENTS = ("VariableReplacer", "VariableInserter")
-SURVIVED = "SURVIVED"
+STAGES = "the fast tests of its file", "the other fast tests", "the slow tests"
+SURVIVED = "survived "  # and the stages so far
+NOT_TRIED = "not tried"
 # Mutants that change nothing that a test could see: the file, a part of the mutant's name, and why.
 LAST_OF_TWO = "the last of two dimensions"
 EQUIVALENT: list[tuple[str, str, str]] = [
@@ -112,11 +116,11 @@ def changed_line(before: str, after: str) -> str:
     return f"without {[line for line in old if line.strip() and line in gone][-1].strip()}"
 
 
-def try_mutant(mutant: Mutant) -> str:
+def try_mutant(mutant: Mutant, stage: int) -> str:
     edit = (mutant.file, (REPOSITORY / mutant.file).read_text(), mutant.code, mutant.name)
     own, others = mutations.quickest_first(mutant.file)
-    rounds = own, ["-m", "fast", *others], ["-m", "slow", *others]
-    return mutations.run_tests(edit, *rounds) or SURVIVED
+    tests = (["-m", "fast", *own], ["-m", "fast", *others], ["-m", "slow", *own, *others])[stage]
+    return mutations.run_tests(edit, tests) or SURVIVED + STAGES[stage]
 
 
 def key(mutant: Mutant) -> str:
@@ -135,36 +139,38 @@ def page(everything: list[Mutant], results: dict[str, str]) -> str:
         "Made by `python tests/mutants.py`. Mutants with which no test starts count neither as",
         "caught nor as alive.",
         "",
-        "| file | mutants | don't start | equivalent | caught | of the rest |",
-        "|---|---|---|---|---|---|",
+        "| file | mutants | not tried | don't start | equivalent | caught | of the rest |",
+        "|---|---|---|---|---|---|---|",
     ]
     alive, total = [], Counter()
     for file in FILES:
         count = Counter()
-        for mutant in (m for m in everything if m.file == file and key(m) in results):
-            result = results[key(mutant)]
+        for mutant in (m for m in everything if m.file == file):
+            result = results.get(key(mutant), NOT_TRIED)
             count["mutants"] += 1
-            if result.startswith(mutations.STUCK):
-                count["stuck"] += 1
-            elif result != SURVIVED:
-                count["caught"] += 1
-            elif why_equivalent(mutant):
+            if why_equivalent(mutant):
                 count["equivalent"] += 1
-            else:
+            elif result == NOT_TRIED:
+                count["not tried"] += 1
+            elif result.startswith(mutations.STUCK):
+                count["stuck"] += 1
+            elif result.startswith(SURVIVED):
                 alive.append(mutant)
+            else:
+                count["caught"] += 1
         total.update(count)
         lines.append(row(file, count))
     lines += [row("all", total), "", "Alive:", ""]
-    lines += [f"- {m.file}: `{m.name}`" for m in alive] or ["none."]
-    lines += ["", "Equivalent, so not counted:", ""]
-    survivors = [m for m in everything if results.get(key(m)) == SURVIVED and why_equivalent(m)]
-    lines += [f"- {m.file}: `{m.name}`: {why_equivalent(m)}" for m in survivors]
+    lines += [f"- {m.file}: `{m.name}`: {results[key(m)]}" for m in alive] or ["none."]
+    lines += ["", "Equivalent, so not tried:", ""]
+    reasons = [(m, why) for m in everything if (why := why_equivalent(m))]
+    lines += [f"- {m.file}: `{m.name}`: {why}" for m, why in reasons]
     return "\n".join(lines) + "\n"
 
 
 def row(name: str, count: Counter) -> str:
-    rest = count["mutants"] - count["stuck"] - count["equivalent"]
-    numbers = [count[x] for x in ("mutants", "stuck", "equivalent", "caught")]
+    rest = count["mutants"] - count["not tried"] - count["stuck"] - count["equivalent"]
+    numbers = [count[x] for x in ("mutants", "not tried", "stuck", "equivalent", "caught")]
     return f"| {name} | {' | '.join(map(str, numbers))} | {count['caught'] / max(1, rest):.1%} |"
 
 
@@ -173,18 +179,21 @@ def main() -> None:
     mutations.FORKSERVER.set_forkserver_preload(mutations.PRELOAD)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     everything = [mutant for file in FILES for mutant in mutants_of(file)]
-    words = sys.argv[1:]
-    chosen = [m for m in everything if key(m) not in results]
-    if words:
-        chosen = [m for m in everything if any(word in key(m) for word in words)]
-    print(f"{len(chosen)} of {len(everything)} mutants to try")
-    RESULTS.parent.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(2) as pool:
-        for mutant, result in zip(chosen, pool.map(try_mutant, chosen)):
-            results[key(mutant)] = result
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{key(mutant)} | {result}", flush=True)
-    PAGE.write_text(page(everything, results))
+    results = {key(m): results[key(m)] for m in everything if key(m) in results}
+    chosen = [m for m in everything if why_equivalent(m) is None]
+    if words := sys.argv[1:]:
+        chosen = [m for m in chosen if any(word in key(m) for word in words)]
+        results = {name: result for name, result in results.items() if name not in map(key, chosen)}
+    random.Random(0).shuffle(chosen)
+    for stage, before in enumerate([None, *(SURVIVED + name for name in STAGES[:-1])]):
+        left = [m for m in chosen if results.get(key(m)) == before]
+        print(f"{STAGES[stage]}: {len(left)} of {len(everything)} mutants to try", flush=True)
+        with ThreadPoolExecutor(2) as pool:
+            for mutant, result in zip(left, pool.map(lambda m: try_mutant(m, stage), left)):
+                results[key(mutant)] = result
+                RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+                PAGE.write_text(page(everything, results))
+                print(f"{key(mutant)} | {result}", flush=True)
 
 
 if __name__ == "__main__":
