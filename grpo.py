@@ -65,7 +65,7 @@ class Config(RunConfig):
     num_steps: int = flag(ByModel(tiny=180, other=40))
     prompts_per_step: int = flag(ByModel(tiny=32, other=4))
     num_generations: int = flag(8)
-    kl_coef: float = flag(ByModel(tiny=0.01, other=0.04))
+    kl_coef: float = flag(ByModel(tiny=0.01, other=0.04, learned=0.4))
     learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
 
 

@@ -76,7 +76,7 @@ class Config(RunConfig):
     num_steps: int = flag(ByModel(tiny=60, other=40))
     prompts_per_step: int = flag(ByModel(tiny=256, other=16))
     num_generations: int = flag(1)
-    kl_coef: float = flag(ByModel(tiny=0.01, other=0.1))
+    kl_coef: float = flag(ByModel(tiny=0.01, other=0.1, learned=0.1))
     learning_rate: float = flag(ByModel(tiny=5e-4, other=5e-5))
     num_epochs: int = flag(2)
     num_mini_batches: int = flag(ByModel(tiny=4, other=1))

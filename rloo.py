@@ -56,7 +56,7 @@ class Config(RunConfig):
     num_steps: int = flag(ByModel(tiny=180, other=40))
     prompts_per_step: int = flag(ByModel(tiny=64, other=8))
     num_generations: int = flag(4)
-    kl_coef: float = flag(ByModel(tiny=0.02, other=0.05))
+    kl_coef: float = flag(ByModel(tiny=0.02, other=0.05, learned=0.2))
     learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
 
 

@@ -145,7 +145,7 @@ def save_model(
     shutil.rmtree(new, ignore_errors=True)
     # peft would ask the hub whether the vocabulary has grown: it hasn't.
     options = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
-    if merge_adapter:
+    if merge_adapter and hasattr(policy, "peft_config"):
         policy.save_pretrained(folder / "adapter", **options)
         tokenizer.save_pretrained(folder / "adapter")
         # A copy: after the best evaluation the adapter trains on.

@@ -32,6 +32,7 @@ TRL_NAMES = {
     "max_completion_length": "max_new_tokens",
     "num_iterations": "num_epochs",
     "num_ppo_epochs": "num_epochs",
+    "center_rewards_coefficient": "center_rewards_coef",
     "per_device_train_batch_size": "micro_batch_size",
     "response_length": "max_new_tokens",
 }
@@ -40,10 +41,16 @@ HEADINGS = ("the job", "rollout", "update", "this algorithm", "the run")  # of -
 
 @dataclass(frozen=True)
 class ByModel:
-    """A default that is one value for the embedded model and another one for all others."""
+    """A default that is one value for the embedded model and another one for all others.
+
+    `learned`, where it is given, is that of the embedded model with a reward model: one that is
+    learned is right near what it has seen, so the KL must weigh more (Gao et al. 2023, arXiv
+    2210.10760).
+    """
 
     tiny: Any
     other: Any
+    learned: Any = None
 
 
 def flag(default: Any = MISSING, help: str = "", group: str = "this algorithm") -> Any:
@@ -61,63 +68,31 @@ _update, _run = partial(flag, group="update"), partial(flag, group="the run")
 
 
 @dataclass(kw_only=True)
-class TaskConfig:
-    """The flags of all that samples completions and scores them."""
+class BaseConfig:
+    """The flags of all scripts and of the tools that sample."""
 
     smallest_group: ClassVar[int] = 1  # completions per prompt
 
     model: str = _job("tiny", "embedded, or a local folder, or a name on the model hub")
-    task: str = _job(
-        ByModel(tiny="add", other="sentiment"), "of tasks.py: add (sums), sentiment (film reviews)"
-    )
-    digits: int = _job(2, "digits of the numbers of the task add")
-    prompts: str | None = _job(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
     subset: str | None = _job(None, "of a dataset: its configuration, main say")
     split: str = _job("train", "of a dataset")
-    prompt_column: str = _job("prompt", "the column that holds the prompts")
-    prompt_template: str | None = _job(None, "text or file, with {prompt} and other columns")
-    system_prompt: str | None = _job(None, "text or file; makes chat messages of text, '' too")
-    eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth, or eval_split")
-    eval_split: str | None = _job(None, "of eval_prompts, or else of prompts")
-    reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
-    reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
-    reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
-    verifier: str | None = _job(None, "as reward; 1 for a right answer: eval/accuracy")
-    num_generations: int = _rollout(help="completions per prompt, G")
-    max_new_tokens: int = _rollout(help="longest completion")
-    stop: list[str] = _rollout([], "strings that end a completion, and belong to it")
-    temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")
     seed: int = _run(0, "of every random draw")
     device: str | None = _run(None, "cuda, mps or cpu; default: the first there is")
 
 
 @dataclass(kw_only=True)
-class RunConfig(TaskConfig):
-    """The flags that the three scripts share. A script gives its name and the missing defaults."""
+class TrainConfig(BaseConfig):
+    """The flags of all that trains. A script gives its name and the missing defaults."""
 
     script: ClassVar[str]  # "ppo", say: in the name of the run's folder and in its files
 
-    num_steps: int = _rollout(help="rollouts, each followed by an update")
-    prompts_per_step: int = _rollout(help="prompts sampled per step")
-    max_new_tokens: int = _rollout(ByModel(tiny=5, other=24))
-    rollout_batch_size: int = _rollout(
-        ByModel(tiny=256, other=32), "most rows decoded, or per forward pass without gradient"
-    )
-    kl_coef: float = _update(help="weight of the KL penalty; 0 builds no reference model")
+    num_steps: int = _update(help="optimisation steps")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
     learning_rate: float = _update(help="of AdamW; see warmup_steps; adapters: 10 times")
     warmup_steps: int = _update(10, "over which the learning rate rises, while it falls to 0")
-    num_epochs: int = _update(1, "passes over one rollout")
-    num_mini_batches: int = _update(1, "optimiser steps per pass")
     micro_batch_size: int | None = _update(
         ByModel(tiny=256, other=None), "most rows per forward and backward pass"
     )
-    micro_batch_tokens: int | None = _update(
-        ByModel(tiny=None, other=1024), "most tokens per forward pass, padding included"
-    )
-    clip_range: float = _update(0.2, "epsilon of the ratio clip")
-    entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token")
-    importance_cap: float | None = _update(None, "highest weight policy / sampler of a token")
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
     lora_r: int = _update(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
@@ -135,12 +110,57 @@ class RunConfig(TaskConfig):
     resume: bool = _run(False, "go on with the run in output_dir")
     save_every: int = _run(50, "steps between checkpoints; the last step and Ctrl-C save as well")
     save_best: bool = _run(False, "model/ is that of the best evaluation, not the last one")
-    sample_every: int = _run(50, "steps between samples from training")
+    eval_every: int = _run(
+        ByModel(tiny=30, other=20), "steps between evaluations on what is held out"
+    )
     tensorboard: bool = _run(False, "write for TensorBoard, needs tensorboard")
     wandb: bool = _run(False, "report to Weights & Biases, needs wandb")
-    eval_every: int = _run(
-        ByModel(tiny=30, other=20), "steps between evaluations on held-out prompts"
+
+
+@dataclass(kw_only=True)
+class TaskConfig(BaseConfig):
+    """The flags of all that samples completions and scores them."""
+
+    task: str = _job(
+        ByModel(tiny="add", other="sentiment"), "of tasks.py: add (sums), sentiment (film reviews)"
     )
+    digits: int = _job(2, "digits of the numbers of the task add")
+    prompts: str | None = _job(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
+    prompt_column: str = _job("prompt", "the column that holds the prompts")
+    prompt_template: str | None = _job(None, "text or file, with {prompt} and other columns")
+    system_prompt: str | None = _job(None, "text or file; makes chat messages of text, '' too")
+    eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth, or eval_split")
+    eval_split: str | None = _job(None, "of eval_prompts, or else of prompts")
+    reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
+    reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
+    reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
+    verifier: str | None = _job(None, "as reward; 1 for a right answer: eval/accuracy")
+    num_generations: int = _rollout(help="completions per prompt, G")
+    max_new_tokens: int = _rollout(help="longest completion")
+    stop: list[str] = _rollout([], "strings that end a completion, and belong to it")
+    temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")
+
+
+@dataclass(kw_only=True)
+class RunConfig(TaskConfig, TrainConfig):
+    """The flags that ppo.py, grpo.py and rloo.py share."""
+
+    num_steps: int = _rollout(help="rollouts, each followed by an update")
+    prompts_per_step: int = _rollout(help="prompts sampled per step")
+    max_new_tokens: int = _rollout(ByModel(tiny=5, other=24))
+    rollout_batch_size: int = _rollout(
+        ByModel(tiny=256, other=32), "most rows decoded, or per forward pass without gradient"
+    )
+    kl_coef: float = _update(help="weight of the KL penalty; 0: no reference")
+    num_epochs: int = _update(1, "passes over one rollout")
+    num_mini_batches: int = _update(1, "optimiser steps per pass")
+    micro_batch_tokens: int | None = _update(
+        ByModel(tiny=None, other=1024), "most tokens per forward pass, padding included"
+    )
+    clip_range: float = _update(0.2, "epsilon of the ratio clip")
+    entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token")
+    importance_cap: float | None = _update(None, "highest weight policy / sampler of a token")
+    sample_every: int = _run(50, "steps between samples from training")
     num_eval_prompts: int = _run(ByModel(tiny=1024, other=24), "held-out prompts per evaluation")
     eval_generations: int = _run(1, "completions per held-out prompt, K, for pass@1 and pass@K")
 
@@ -150,30 +170,33 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(re.sub(r"^argument (--\w+)", r"\1", message))
 
 
-def parse_flags(config_class: type[TaskConfig], doc: str, args: list[str] | None = None) -> Any:
+def parse_flags(config_class: type[BaseConfig], doc: str, args: list[str] | None = None) -> Any:
     """The command line as a complete, checked `config_class`. Raises InputError."""
     given = _parse(config_class, doc, sys.argv[1:] if args is None else args)
     config = config_class(**given)
     for name, value in vars(config).items():
         if isinstance(value, ByModel):
-            setattr(config, name, value.tiny if config.model == "tiny" else value.other)
-    if isinstance(config, RunConfig):
+            by_model = value.tiny if config.model == "tiny" else value.other
+            learned = config.model == "tiny" and getattr(config, "reward_model", None) is not None
+            setattr(config, name, value.learned if learned and value.learned else by_model)
+    if isinstance(config, TrainConfig):
         has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
         if has_adapter and "learning_rate" not in given:
             # Schulman et al. 2025, "LoRA without regret".
             config.learning_rate *= 10
-        if config.merge_adapter and not has_adapter:
+        if given.get("merge_adapter") and not has_adapter:
             raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
     check_numbers(config)
-    check_groups(config)
+    if isinstance(config, TaskConfig):
+        check_groups(config)
     device = pick_device(config.device)
     config.device = str(device)
-    if isinstance(config, RunConfig) and config.bf16 is None:
+    if isinstance(config, TrainConfig) and config.bf16 is None:
         config.bf16 = fast_at_bfloat16(device)
     return config
 
 
-def _parse(config_class: type[TaskConfig], doc: str, args: list[str]) -> dict[str, Any]:
+def _parse(config_class: type[BaseConfig], doc: str, args: list[str]) -> dict[str, Any]:
     """The flags on the command line: name -> value. Raises InputError."""
     fields = {field.name for field in dataclasses.fields(config_class)}
 
@@ -196,7 +219,7 @@ def _parse(config_class: type[TaskConfig], doc: str, args: list[str]) -> dict[st
     raise InputError(f"unknown flag {name}: {hint}")
 
 
-def _parser(config_class: type[TaskConfig], doc: str) -> argparse.ArgumentParser:
+def _parser(config_class: type[BaseConfig], doc: str) -> argparse.ArgumentParser:
     """A parser with a flag for each field, under the headings; it leaves out what isn't given."""
     layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=39, width=116)
     parser = _Parser(
@@ -223,6 +246,8 @@ def _shown(default: Any) -> str:
     """A default for the help: "false", "24; tiny: 5", "tiny: 256"; empty where there is none."""
     if isinstance(default, ByModel):
         tiny = "" if default.tiny is None else f"tiny: {_shown(default.tiny)}"
+        learned = default.learned and f"learned: {_shown(default.learned)}"
+        tiny = ", ".join(filter(None, (tiny, learned)))
         return "; ".join(filter(None, (_shown(default.other), tiny)))
     return "" if default in (None, MISSING) else str(default).lower()
 
@@ -261,15 +286,17 @@ ABOVE_0 = """
 num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size
 learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range
 clip_range_high clip_range_value importance_cap max_grad_norm eval_every save_every sample_every
-num_eval_prompts eval_generations
+num_eval_prompts eval_generations num_pairs num_eval_pairs pairs_per_step max_length
 """.split()
 LOWEST = {"num_prompts": 2, "cispo_bound": 1}
 LOWEST |= dict.fromkeys(
-    "kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer".split(), 0
+    "kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer "
+    "center_rewards_coef".split(),
+    0,
 )
 
 
-def check_numbers(config: TaskConfig) -> None:
+def check_numbers(config: BaseConfig) -> None:
     """Check each number by itself. Raises InputError."""
     for name, value in vars(config).items():
         numbers = value if isinstance(value, list) else [value]
@@ -279,7 +306,7 @@ def check_numbers(config: TaskConfig) -> None:
             raise InputError(f"--{name} {value}: must be greater than 0")
         if name in LOWEST and value < LOWEST[name]:
             raise InputError(f"--{name} {value}: must be {LOWEST[name]} or greater")
-        if name in ("gamma", "lam") and not 0 <= value <= 1:
+        if name in ("gamma", "lam", "label_noise") and not 0 <= value <= 1:
             raise InputError(f"--{name} {value}: must be between 0 and 1")
         if name == "temperature" and value < 1e-3:
             raise InputError(f"--{name} {value}: too close to 0, choose 0.001 or more")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import itertools
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model
 from plumbing.answers import VERIFIERS
 from plumbing.errors import InputError, first_line
-from plumbing.loading import from_hub_or_folder, load_tokenizer
 from plumbing.prompts import (
     Prompt,
     after_system,
@@ -29,9 +24,9 @@ from plumbing.prompts import (
     names_in,
     read_prompts,
     split_prompts,
-    text_of,
     text_or_file,
 )
+from plumbing.reward_models import RewardModel
 
 RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
 
@@ -48,6 +43,7 @@ class Task:
     row_fault: Callable[[dict], str | None] | None = None  # why `rewards` can't score a row
     reward_model: RewardModel | None = None  # also the last of `rewards`
     stop: list[str] = field(default_factory=list)  # strings that end a completion
+    name: str = "prompts"
 
 
 def load_reward(
@@ -76,54 +72,6 @@ def load_reward(
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path} has no function {name}")
     return function
-
-
-class RewardModel:
-    """A sequence classifier with one label, and its tokenizer, as a reward. Raises InputError."""
-
-    __name__ = "reward_model"
-
-    def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
-        flag, kind = "--reward_model", transformers.AutoModelForSequenceClassification
-        self.model, missing = from_hub_or_folder(kind, name, flag)
-        labels = self.model.config.num_labels
-        if labels != 1:
-            raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
-        if missing:
-            raise InputError(f"{flag} {name}: no reward model, its checkpoint has no {missing[0]}")
-        self.model.eval().requires_grad_(False).to(device)
-        self.tokenizer = load_tokenizer(name, flag)
-        self.batch_size = batch_size
-
-    @torch.no_grad()
-    def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
-        ids = [self._tokens(p, c) for p, c in zip(prompts, completions, strict=True)]
-        limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-        limit = min(limit, self.tokenizer.model_max_length)  # RoBERTa takes 2 less than it has
-        if (longest := max(map(len, ids))) > limit:
-            fault = f"takes {limit} tokens, and a prompt with its completion has {longest}"
-            remedy = "shorten the prompts or lower --max_new_tokens"
-            raise InputError(f"the reward model {fault}: {remedy}")
-        scores = []
-        for start in range(0, len(ids), self.batch_size):
-            rows = ids[start : start + self.batch_size]
-            # transformers takes the score at the last token that is not pad, which with pad == EOS
-            # would be the one before a real EOS. So pad with an id that no row contains.
-            used = set(itertools.chain(*rows))
-            pad = next((i for i in range(self.model.config.vocab_size) if i not in used), 0)
-            self.model.config.pad_token_id = pad
-            tokens, mask = pad_rows(rows, pad, "right", self.model.device)
-            # No position ids: padding on the right needs none, and RoBERTa's don't start at 0.
-            scores += self.model(input_ids=tokens, attention_mask=mask).logits[:, 0].tolist()
-        return scores
-
-    def _tokens(self, prompt: Prompt, completion: str | list[dict[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt + text_of(completion)).input_ids
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer("\n".join(m["content"] for m in prompt + completion)).input_ids
-        text = self.tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-        return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
 def load_task(
@@ -239,14 +187,3 @@ def value_backbone(
     if base_model(policy) is not policy:  # all its weights would train, at an adapter's rate
         raise InputError("--value_init reward_model: not with an adapter, use --value_init policy")
     return task.reward_model.model
-
-
-def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[Tensor, Tensor]:
-    """Rows of ids, padded on the "left" or "right" to the longest row: (ids, mask), each (B, L)."""
-    width = max(map(len, rows))
-    tokens = torch.full((len(rows), width), pad)
-    mask = torch.zeros_like(tokens)
-    for i, row in enumerate(rows):
-        columns = slice(width - len(row), None) if side == "left" else slice(len(row))
-        tokens[i, columns], mask[i, columns] = torch.tensor(row), 1
-    return tokens.to(device), mask.to(device)

@@ -84,8 +84,9 @@ def adapter_base(name: str) -> str | None:
     return base
 
 
-def add_adapter(model: PreTrainedModel, rank: int) -> nn.Module:
-    """Freeze the model and put a new LoRA adapter on all its linear layers except the head.
+def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> nn.Module:
+    """Freeze the model and put a new LoRA adapter on all its linear layers except the head. The
+    head of a classifier, task SEQ_CLS, trains as a whole.
 
     A is random and B is 0. alpha is 32 for any rank: Schulman et al. 2025, "LoRA without regret".
     """
@@ -94,7 +95,7 @@ def add_adapter(model: PreTrainedModel, rank: int) -> nn.Module:
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
     where = {"target_modules": "all-linear", "fan_in_fan_out": transposed}
     sizes = {"r": rank, "lora_alpha": 32, "lora_dropout": 0.0}
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **sizes, **where))
+    return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **sizes, **where))
 
 
 def _load_causal(name: str) -> PreTrainedModel:
@@ -162,7 +163,9 @@ def load_tokenizer(name: str, flag: str = "--model") -> Tokenizer:
     return from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)[0]
 
 
-def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, list[str]]:
+def from_hub_or_folder(
+    auto_class: type, name: str, flag: str, **changes: Any
+) -> tuple[Any, list[str]]:
     """`auto_class.from_pretrained(name)`: (model or tokenizer, names of missing weights).
 
     Loads safetensors only, runs no remote code, and needs no network for a folder or for what is in
@@ -170,6 +173,7 @@ def from_hub_or_folder(auto_class: type, name: str, flag: str) -> tuple[Any, lis
     """
     is_model = auto_class is not AutoTokenizer
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    options |= changes  # of the model's config
 
     def load(path: str) -> tuple[Any, list[str]]:
         if is_model:

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from plumbing.errors import InputError, first_line, optional_library
 
@@ -33,14 +34,8 @@ def read_prompts(
     files, folders, datasets by name, of which `subset` and `split`. The key `prompt` of a row is
     what `column` holds, filled into the template. Raises InputError with the first bad row.
     """
-    suffix, rows = Path(path).suffix, []
-    is_name = suffix not in (".jsonl", ".json", ".txt") and not Path(path).is_file()
-    if subset and not is_name:
-        raise InputError(f"--subset {subset}: {path} is one file, and has no subsets")
-    if is_name or suffix in (".csv", ".parquet"):
-        found, kind, remedy = _from_datasets(str(path), split, subset, flags), "row", ""
-    else:
-        found, kind, remedy = _from_json_lines(path, flags[0]), "line", f"; {ROW_FORMAT}"
+    rows = []
+    found, kind, remedy = read_rows(path, split, subset, flags, ROW_FORMAT)
     for number, row in found:
         try:
             rows.append(row | {"prompt": _prompt_of(row, column, template)})
@@ -51,7 +46,22 @@ def read_prompts(
     return rows
 
 
-def _from_json_lines(path: str | Path, flag: str) -> Iterator[tuple[int, object]]:
+def read_rows(
+    path: str | Path, split: str | None, subset: str | None, flags: tuple[str, str], form: str
+) -> tuple[Iterator[tuple[int, Any]], str, str]:
+    """What a file or a dataset holds: (number and row of each, "row" or "line", and what an error
+    about one should say: the form of a line of JSON). Raises InputError, also while it is read.
+    """
+    suffix = Path(path).suffix
+    is_name = suffix not in (".jsonl", ".json", ".txt") and not Path(path).is_file()
+    if subset and not is_name:
+        raise InputError(f"--subset {subset}: {path} is one file, and has no subsets")
+    if is_name or suffix in (".csv", ".parquet"):
+        return _from_datasets(str(path), split, subset, flags), "row", ""
+    return _from_json_lines(path, flags[0], form), "line", f"; {form}"
+
+
+def _from_json_lines(path: str | Path, flag: str, form: str) -> Iterator[tuple[int, Any]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -62,12 +72,12 @@ def _from_json_lines(path: str | Path, flag: str) -> Iterator[tuple[int, object]
                 yield number, json.loads(line)
         except (ValueError, RecursionError) as e:
             fault = f"{path}, line {number}: not JSON ({first_line(e)})"
-            raise InputError(f"{fault}; {ROW_FORMAT}") from e
+            raise InputError(f"{fault}; {form}") from e
 
 
 def _from_datasets(
     name: str, split: str | None, subset: str | None, flags: tuple[str, str]
-) -> Iterator[tuple[int, object]]:
+) -> Iterator[tuple[int, Any]]:
     remedy = "pip install datasets, or give a file of JSON lines"
     datasets = optional_library("datasets", f"{flags[0]} {name}: {remedy}")
     datasets.disable_progress_bars()
@@ -167,14 +177,14 @@ def text_or_file(value: str | None, flag: str) -> str | None:
         raise InputError(f"{flag} {value}: can't be read ({first_line(e)})") from e
 
 
-def split_prompts(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+def split_prompts(rows: list[dict], what: str = "prompts") -> tuple[list[dict], list[dict]]:
     """(train, held out): a tenth of the rows, at most 512, is held out. Fewer than ten rows are all
     trained on and evaluated. No prompt is on both sides, unless every held-out one would be.
     """
     rows = list(rows)
     random.Random(0).shuffle(rows)
     if len(rows) < 10:
-        print("Fewer than ten prompts: none is held out, they are trained on and evaluated.")
+        print(f"Fewer than ten {what}: none is held out, they are trained on and evaluated.")
         return rows, rows
     num_heldout = min(512, len(rows) // 10)
     train, heldout = rows[num_heldout:], rows[:num_heldout]

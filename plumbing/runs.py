@@ -19,7 +19,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,8 +36,16 @@ from plumbing.curves import draw
 from plumbing.data import Task
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.evaluation import evaluate, headline
+from plumbing.judging import (
+    evaluate_pairs,
+    pair_headline,
+    pair_progress,
+    pair_records,
+    pair_warnings,
+)
 from plumbing.loading import keep_freed_memory
 from plumbing.metrics import progress, warnings_about
+from plumbing.pairs import Pairs
 from plumbing.prompts import text_of
 
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
@@ -64,15 +72,15 @@ class Run:
     policy: PreTrainedModel
     value_model: ValueModel | None = None
     tokenizer: Tokenizer
-    task: Task
-    sampling: dict[str, Any]
+    task: Task | Pairs
+    sampling: dict[str, Any] = field(default_factory=dict)  # empty: a reward model samples nothing
     optimizer: torch.optim.Optimizer
-    shuffler: torch.Generator
+    shuffler: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         config, folder = self.config, self.folder
         self.weights = checkpoints.trained_weights(policy=self.policy, value=self.value_model)
-        self.generators = {"shuffler": self.shuffler, "sampler": self.sampling["generator"]}
+        self.generators = _given(shuffler=self.shuffler, sampler=self.sampling.get("generator"))
         self.first_step = 0
         self.first_metrics, self.best = {}, -math.inf  # of the evaluations
         self.history, self.warned = [], set()  # metrics of this process; warnings given
@@ -83,20 +91,13 @@ class Run:
         state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
             if not config.resume and _holds_run(folder):
-                if not config.overwrite:  # begun since choose_folder looked
-                    raise InputError(f"{folder} already holds a run, which has just begun")
-                old = Path(f"{folder}.old")
-                if old.exists():
-                    shutil.rmtree(old)
-                folder.rename(old)
-                print(f"The run in {folder} is now {old}.")
+                _move_old_run(folder, config.overwrite)
             folder.mkdir(parents=True, exist_ok=True)
             # First metrics.jsonl, which marks the folder as a run's.
             ends = state or dict.fromkeys(FILES, 0)
             self.files = {name: _opened(folder / f"{name}.jsonl", ends[name]) for name in FILES}
             settings = {"script": config.script} | asdict(config)
-            (folder / "config.json.new").write_text(json.dumps(settings, indent=2) + "\n")
-            (folder / "config.json.new").replace(folder / "config.json")
+            write_text(folder / "config.json", json.dumps(settings, indent=2))
         except OSError as e:
             raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
         self.trackers = trackers.start(folder, config, self.first_step)
@@ -130,14 +131,7 @@ class Run:
         if self.saved_step is not None:
             saved = f"{self.folder} is saved up to step {self.saved_step}"
             after = f"; {saved}, --resume goes on from there{failure}"
-        on_cpu = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-        if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            advice = "lower --micro_batch_tokens or --rollout_batch_size"
-            raise Fault(f"{before}{first_line(error).rstrip('.')}; {advice}{after}")
-        if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(signal.SIGINT, f"{before}interrupted{after}")
-        if isinstance(error, (InputError, Fault, Interrupted)):
-            error.args = (f"{before}{error}{after}",)
+        _explain(error, before, after, isinstance(self.task, Pairs))
 
     def _save_at_exit(self, error: BaseException | None) -> None:
         """Save what the run has computed, whether or not an error ends it."""
@@ -158,13 +152,14 @@ class Run:
         _append(self.files["metrics"], [line])
         for track in self.trackers:
             track(step, {name: value for name, value in line.items() if value is not None})
-        if "objective/kl" in metrics:  # not the last evaluation
+        if "grad_norm" in metrics:  # not the last evaluation
             self.history.append(metrics)
-            for name, text in warnings_about(self.history, self.config.bf16):
+            found, shown = _watched(self.task, self.history, self.config.bf16)
+            for name, text in found:
                 if name not in self.warned:
                     self.warned.add(name)
                     tqdm.write(f"warning, step {step}: {text}")
-            self.bar.set_postfix_str(progress(metrics))
+            self.bar.set_postfix_str(shown)
 
     def show(self, step: int, rows: list[dict], texts: list[str], scores: Tensor) -> None:
         """Every `sample_every` steps: record the completions of a step, and print a few."""
@@ -182,11 +177,25 @@ class Run:
         title = headline(step, metrics, self.first_metrics, self.config.eval_generations)
         _record(self.files["samples"], step, "heldout", title, rows, texts, scores)
         value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
+        self._save_if_best(value)
+        return metrics
+
+    def evaluate_pairs(self, step: int) -> dict[str, float]:
+        """Judge the held-out pairs, record them, print a few; write the reliability curve."""
+        metrics, curve, scores = evaluate_pairs(self.policy, self.task.heldout, self.config.bf16)
+        self.first_metrics = self.first_metrics or metrics
+        records, lines = pair_records(step, self.task.heldout, scores)
+        _append(self.files["samples"], records)
+        tqdm.write("\n".join([pair_headline(step, metrics, self.first_metrics), *lines]))
+        write_text(self.folder / "reliability.json", json.dumps(curve, indent=2))
+        self._save_if_best(metrics["eval/accuracy"])
+        return metrics
+
+    def _save_if_best(self, value: float | None) -> None:
         if self.config.save_best and value is not None and value > self.best:
             self.best = value
             self._save_model()
             tqdm.write(f"  the best so far: saved as {self.folder}/model")
-        return metrics
 
     def checkpoint_if_due(self, steps_done: int) -> None:
         """After each step: write a checkpoint if one is due, or if a signal asked to stop. Raises
@@ -254,12 +263,42 @@ class Run:
             signal.signal(number, handler)
 
 
+def _watched(
+    task: Task | Pairs, history: list[dict[str, float | None]], bf16: bool
+) -> tuple[list[tuple[str, str]], str]:
+    """The warnings about the steps so far, and what the progress bar shows."""
+    if isinstance(task, Pairs):
+        return pair_warnings(history), pair_progress(history[-1])
+    return warnings_about(history, bf16), progress(history[-1])
+
+
+def _given(**generators: torch.Generator | None) -> dict[str, torch.Generator]:
+    return {name: g for name, g in generators.items() if g is not None}
+
+
+def _explain(error: BaseException | None, before: str, after: str, on_pairs: bool) -> None:
+    """Say what an error that ends a run left behind; raises what stands for it, if something does.
+
+    What is none of ours is left to be shown with its traceback.
+    """
+    on_cpu = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        smaller = "micro_batch_size" if on_pairs else "micro_batch_tokens or --rollout_batch_size"
+        raise Fault(f"{before}{first_line(error).rstrip('.')}; lower --{smaller}{after}")
+    if isinstance(error, KeyboardInterrupt):
+        raise Interrupted(signal.SIGINT, f"{before}interrupted{after}")
+    if isinstance(error, (InputError, Fault, Interrupted)):
+        error.args = (f"{before}{error}{after}",)
+
+
 def choose_folder(config: Any) -> Path:
     """The folder of a run. Raises InputError where it holds what must not be lost, or a run that
     --resume can't go on with.
     """
     model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
-    task = Path(config.prompts).stem if config.prompts else config.task
+    # The pairs of a reward model, the prompts of the others.
+    data = config.pairs if hasattr(config, "pairs") else config.prompts
+    task = Path(data).stem if data else config.task
     name = f"{config.script}-{model.replace('/', '-')}-{task}-s{config.seed}"
     folder = Path(config.output_dir or f"runs/{name}")
     if config.resume and config.overwrite:
@@ -287,6 +326,24 @@ def _holds_run(folder: Path) -> bool:
     if not (folder / "metrics.jsonl").exists():
         raise InputError(f"--output_dir {folder}: holds something that is not a run")
     return (folder / "metrics.jsonl").stat().st_size > 0 or (folder / CHECKPOINT).exists()
+
+
+def _move_old_run(folder: Path, overwrite: bool) -> None:
+    """Rename the run that the folder holds. Raises InputError where that isn't asked for."""
+    if not overwrite:  # begun since choose_folder looked
+        raise InputError(f"{folder} already holds a run, which has just begun")
+    old = Path(f"{folder}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    folder.rename(old)
+    print(f"The run in {folder} is now {old}.")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is complete whenever the process dies."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def _opened(path: Path, length: int) -> BinaryIO:
@@ -340,12 +397,12 @@ def _description(config: Any, policy: PreTrainedModel, task: Task, folder: Path)
     total = sum(p.numel() for p in policy.parameters()) / 1e6
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / 1e6
     adapter = f"an adapter of {trained:.2f} M on " if trained < total else ""
-    num_heldout = min(len(task.heldout), config.num_eval_prompts)
+    num_heldout = min(len(task.heldout), getattr(config, "num_eval_prompts", len(task.heldout)))
     settings = asdict(config).items()
     shown = "  ".join(f"{name}={value}" for name, value in settings if value not in (None, []))
     return (
         f"{config.script}: {adapter}{total:.1f} M parameters on {policy.device}, "
-        f"{len(task.train)} prompts to train on, {num_heldout} held out, writing to {folder}\n"
+        f"{len(task.train)} {task.name} to train on, {num_heldout} held out, writing to {folder}\n"
         + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")
     )
 

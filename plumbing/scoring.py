@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout
-from plumbing.data import RewardFunction, Task, pad_rows
+from plumbing.data import RewardFunction, Task
 from plumbing.errors import InputError, first_line
 from plumbing.forward import on_cpu
 from plumbing.loading import context_length, eos_token_ids
 from plumbing.prompts import Prompt
+from plumbing.reward_models import pad_rows
 from plumbing.stopping import StopStrings, text_after
 
 # Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that

@@ -189,7 +189,7 @@ def main() -> None:
         left = [m for m in chosen if results.get(key(m)) == before]
         print(f"{STAGES[stage]}: {len(left)} of {len(everything)} mutants to try", flush=True)
         with ThreadPoolExecutor(2) as pool:
-            for mutant, result in zip(left, pool.map(lambda m: try_mutant(m, stage), left)):
+            for mutant, result in zip(left, pool.map(try_mutant, left, [stage] * len(left))):
                 results[key(mutant)] = result
                 RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
                 PAGE.write_text(page(everything, results))

@@ -9,13 +9,15 @@ import pytest
 import grpo
 import plumbing.config
 import ppo
+import reward_model
 import rloo
 from plumbing.config import ABOVE_0, LOWEST, TRL_NAMES, RunConfig, parse_flags
 from plumbing.errors import InputError
 
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
 OURS = {  # by hand: which of our flags each name of TRL means
-    "beta": "kl_coef", "cliprange": "clip_range", "cliprange_value": "clip_range_value",
+    "beta": "kl_coef", "center_rewards_coefficient": "center_rewards_coef",
+    "cliprange": "clip_range", "cliprange_value": "clip_range_value",
     "epsilon": "clip_range", "epsilon_high": "clip_range_high",
     "local_rollout_forward_batch_size": "rollout_batch_size",
     "max_completion_length": "max_new_tokens", "num_iterations": "num_epochs",
@@ -54,7 +56,7 @@ def test_0_is_refused_where_a_number_must_be_above_0(flag):
 def test_every_number_without_another_bound_must_be_above_0():
     # By hand what may be 0, or has its bounds elsewhere: all other numbers must be in the list.
     other = set("digits temperature seed missing_eos_penalty gamma lam".split())
-    other |= {"reward_clip_range", "reward_weights"}
+    other |= {"reward_clip_range", "reward_weights", "label_noise"}
     for script in SCRIPTS.values():
         kinds = typing.get_type_hints(script.Config)
         for name in (field.name for field in dataclasses.fields(script.Config)):
@@ -70,6 +72,9 @@ def test_the_defaults_of_the_embedded_model_are_for_that_name_alone():
 OF_THE_UPDATE = dict(warmup_steps=10, max_grad_norm=1.0, clip_range=0.2, temperature=1.0)
 OFTEN = dict(digits=2, lora_r=0, seed=0, save_every=50, sample_every=50)
 OFTEN |= dict(entropy_coef=0.0, eval_generations=1)
+OF_REWARD_MODEL = dict(warmup_steps=10, max_grad_norm=1.0, lora_r=0, seed=0, save_every=50)
+OF_REWARD_MODEL |= dict(eval_every=50, num_eval_pairs=512, num_pairs=10000, label_noise=0.1)
+OF_REWARD_MODEL |= dict(center_rewards_coef=0.0)
 SIZES = {
     "tiny": dict(
         max_new_tokens=5, rollout_batch_size=256, micro_batch_size=256, num_eval_prompts=1024
@@ -110,6 +115,24 @@ def test_every_number_has_the_default_that_the_pages_were_measured_with(script, 
     config = vars(parse(script, *([] if model == "tiny" else ["--model", "my/other"])))
     numbers = {name: value for name, value in config.items() if type(value) in (int, float)}
     assert numbers == DEFAULTS[script, model] | OF_THE_UPDATE | OFTEN | SIZES[model]
+
+
+def test_the_reward_model_has_the_defaults_that_the_pages_were_measured_with():
+    for model, sizes in (
+        ("tiny", dict(num_steps=200, learning_rate=1e-3, micro_batch_size=256, pairs_per_step=128)),
+        ("my/other", dict(learning_rate=2e-5, micro_batch_size=16, pairs_per_step=32)),
+    ):
+        config = vars(parse("reward_model", "--model", model))
+        numbers = {name: value for name, value in config.items() if type(value) in (int, float)}
+        assert numbers == OF_REWARD_MODEL | sizes
+
+
+@pytest.mark.parametrize("script, coef", [("ppo", 0.1), ("grpo", 0.4), ("rloo", 0.2)])
+def test_with_a_learned_reward_the_kl_of_the_embedded_model_weighs_more(script, coef):
+    assert parse(script, "--reward_model", "folder").kl_coef == coef
+    assert parse(script, "--reward_model", "folder", "--kl_coef", "0.03").kl_coef == 0.03
+    other = parse(script, "--reward_model", "folder", "--model", "my/other")
+    assert other.kl_coef == DEFAULTS[script, "other"]["kl_coef"]
 
 
 def test_a_config_is_made_by_name():

@@ -25,6 +25,7 @@ from plumbing.data import RewardModel, Task, load_reward, load_task
 from plumbing.errors import InputError
 from plumbing.loading import load_policy, load_tokenizer
 from plumbing.prompts import prompt_batch, read_prompts
+from plumbing.reward_models import text_ids
 from plumbing.scoring import check_prompts, decode, encode_prompts, score, verify
 from tasks import (
     REWARDS,
@@ -599,7 +600,8 @@ def test_the_reward_model_reads_one_bos_where_template_and_tokenizer_both_write_
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", eos)]
     )
     chat = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
-    assert model._tokens(*chat).count(eos) == 1 and model._tokens("q", "a").count(eos) == 1
+    for texts in (chat, ("q", "a")):
+        assert text_ids(model.tokenizer, *texts).count(eos) == 1
 
 
 def test_a_text_longer_than_the_reward_model_reads_is_refused(reward_model_folder):

@@ -1,0 +1,129 @@
+"""Reward models: sequence classifiers with one label, trained by reward_model.py, or by others."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from common import base_model
+from plumbing.errors import InputError
+from plumbing.loading import TINY, add_adapter, from_hub_or_folder, load_tokenizer
+from plumbing.prompts import Prompt, text_of
+
+Completion = str | list[dict[str, str]]  # text, or the messages that follow the prompt
+
+
+def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
+    """Of each row what stands at its last real token: x (B, L) or (B, L, D) and mask (B, L), padded
+    on either side -> (B,) or (B, D).
+    """
+    # By the mask, not by the pad id: where pad is EOS, the last token that isn't pad is the one
+    # before EOS, and a row that fills the width has none. argmax finds the first of the largest.
+    last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    return x[torch.arange(len(x), device=x.device), last]
+
+
+def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+    """The score of each row: tokens and mask (B, L), padded on the right -> (B,), with gradient."""
+    model = base_model(model)
+    if not hasattr(model, "score"):  # BERT and its kin have read the whole text at every token
+        return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
+    # A causal model has read the whole text at its last token alone. No position ids: padding on
+    # the right needs none.
+    hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state  # (B, L, D)
+    last = last_real_token(hidden, mask)  # (B, D)
+    # In bfloat16 a score would have three digits, and the loss is made of differences.
+    with torch.autocast(last.device.type, enabled=False):
+        return model.score(last.to(next(model.score.parameters()).dtype))[:, 0]
+
+
+def text_ids(tokenizer: Tokenizer, prompt: Prompt, completion: Completion) -> list[int]:
+    """The tokens of a prompt with its completion, as a reward model reads them: in its own chat
+    template where both are messages. Reward models are trained and asked with the same tokens.
+    """
+    if isinstance(completion, str):
+        return tokenizer(text_of(prompt) + completion if prompt else completion).input_ids
+    messages = [*prompt, *completion]
+    if tokenizer.chat_template is None:
+        return tokenizer("\n".join(m["content"] for m in messages)).input_ids
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    # The template writes BOS itself; add_special_tokens would put a second one in front.
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def longest_text(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
+    """How many tokens the model reads, infinity if there is no limit."""
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    return min(limit, tokenizer.model_max_length)  # RoBERTa takes 2 less than it has
+
+
+def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
+    """A model to train as a reward model: a causal language model or a sequence classifier with one
+    label. A new head starts at 0, so that the first scores are. Raises InputError.
+    """
+    path = str(TINY) if name == "tiny" else name
+    if (Path(path) / "adapter_config.json").exists():
+        raise InputError(f"--model {name}: is an adapter; give the model that it is merged into")
+    kind = AutoModelForSequenceClassification
+    model, missing = from_hub_or_folder(kind, path, "--model", num_labels=1)
+    prefix = f"{model.base_model_prefix}."
+    # A pooler is part of the head: BERT has it where it was trained to classify.
+    if lost := [w for w in missing if w.startswith(prefix) and "pooler" not in w]:
+        raise InputError(f"--model {name}: its checkpoint has no {lost[0]}")
+    if missing:
+        heads = [m for n, m in model.named_modules() if not f"{n}.".startswith(prefix)]
+        for head in heads:
+            if isinstance(head, nn.Linear) and head.out_features == 1:
+                nn.init.zeros_(head.weight)
+                if head.bias is not None:
+                    nn.init.zeros_(head.bias)
+    return add_adapter(model, lora_r, "SEQ_CLS") if lora_r > 0 else model
+
+
+class RewardModel:
+    """A sequence classifier with one label, and its tokenizer, as a reward. Raises InputError."""
+
+    __name__ = "reward_model"
+
+    def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
+        flag = "--reward_model"
+        self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
+        if missing:
+            raise InputError(f"{flag} {name}: no reward model, its checkpoint has no {missing[0]}")
+        self.model.eval().requires_grad_(False).to(device)
+        self.tokenizer = load_tokenizer(name, flag)
+        self.batch_size = batch_size
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
+        ids = [text_ids(self.tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
+        limit = longest_text(self.model, self.tokenizer)
+        if (longest := max(map(len, ids))) > limit:
+            fault = f"takes {limit} tokens, and a prompt with its completion has {longest}"
+            remedy = "shorten the prompts or lower --max_new_tokens"
+            raise InputError(f"the reward model {fault}: {remedy}")
+        scores = []
+        for start in range(0, len(ids), self.batch_size):
+            rows = pad_rows(ids[start : start + self.batch_size], 0, "right", self.model.device)
+            scores += sequence_scores(self.model, *rows).tolist()
+        return scores
+
+
+def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[Tensor, Tensor]:
+    """Rows of ids, padded on the "left" or "right" to the longest row: (ids, mask), each (B, L)."""
+    width = max(map(len, rows))
+    tokens = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        columns = slice(width - len(row), None) if side == "left" else slice(len(row))
+        tokens[i, columns], mask[i, columns] = torch.tensor(row), 1
+    return tokens.to(device), mask.to(device)

@@ -1,0 +1,180 @@
+"""A reward model: learns from pairs of completions which of the two people prefer.
+
+A pair is a prompt x with two completions, the chosen y_w and the rejected y_l. The model gives a
+text one number, its score r: a linear head, without a bias, on the last hidden state of the last
+real token. Bradley and Terry say how likely y_w is to be preferred. On the left are the names of
+the code; c is center_rewards_coef, m is the margin of the pair, 0 unless the data has one.
+
+  chosen, rejected  r(x, y_w), r(x, y_l)
+  probability       sigmoid(r(x, y_w) - r(x, y_l))                                    [1]
+  loss              -log sigmoid(r(x, y_w) - r(x, y_l) - m)                           [2] eq. 1
+                    + c (r(x, y_w) + r(x, y_l))^2                                     [4]
+                    a mean over the pairs; with a margin: [3] eq. 2
+
+Only differences of scores count in the first term: adding 5 to every score changes nothing. The
+second term keeps their mean near 0. A policy is then trained on r alone, and finds what the pairs
+didn't say: see docs/experiments.md, "Trusted too far".
+
+[1] Bradley and Terry 1952, Biometrika 39. [2] Ouyang et al. 2022, arXiv 2203.02155.
+[3] Touvron et al. 2023, arXiv 2307.09288. [4] Eisenstein et al. 2023, arXiv 2312.09244.
+
+  python reward_model.py         # pairs of sums: judges 95% of the held-out ones rightly, a minute
+  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model
+  python reward_model.py --model gpt2 --pairs my_pairs.jsonl
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from common import clear_cache, disable_dropout
+from plumbing.config import ByModel, TrainConfig, flag, parse_flags
+from plumbing.judging import pair_metrics
+from plumbing.loading import load_tokenizer, set_up_training
+from plumbing.metrics import Meter
+from plumbing.pairs import load_pairs, pair_scores
+from plumbing.prompts import prompt_batch
+from plumbing.reward_models import load_for_training
+from plumbing.runs import Run, choose_folder, run_main
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    script = "reward_model"
+    task = "add"  # of the pairs that the embedded model makes
+
+    # The flags that this script has alone.
+    pairs: str | None = flag(
+        None, "JSON lines or a dataset: chosen, rejected; tiny makes its own", "the job"
+    )
+    eval_pairs: str | None = flag(
+        None, "held-out pairs; default: a tenth, or eval_split", "the job"
+    )
+    eval_split: str | None = flag(None, "of eval_pairs, or else of pairs", "the job")
+    num_eval_pairs: int = flag(512, "most held-out pairs per evaluation", "the run")
+    max_length: int | None = flag(
+        None, "a longer text's pair is left out; default: the context", "the job"
+    )
+    num_pairs: int = flag(10_000, "pairs that the embedded model makes", "the job")
+    label_noise: float = flag(
+        0.1, "share of their labels that are flipped, as people err", "the job"
+    )
+    pairs_per_step: int = flag(
+        ByModel(tiny=128, other=32), "pairs of one optimisation step", "update"
+    )
+    center_rewards_coef: float = flag(0.0, "weight of the squared sum of a pair's two scores")
+
+    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
+    num_steps: int | None = flag(
+        ByModel(tiny=200, other=None), "default: one pass over the pairs", "update"
+    )
+    learning_rate: float = flag(ByModel(tiny=1e-3, other=2e-5))
+    micro_batch_size: int | None = flag(ByModel(tiny=256, other=16))
+    merge_adapter: bool = flag(True)
+    eval_every: int = flag(50)
+
+
+def preference_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coef: float = 0.0
+) -> Tensor:
+    """The loss of each pair: scores (N,), margin (N,) or a number -> (N,). [2] eq. 1; [3]; [4]."""
+    # logsigmoid, not log(sigmoid): for a pair that is badly wrong the sigmoid is 0 in float32.
+    loss = -logsigmoid(chosen - rejected - margin)
+    return loss + center_rewards_coef * (chosen + rejected) ** 2
+
+
+def main(args: list[str] | None = None) -> None:
+    # The flags, where to compute, where to write, and the random numbers.
+    config = parse_flags(Config, __doc__, args)
+    device = torch.device(config.device)
+    folder = choose_folder(config)
+    torch.manual_seed(config.seed)
+
+    # The model: a backbone with a head that starts at 0, so that the first loss is log 2. Dropout
+    # is off: it would give the same text two scores.
+    model = load_for_training(config.model, config.lora_r).to(device)
+    tokenizer = load_tokenizer(config.model)
+    if config.disable_dropout:
+        disable_dropout(model)
+
+    # The pairs, as tokens: those to train on and those held out. What is cut could lose just the
+    # words that decide: so a pair that is too long is left out.
+    pairs = load_pairs(config, model, tokenizer)
+    if config.num_steps is None:
+        config.num_steps = math.ceil(len(pairs.train) / config.pairs_per_step)
+    set_up_training(config, model)
+
+    # What trains: all weights, or an adapter and the head.
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    # N pairs a step. A pair is two rows of the forward pass, and what micro_batch_size counts are
+    # rows: it changes memory, never the gradient.
+    N = config.pairs_per_step
+    micro_batch = max(1, (config.micro_batch_size or 2 * N) // 2)
+
+    with Run(
+        config=config,
+        folder=folder,
+        policy=model,
+        tokenizer=tokenizer,
+        task=pairs,
+        optimizer=optimizer,
+    ) as run:
+        for step in range(run.first_step, config.num_steps):
+            metrics = run.evaluate_pairs(step) if step % config.eval_every == 0 else {}
+            started, num_tokens, meter = time.perf_counter(), 0, Meter()
+
+            # 1. The pairs of this step, from endless passes, each in a new order. Then by length,
+            #    for a micro-batch is as wide as its longest text: the gradient is the same sum.
+            batch = prompt_batch(pairs.train, step, N, config.seed)
+            batch.sort(key=lambda pair: len(pair["chosen_ids"]) + len(pair["rejected_ids"]))
+
+            # 2. The learning rate rises over the first steps, then falls linearly.
+            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
+            for settings in optimizer.param_groups:
+                settings["lr"] = learning_rate
+
+            for start in range(0, N, micro_batch):
+                # 3. Score both texts of each pair in one forward pass, at their last real token.
+                part = batch[start : start + micro_batch]
+                chosen, rejected, count = pair_scores(model, part, config.bf16)  # (b,) each
+                num_tokens += count
+
+                # 4. The loss: a micro-batch of b pairs adds its share of the mean over all N.
+                margin = torch.tensor([pair["margin"] for pair in part], device=device)
+                loss = preference_loss(chosen, rejected, margin, config.center_rewards_coef)
+                (loss.sum() / N).backward()
+
+                # How often the model agrees with the labels, and where its scores are.
+                meter.add("loss/pairs", loss)
+                meter.add("reward/accuracy", (chosen > rejected).float())
+                meter.add("reward/margin", chosen - rejected)
+                meter.add("reward/mean", (chosen + rejected) / 2)
+
+            # 5. The gradient of all N pairs is there: one optimiser step.
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            meter.end_mini_batch(grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            # 6. Log, save when due. The number to watch is the accuracy on held-out pairs: that on
+            #    the pairs that it learns from rises even where nothing is understood.
+            metrics |= pair_metrics(meter, num_tokens, time.perf_counter() - started)
+            clear_cache()
+            metrics |= {"lr": learning_rate, "episode": (step + 1) * N}
+            run.log(step, metrics)
+            run.checkpoint_if_due(step + 1)
+
+        run.log(config.num_steps, run.evaluate_pairs(config.num_steps))
+
+
+if __name__ == "__main__":
+    run_main(main)
