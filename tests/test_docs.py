@@ -1,6 +1,6 @@
-"""The pages against the code: line references and named tests of docs/details.md, names, files and
-tests of docs/architecture.md, the tables of docs/compare.md, every link, and the headers of the
-scripts.
+"""The pages against the code: line references of docs/details.md and docs/from-trl-ppo.md, named
+tests of docs/details.md, names, files and tests of docs/architecture.md, the tables of
+docs/compare.md, every link, and the headers of the scripts.
 
 After lines have moved,
 
@@ -19,6 +19,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "details.md"
+NUMBERED = [PAGE, REPOSITORY / "docs" / "from-trl-ppo.md"]  # pages with line references
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 ENTRY = re.compile(r"^### (\d+)\. \S.*$", re.MULTILINE)
 # `text of a line` in [ppo.py, line 171](../ppo.py#L171), with a new line for a space anywhere
@@ -53,8 +54,9 @@ def renumbered(page: str) -> tuple[str, list[str]]:
     return REFERENCE.sub(write, page), lost
 
 
-def test_each_reference_names_the_line_that_its_snippet_is_on():
-    page = PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
+def test_each_reference_names_the_line_that_its_snippet_is_on(path):
+    page = path.read_text(encoding="utf-8")
     references = list(REFERENCE.finditer(page))
     assert len(references) == page.count("#L"), "a reference in another form is not checked"
     for match in references:
@@ -204,6 +206,9 @@ def test_lines_that_moved_are_found_again_and_lost_ones_are_named(tmp_path, monk
 
 
 if __name__ == "__main__":
-    new, lost = renumbered(PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(new, encoding="utf-8")
-    sys.exit("\n".join(lost) or 0)
+    all_lost = []
+    for path in NUMBERED:
+        new, lost = renumbered(path.read_text(encoding="utf-8"))
+        path.write_text(new, encoding="utf-8")
+        all_lost += lost
+    sys.exit("\n".join(all_lost) or 0)
