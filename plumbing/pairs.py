@@ -45,7 +45,8 @@ def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
     else:
         if config.eval_pairs is None and Path(config.pairs).is_file():
             fault = f"{config.pairs} is one file, and has no splits"
-            raise InputError(f"--eval_split {config.eval_split}: {fault}; --eval_pairs")
+            remedy = "--eval_pairs takes another"
+            raise InputError(f"--eval_split {config.eval_split}: {fault}; {remedy}")
         train = read_pairs(config.pairs, config.split, config.subset)
         name, flag = config.eval_pairs or config.pairs, "--eval_pairs"
         subset = None if Path(name).is_file() else config.subset

@@ -1,0 +1,138 @@
+"""A learned reward trusted too far: what PPO makes of reward models trained on few or many pairs.
+
+  python benchmarks/overoptimisation.py          # an hour on two CPU cores; goes on where it stopped
+  python benchmarks/overoptimisation.py --draw   # the picture alone
+
+Reward models on 50, 200, 1,000 and 5,000 pairs of the embedded model's own samples, a tenth of the
+labels flipped, each saved at its best held-out accuracy. PPO then trains on each of them, with a KL
+penalty that hardly holds it and with one that does. The proxy is the score of the reward model, the
+truth is the verifier, which nothing is trained on: Gao et al. 2023, arXiv 2210.10760. Beside PPO the
+best of n samples by the same score, whose KL is log n - (n - 1) / n. The results of all runs are in
+overoptimisation.json: to measure one again, take it out of that file.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+import torch
+
+from plumbing.answers import numeric_match
+from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
+from plumbing.reward_models import RewardModel
+from plumbing.scoring import PADDING, decode, encode_prompts
+from sampling import sample
+from tasks import add_prompts
+
+RESULTS = Path(__file__).with_suffix(".json")
+PICTURE = REPOSITORY / "docs" / "overoptimisation.png"
+SIZES = (50, 200, 1000, 5000)
+SEEDS = range(5)
+WEIGHTS = (0.01, 0.1)  # of the KL penalty
+REWARD_MODEL = "--eval_every 20 --save_best --num_pairs {} --seed {}"
+PPO = "--num_eval_prompts 512 --eval_every 5 --save_every 1000 --kl_coef {} --seed {}"
+SAMPLES, PROMPTS = 64, 256  # for the best of n
+
+
+def run(script: str, flags: str, folder: Path) -> list[dict]:
+    """The metrics of a run, one dict per step."""
+    command = [sys.executable, str(REPOSITORY / script), *flags.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output_dir", str(folder)], capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.splitlines()[-1]}")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def best_of_n(folder: Path, seed: int) -> dict:
+    """What the best of n samples scores, by the proxy and in truth, for n = 1, 2, 4, ..., 64; and
+    mean and standard deviation of the proxy over all samples.
+    """
+    policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
+    rows = add_prompts()[1][:PROMPTS]
+    generator = torch.Generator().manual_seed(seed)
+    scores, right = [], []
+    judge = RewardModel(str(folder), torch.device("cpu"), batch_size=1024)
+    for start in range(0, len(rows), 32):
+        part = rows[start : start + 32]
+        rollout = sample(
+            policy, *encode_prompts(tokenizer, part), num_generations=SAMPLES, max_rows=2048,
+            max_new_tokens=5, temperature=1.0, eos_token_ids=eos_token_ids(policy, tokenizer),
+            pad_token_id=PADDING, generator=generator,
+        )  # fmt: skip
+        texts = decode(tokenizer, rollout)
+        whole = [row for row in part for _ in range(SAMPLES)]
+        scores.append(judge([row["prompt"] for row in whole], texts))
+        right.append(numeric_match(texts, [row["answer"] for row in whole]))
+    scores = np.array(scores).reshape(-1, SAMPLES)
+    right = np.array(right).reshape(-1, SAMPLES)
+    order = scores.argsort(1)
+    ranked = [np.take_along_axis(x, order, 1).mean(0) for x in (scores, right)]
+    found = []
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        # That the k-th of all samples, from the lowest, is the best of n drawn without replacement.
+        chances = [math.comb(k, n - 1) / math.comb(SAMPLES, n) for k in range(SAMPLES)]
+        proxy, truth = (float(np.dot(chances, x)) for x in ranked)
+        found.append({"kl": math.log(n) - (n - 1) / n, "proxy": proxy, "truth": truth})
+    return {"points": found, "mean": float(scores.mean()), "std": float(scores.std())}
+
+
+def points(metrics: list[dict]) -> list[dict]:
+    """KL, proxy and truth at each evaluation at which the KL is known: all but the last."""
+    names = {"kl": "objective/kl", "proxy": "eval/reward", "truth": "eval/accuracy"}
+    found = [m for m in metrics if "eval/reward" in m and "objective/kl" in m]
+    return [{key: m[name] for key, name in names.items()} for m in found]
+
+
+def measure(results: dict) -> None:
+    """Fill in the runs that are missing, two at a time."""
+
+    def one(job: tuple[int, int]) -> None:
+        size, seed = job
+        key = f"{size} pairs, seed {seed}"
+        if key in results:
+            return
+        with tempfile.TemporaryDirectory() as work:
+            judge = Path(work) / "judge"
+            trained = run("reward_model.py", REWARD_MODEL.format(size, seed), judge)
+            found = {
+                "accuracy": max(m["eval/accuracy"] for m in trained if "eval/accuracy" in m),
+                "best of n": best_of_n(judge / "model", seed),
+            }
+            for weight in WEIGHTS:
+                flags = f"{PPO.format(weight, seed)} --reward_model {judge / 'model'}"
+                found[f"PPO, kl_coef {weight}"] = points(
+                    run("ppo.py", flags, Path(work) / str(weight))
+                )
+        results[key] = found
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(key, found["accuracy"], flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, [(size, seed) for seed in SEEDS for size in SIZES]))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if "--draw" not in sys.argv:
+        measure(results)
+
+
+if __name__ == "__main__":
+    main()
