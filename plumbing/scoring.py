@@ -116,10 +116,17 @@ def score(
     texts, ids = decode(tokenizer, rollout, task.stop), completion_ids(rollout)
     num_generations = len(texts) // len(rows)
     rows = [row for row in rows for _ in range(num_generations)]
+    return score_texts(task, rows, texts, ids), texts
+
+
+def score_texts(
+    task: Task, rows: list[dict], texts: list[str], ids: list[list[int]] | None = None
+) -> Tensor:
+    """Score texts, each by its row: (B,). Without token ids no reward gets `completion_ids`."""
     columns = [_call_reward(reward, rows, texts, ids) for reward in task.rewards]
-    scores = torch.stack(columns, dim=1)  # (N*G, rewards)
+    scores = torch.stack(columns, dim=1)  # (B, rewards)
     total = (scores * torch.tensor(task.weights)).nansum(dim=1)
-    return total.masked_fill(scores.isnan().all(dim=1), math.nan), texts
+    return total.masked_fill(scores.isnan().all(dim=1), math.nan)
 
 
 def verify(task: Task, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
@@ -140,7 +147,9 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     return [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
 
 
-def _call_reward(reward: RewardFunction, rows: list[dict], texts: list[str], ids: list) -> Tensor:
+def _call_reward(
+    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list | None
+) -> Tensor:
     """Call a reward function with TRL's keyword arguments: (B,) float32, NaN where it gave None."""
     name = getattr(reward, "__name__", type(reward).__name__)
     prompts = [row["prompt"] for row in rows]
@@ -150,7 +159,9 @@ def _call_reward(reward: RewardFunction, rows: list[dict], texts: list[str], ids
     ]
     keys = sorted({key for row in rows for key in row} - {"prompt"})
     columns = {key: [row.get(key) for row in rows] for key in keys}
-    arguments = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    arguments = columns | {"prompts": prompts, "completions": completions}
+    if ids is not None:
+        arguments["completion_ids"] = ids
     try:
         parameters = inspect.signature(reward).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -29,6 +29,7 @@ FLOORS = [
     ["plumbing.evaluation", "plumbing.extras"],
     ["plumbing.runs"],
     SCRIPTS,
+    ["tools.outgrow_verl"],
     TOOLS,
 ]
 HEIGHT = {name: height for height, floor in enumerate(FLOORS) for name in floor}
