@@ -82,8 +82,8 @@ SETTINGS |= {
     " critic.model.enable_gradient_checkpointing",
     "bf16": f"{ROLLOUT}.dtype +{ACTOR}.fsdp_config.mixed_precision.param_dtype"
     f" +{REF}.fsdp_config.mixed_precision.param_dtype +critic.fsdp.mixed_precision.param_dtype"
-    f" +{MODEL}.override_config.attn_implementation {MODEL}.use_remove_padding"
-    " +critic.model.override_config.attn_implementation critic.model.use_remove_padding",
+    f" +{MODEL}.override_config {MODEL}.use_remove_padding"
+    " +critic.model.override_config critic.model.use_remove_padding",
     "seed": f"{ROLLOUT}.seed {ACTOR}.data_loader_seed critic.data_loader_seed",
     "save_every": "trainer.save_freq",
     "eval_every": "trainer.test_freq",
@@ -92,6 +92,8 @@ SETTINGS |= {
     "wandb": "trainer.logger",
     "output_dir": "trainer.default_local_dir",
 }
+OTHERS = """algorithm.adv_estimator data.max_prompt_length trainer.experiment_name
+trainer.n_gpus_per_node trainer.nnodes""".split()  # which algorithm, and where
 # Refused where they are set, with the reason.
 NOT_THERE = {
     "stop": "verl's rollout has no stop strings, and would train on longer completions",
