@@ -114,17 +114,19 @@ def score(
     are, the score is NaN.
     """
     texts, ids = decode(tokenizer, rollout, task.stop), completion_ids(rollout)
-    num_generations = len(texts) // len(rows)
-    rows = [row for row in rows for _ in range(num_generations)]
     return score_texts(task, rows, texts, ids), texts
 
 
 def score_texts(
     task: Task, rows: list[dict], texts: list[str], ids: list[list[int]] | None = None
 ) -> Tensor:
-    """Score texts, each by its row: (B,). Without token ids no reward gets `completion_ids`."""
+    """Score G texts for each of N rows: (N*G,), as `score` does. Without the token ids no reward
+    gets `completion_ids`.
+    """
+    num_generations = len(texts) // len(rows)
+    rows = [row for row in rows for _ in range(num_generations)]
     columns = [_call_reward(reward, rows, texts, ids) for reward in task.rewards]
-    scores = torch.stack(columns, dim=1)  # (B, rewards)
+    scores = torch.stack(columns, dim=1)  # (N*G, rewards)
     total = (scores * torch.tensor(task.weights)).nansum(dim=1)
     return total.masked_fill(scores.isnan().all(dim=1), math.nan)
 
@@ -159,9 +161,9 @@ def _call_reward(
     ]
     keys = sorted({key for row in rows for key in row} - {"prompt"})
     columns = {key: [row.get(key) for row in rows] for key in keys}
-    arguments = columns | {"prompts": prompts, "completions": completions}
-    if ids is not None:
-        arguments["completion_ids"] = ids
+    arguments = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    if ids is None:
+        del arguments["completion_ids"]
     try:
         parameters = inspect.signature(reward).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

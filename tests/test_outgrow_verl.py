@@ -348,11 +348,8 @@ def test_every_flag_is_mapped_or_refused_or_left_out_and_on_the_page():
     parts = [outgrow_verl.SETTINGS, outgrow_verl.NOT_THERE, outgrow_verl.LEFT_OUT]
     assert flags == {name for part in parts for name in part}
     assert len(flags) == sum(map(len, parts))
-    table = PAGE.split("## To verl")[1].split("\n## ")[0]
-    cells = [
-        [cell.strip() for cell in line.split(" | ", 2)]
-        for line in re.findall(r"\n\| (`.*) \|", table)
-    ]
+    lines = re.findall(r"\n\| (`.*)", PAGE.split("\n## To verl")[1])
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
     rows = {name.strip("`"): place for names, place, *_ in cells for name in names.split(", ")}
     fixed = outgrow_verl.FIXED | outgrow_verl.FIXED_CRITIC
     expected = {name: outgrow_verl.SETTINGS.get(name, "") for name in flags}
