@@ -279,6 +279,19 @@ def rows_in_order(rows: list[dict]) -> list[dict]:
     return importlib.import_module("plumbing.prompts").split_prompts(rows)[0]
 
 
+def test_a_reward_gets_no_token_ids_where_there_are_none():
+    given = []
+
+    def reward(completions: list, **columns: list) -> list[float]:
+        given.append({*columns})
+        return [1.0] * len(completions)
+
+    rows = [{"prompt": "a", "answer": 1}]
+    score_texts(Task([], [], [reward], [1.0]), rows, ["b"])
+    score_texts(Task([], [], [reward], [1.0]), rows, ["b"], [[3]])
+    assert given == [{"prompts", "answer"}, {"prompts", "answer", "completion_ids"}]
+
+
 def test_a_completion_without_any_score_ends_the_run(verl, outgrown):
     flags = "--reward HERE/rewards.py:none --num_steps 1 --prompts_per_step 4"
     config = configuration(outgrown("grpo", flags))
