@@ -6,7 +6,9 @@ verl runs here without Ray and vLLM: modules stand in for those that import them
 """
 
 import asyncio
+import copy
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -114,6 +116,12 @@ def arguments(folder: Path) -> list[str]:
     return shlex.split(text.replace("\\\n", " "))
 
 
+@functools.cache
+def defaults() -> DictConfig:
+    """verl's configuration as verl ships it in one file."""
+    return OmegaConf.load(VERL / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+
+
 def configuration(folder: Path) -> DictConfig:
     """verl's configuration with what run.sh sets. Raises where a name is not there."""
     if importlib.util.find_spec("hydra"):
@@ -122,7 +130,7 @@ def configuration(folder: Path) -> DictConfig:
             config = hydra.compose("ppo_trainer", overrides=arguments(folder))
         OmegaConf.resolve(config)
         return config
-    config = OmegaConf.load(VERL / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    config = copy.deepcopy(defaults())
     for argument in arguments(folder):
         name, value = argument.split("=", 1)
         OmegaConf.set_struct(config, not name.startswith("+"))
