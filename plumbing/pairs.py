@@ -97,7 +97,9 @@ def pair_of(row: object) -> dict:
     for key in ("prompt", "chosen", "rejected"):
         if key not in row and key != "prompt":
             raise ValueError(f'no key "{key}"')
-        if not _is_text_or_messages(row.get(key) or "") or not (row.get(key) or key == "prompt"):
+        # An answer may be empty, a whole text may not.
+        empty_is_fine = key == "prompt" or (prompt and row[key] == "")
+        if not _is_text_or_messages(row.get(key) or "") or not (row.get(key) or empty_is_fine):
             raise ValueError(f'"{key}" is neither text nor messages, or is empty')
     margin = row.get("margin")
     margin = 0.0 if margin is None else margin

@@ -115,12 +115,21 @@ def score(
     are, the score is NaN.
     """
     texts, ids = decode(tokenizer, rollout, task.stop), completion_ids(rollout)
+    return score_texts(task, rows, texts, ids), texts
+
+
+def score_texts(
+    task: Task, rows: list[dict], texts: list[str], ids: list[list[int]] | None = None
+) -> Tensor:
+    """Score G texts for each of N rows: (N*G,), as `score` does. Without the token ids no reward
+    gets `completion_ids`.
+    """
     num_generations = len(texts) // len(rows)
     rows = [row for row in rows for _ in range(num_generations)]
     columns = [_call_reward(reward, rows, texts, ids) for reward in task.rewards]
     scores = torch.stack(columns, dim=1)  # (N*G, rewards)
     total = (scores * torch.tensor(task.weights)).nansum(dim=1)
-    return total.masked_fill(scores.isnan().all(dim=1), math.nan), texts
+    return total.masked_fill(scores.isnan().all(dim=1), math.nan)
 
 
 def verify(task: Task, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
@@ -141,7 +150,9 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     return [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
 
 
-def _call_reward(reward: RewardFunction, rows: list[dict], texts: list[str], ids: list) -> Tensor:
+def _call_reward(
+    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list | None
+) -> Tensor:
     """Call a reward function with TRL's keyword arguments: (B,) float32, NaN where it gave None."""
     name = getattr(reward, "__name__", type(reward).__name__)
     prompts = [row["prompt"] for row in rows]
@@ -152,6 +163,8 @@ def _call_reward(reward: RewardFunction, rows: list[dict], texts: list[str], ids
     keys = sorted({key for row in rows for key in row} - {"prompt"})
     columns = {key: [row.get(key) for row in rows] for key in keys}
     arguments = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    if ids is None:
+        del arguments["completion_ids"]
     try:
         parameters = inspect.signature(reward).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

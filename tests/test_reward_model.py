@@ -266,6 +266,7 @@ USER, GOOD, BAD = (
     ("row", "prompt", "chosen", "rejected"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q", "a", "b"),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "q", "a", ""),
         ({"chosen": "qa", "rejected": "qb"}, "", "qa", "qb"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, [USER], [GOOD], [BAD]),
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, [USER], [GOOD], [BAD]),
@@ -295,7 +296,7 @@ def test_each_format_of_pairs_is_read(row, prompt, chosen, rejected):
         ({"prompt": "q", "rejected": "a"}, 'no key "chosen"'),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, '"prompt" is neither'),
         ({"prompt": "q", "chosen": 3, "rejected": "b"}, '"chosen" is neither'),
-        ({"prompt": "q", "chosen": "a", "rejected": ""}, '"rejected" is neither'),
+        ({"chosen": "a", "rejected": ""}, '"rejected" is neither'),
         ({"prompt": "q", "chosen": "a", "rejected": []}, '"rejected" is neither'),
         ({"prompt": "q", "chosen": "a", "rejected": None}, '"rejected" is neither'),
         ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user"}]}, '"rejected" is neither'),

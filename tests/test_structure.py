@@ -31,6 +31,7 @@ FLOORS = [
     ["plumbing.judging"],
     ["plumbing.runs"],
     LOOPS,
+    ["tools.outgrow_verl"],
     TOOLS,
 ]
 HEIGHT = {name: height for height, floor in enumerate(FLOORS) for name in floor}

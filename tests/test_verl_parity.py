@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import gae, kl_estimate, masked_whiten
 from grpo import group_advantages, grpo_loss
 from ppo import policy_loss, value_loss
-from rloo import rloo_advantages
+from rloo import rloo_advantages, rloo_loss
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "parity.md"
@@ -255,6 +255,40 @@ def test_the_loss_of_gspo(verl):
         x.logprobs,
         1e-8,
     )
+
+
+@pytest.mark.parametrize("loss_type", MODES)
+def test_the_loss_of_gspo_in_each_way_to_average(verl, loss_type):
+    """The modes that tools/outgrow.py gives verl with importance_sampling_level sequence."""
+    x = Batch()
+    options = {"clip_range": 0.2, "importance_sampling_level": "sequence", "max_new_tokens": T}
+    ours = with_gradient(
+        lambda p: grpo_loss(p, x.old, x.advantages, x.mask, loss_type=loss_type, **options)[0],
+        x.logprobs,
+    )
+    theirs = with_gradient(
+        lambda p: verl.compute_policy_loss_gspo(
+            x.old, p, x.advantages.unsqueeze(1), x.real, MODES[loss_type], ActorConfig()
+        )[0],
+        x.logprobs,
+    )
+    assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_gradient_of_rloo_where_the_ratio_is_1_and_not_elsewhere(verl):
+    """tools/outgrow.py gives verl one update per rollout: its ratio is that of a token."""
+    x = Batch()
+    for p, same in ((x.old, True), (x.logprobs, False)):
+        ours = with_gradient(
+            lambda p: rloo_loss(p, x.old, x.advantages, x.mask, clip_range=0.2)[0], p
+        )
+        theirs = with_gradient(
+            lambda p: verl.compute_policy_loss_vanilla(
+                x.old, p, x.advantages.unsqueeze(1), x.real, "seq-mean-token-sum", ActorConfig()
+            )[0],
+            p,
+        )
+        assert torch.allclose(ours[1], theirs[1] * x.real, atol=1e-12) == same
 
 
 def test_the_loss_of_cispo_where_the_ratio_has_no_lower_bound(verl):

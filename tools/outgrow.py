@@ -1,10 +1,11 @@
-"""Repeat a run of grpo.py or rloo.py with TRL's trainer, on one GPU or many.
+"""Repeat a run with TRL's trainer (grpo.py, rloo.py), or write what verl needs for it (ppo.py too).
 
   python tools/outgrow.py runs/grpo-tiny-add-s0               # needs pip install trl==1.16.0
   accelerate launch tools/outgrow.py runs/grpo-tiny-add-s0    # on every GPU of the machine
+  python tools/outgrow.py runs/ppo-tiny-add-s0 --to verl      # files and a command
 
 Takes all settings from the run's config.json; start it in the folder that the run was started in.
-Writes RUN_FOLDER/trl.
+Writes RUN_FOLDER/trl or RUN_FOLDER/verl.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import importlib
 import inspect
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from transformers import PreTrainedModel
 
 import grpo
+import ppo
 import rloo
 from common import disable_dropout
 from plumbing.data import Task, load_task
@@ -30,8 +33,9 @@ from plumbing.prompts import prompt_batch
 from plumbing.runs import run_main
 from plumbing.scoring import check_prompts, prompt_tokens
 from tasks import REWARDS, TASKS
+from tools import outgrow_verl
 
-CONFIGS = {"grpo": grpo.Config, "rloo": rloo.Config}
+CONFIGS = {"ppo": ppo.Config, "grpo": grpo.Config, "rloo": rloo.Config}
 
 # Our flag: the field of GRPOConfig and RLOOConfig. outgrow.md is checked against these dicts.
 SAME_NAME = """num_generations temperature reward_weights scale_rewards reward_clip_range seed bf16
@@ -63,12 +67,12 @@ FIXED = {  # what has no flag here and another default there
 }  # fmt: skip
 
 
-def config_of(folder: Path) -> tuple[str, Any]:
+def config_of(folder: Path, to: str = "trl") -> tuple[str, Any]:
     """(script, its Config) of the run in `folder`. Raises InputError."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if (script := settings.pop("script")) not in CONFIGS:
-            raise InputError(f"{folder}: a run of {script}.py, and TRL has GRPO and RLOO alone")
+        if (script := settings.pop("script")) == "ppo" and to == "trl":
+            raise InputError(f"{folder}: a run of ppo.py, and TRL has no PPO: try --to verl")
         return script, CONFIGS[script](**settings)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{folder}/config.json can't be read ({first_line(e)})") from e
@@ -121,12 +125,25 @@ def fields_of(
     }  # fmt: skip
 
 
+def to_verl(run: Path, script: str, config: Any, max_steps: int | None) -> None:
+    """Write what verl needs for the run, and say so. Raises InputError."""
+    if max_steps is not None:
+        remedy = "write trainer.total_training_steps=N behind the command that this prints"
+        raise InputError(f"--max_steps {max_steps}: for TRL alone; {remedy}")
+    folder = outgrow_verl.write(run, script, config)
+    print(f"{folder} holds train.parquet, test.parquet, reward.py and run.sh. Where verl is:")
+    print(f"GPUS=8 sh {shlex.quote(str(folder / 'run.sh'))}")
+
+
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--max_steps", type=int, help="optimiser steps, not as many as the run has")
+    parser.add_argument("--to", choices=["trl", "verl"], default="trl")
     options = parser.parse_args(args)
-    script, config = config_of(options.run)
+    script, config = config_of(options.run, options.to)
+    if options.to == "verl":
+        return to_verl(options.run, script, config, options.max_steps)
     check_flags(script, config)
     try:
         trl = importlib.import_module("trl")
