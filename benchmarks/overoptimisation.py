@@ -1,14 +1,15 @@
-"""A learned reward trusted too far: what PPO makes of reward models trained on few or many pairs.
+"""A learned reward trusted too far: PPO and best of n on reward models of few and of many pairs.
 
-  python benchmarks/overoptimisation.py          # an hour on two CPU cores; goes on where it stopped
-  python benchmarks/overoptimisation.py --draw   # the picture alone
+  python benchmarks/overoptimisation.py            # 40 minutes on two CPU cores
+  python benchmarks/overoptimisation.py --draw     # the picture alone
+  python docs/experiments.py                       # the section "Trusted too far"
 
 Reward models on 50, 200, 1,000 and 5,000 pairs of the embedded model's own samples, a tenth of the
 labels flipped, each saved at its best held-out accuracy. PPO then trains on each of them, with a KL
 penalty that hardly holds it and with one that does. The proxy is the score of the reward model, the
-truth is the verifier, which nothing is trained on: Gao et al. 2023, arXiv 2210.10760. Beside PPO the
-best of n samples by the same score, whose KL is log n - (n - 1) / n. The results of all runs are in
-overoptimisation.json: to measure one again, take it out of that file.
+truth is the verifier, which nothing is trained on: Gao et al. 2023, arXiv 2210.10760. Beside PPO
+stands the best of n samples by the same score, with a KL of log n - (n - 1) / n. The results of all
+runs are in overoptimisation.json: to measure one again, take it out of that file.
 """
 
 import json
@@ -127,11 +128,85 @@ def measure(results: dict) -> None:
         list(pool.map(one, [(size, seed) for seed in SEEDS for size in SIZES]))
 
 
+def mean_path(results: dict, size: int, kind: str) -> dict[str, np.ndarray]:
+    """sqrt(KL), proxy and truth of a kind of runs, averaged over the seeds at each evaluation. The
+    proxy is in standard deviations of the score of the model's own samples, above their mean.
+    """
+    paths = []
+    for seed in SEEDS:
+        found = results[f"{size} pairs, seed {seed}"]
+        best = found["best of n"]
+        path = best["points"] if kind == "best of n" else found[kind]
+        columns = {key: np.array([point[key] for point in path]) for key in path[0]}
+        paths.append(
+            {
+                "kl": np.sqrt(columns["kl"].clip(0)),  # of a sample it may be below 0
+                "proxy": (columns["proxy"] - best["mean"]) / best["std"],
+                "truth": columns["truth"],
+            }
+        )
+    return {key: np.array([path[key] for path in paths]) for key in paths[0]}
+
+
+KINDS = ("PPO, kl_coef 0.01", "PPO, kl_coef 0.1", "best of n")
+COLOURS = ("#d55e00", "#e69f00", "#56b4e9", "#0072b2")  # told apart by the colour-blind as well
+
+
+def draw(results: dict) -> None:
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    axes = figure.subplots(2, 3, sharey="row", sharex=True)
+    titles = {"proxy": "score of the reward model", "truth": "right sums"}
+    for row, (key, title) in enumerate(titles.items()):
+        axes[row, 0].set_ylabel(title)
+        for panel, kind in zip(axes[row], KINDS):
+            for size, colour in zip(SIZES, COLOURS):
+                found = mean_path(results, size, kind)
+                x, y = found["kl"].mean(0), found[key]
+                panel.plot(x, y.mean(0), "o-", ms=3, lw=2, color=colour, label=f"{size:,} pairs")
+                low, high = y.min(0), y.max(0)
+                panel.fill_between(x, low, high, color=colour, alpha=0.13, lw=0)
+            panel.grid(alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+            if row == 0:
+                panel.set_title(kind.replace("kl_coef", "KL penalty"))
+            else:
+                panel.set_xlabel("square root of the KL to the start, nats")
+                panel.axhline(y.mean(0)[0], color="grey", lw=0.8, ls=":")
+    axes[1, 2].legend(fontsize=9, frameon=False, title="the reward model has seen")
+    figure.savefig(PICTURE, dpi=90)
+
+
+def section(results: dict) -> str:
+    """The table: means over the seeds, and the standard deviation of the truth."""
+    lines = [
+        "| pairs | judged rightly | run | sqrt(KL) at the end | proxy | truth at the start |"
+        " at its best | at the end |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for size in SIZES:
+        keys = [f"{size} pairs, seed {seed}" for seed in SEEDS]
+        judged = np.mean([results[key]["accuracy"] for key in keys])
+        for kind in KINDS:
+            found = mean_path(results, size, kind)
+            truth = found["truth"]
+            cells = [
+                f"{size:,}", f"{judged:.3f}", kind, f"{found['kl'][:, -1].mean():.2f}",
+                f"{found['proxy'][:, 0].mean():+.2f} to {found['proxy'][:, -1].mean():+.2f}",
+                f"{truth[:, 0].mean():.3f}",
+                f"{truth.max(1).mean():.3f} ± {truth.max(1).std(ddof=1):.3f}",
+                f"{truth[:, -1].mean():.3f} ± {truth[:, -1].std(ddof=1):.3f}",
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if "--draw" not in sys.argv:
         measure(results)
+    draw(results)
+    print(section(results))
 
 
 if __name__ == "__main__":

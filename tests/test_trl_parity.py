@@ -1,4 +1,4 @@
-"""GRPO and RLOO against the trainers of TRL: losses, clips, gradients, advantages, whole steps.
+"""GRPO, RLOO and reward models against TRL's trainers: losses, gradients, advantages, whole steps.
 
 TRL's own trainers run here, on the same small model and the same completions. TRL removed its PPO
 trainer after 1.12.0; ppo.py is compared with the papers' equations instead, in test_ppo_by_hand.py.
@@ -27,6 +27,9 @@ from common import Rollout, importance_ratio
 from grpo import group_advantages, grpo_loss
 from plumbing.extras import overlong_penalty
 from plumbing.forward import completion_logprobs
+from plumbing.pairs import pair_of, pair_scores
+from plumbing.reward_models import load_for_training, text_ids
+from reward_model import preference_loss
 from rloo import rloo_advantages, rloo_loss
 
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
@@ -278,6 +281,82 @@ def test_the_advantages_of_rloo_are_those_of_trl(rewards, clip, normalised, kl_c
     name += ", rewards None" if SOME in rewards else ", one or no reward" if FEW in rewards else ""
     name += ", 2 rewards" if len(rewards) == 2 else ""
     compare(f"advantages: rloo, {name}", [ours], [theirs])
+
+
+@pytest.fixture(scope="module")
+def reward_trainer(folder) -> Any:
+    """TRL's RewardTrainer on a reward model in float64, whose pad is EOS."""
+    model = load_for_training(str(folder)).double()
+    torch.manual_seed(3)
+    torch.nn.init.normal_(model.score.weight)
+    tokenizer = letter_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    args = trl.RewardConfig(
+        output_dir=str(folder.parent / "reward"), use_cpu=True, bf16=False, report_to="none",
+        gradient_checkpointing=False, disable_dropout=True, max_length=None,
+    )  # fmt: skip
+    rows = [{"chosen": "ab", "rejected": "cad"}]
+    data = datasets.Dataset.from_list(rows)
+    return trl.RewardTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+
+
+# Rows of several lengths; of TRL's the last token must not be its pad, which it couldn't tell from
+# padding: here the pad is EOS, and ours may end with it.
+PAIR_IDS = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10, 11, 12]), ([13, 3], [14]), ([2] * 7, [5, 5])]
+PAIR_MARGINS = [0.0, 0.7, -0.4, 2.0]
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.3])
+@pytest.mark.parametrize("margins", [None, PAIR_MARGINS])
+def test_the_loss_of_the_reward_model_and_its_gradient_are_those_of_trl(
+    margins, coef, reward_trainer
+):
+    rows = [{"chosen_ids": a, "rejected_ids": b} for a, b in PAIR_IDS]
+    theirs = [dict(row) for row in rows]
+    for row, margin in zip(theirs, margins or []):
+        row["margin"] = margin
+    model = reward_trainer.model.train()
+    reward_trainer.args.center_rewards_coefficient = coef or None
+    losses, gradients = [], []
+    for kind in ("ours", "theirs"):
+        model.zero_grad()
+        if kind == "ours":
+            chosen, rejected, _ = pair_scores(model, rows)
+            margin = torch.tensor(margins or [0.0] * 4, dtype=torch.float64)
+            loss = preference_loss(chosen, rejected, margin, coef).mean()
+        else:
+            loss = reward_trainer.compute_loss(model, reward_trainer.data_collator(theirs))
+        loss.backward()
+        losses.append([loss.detach()])
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    title = f"reward model, {'margins' if margins else 'no margins'}, centring {coef}"
+    compare(f"loss: {title}", *losses)
+    compare(f"gradient: {title}", *gradients)
+
+
+def test_messages_become_the_tokens_that_trls_reward_trainer_makes_and_text_has_no_eos(
+    reward_trainer,
+):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    user, good, bad = (
+        {"role": r, "content": c}
+        for r, c in (("user", "ab"), ("assistant", "c"), ("assistant", "d"))
+    )
+    for row in (
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+        {"prompt": "ab", "chosen": "c", "rejected": "d"},
+        {"chosen": "abc", "rejected": "abd"},
+    ):
+        data = datasets.Dataset.from_list([row])
+        (theirs,) = reward_trainer._prepare_dataset(data, tokenizer, reward_trainer.args, "x")
+        pair = pair_of(row)
+        for key in ("chosen", "rejected"):
+            ours = text_ids(tokenizer, pair["prompt"], pair[key])
+            # By design: a reward model here reads text as it is, now and in the loop.
+            eos = [tokenizer.eos_token_id] * isinstance(row["chosen"], str)
+            assert theirs[f"{key}_ids"] == ours + eos
 
 
 def test_the_length_penalty_is_that_of_trl():
