@@ -24,18 +24,17 @@ didn't say: see docs/experiments.md, "Trusted too far".
 """
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common import clear_cache, disable_dropout
+from common import base_model, clear_cache, disable_dropout
 from plumbing.config import ByModel, TrainConfig, flag, parse_flags
 from plumbing.judging import pair_metrics
 from plumbing.loading import load_tokenizer, set_up_training
-from plumbing.metrics import Meter
+from plumbing.metrics import Meter, Stopwatch
 from plumbing.pairs import load_pairs, pair_scores
 from plumbing.prompts import prompt_batch
 from plumbing.reward_models import load_for_training
@@ -98,6 +97,10 @@ def main(args: list[str] | None = None) -> None:
     # is off: it would give the same text two scores.
     model = load_for_training(config.model, config.lora_r).to(device)
     tokenizer = load_tokenizer(config.model)
+    # For others who use what is saved: transformers finds the last token by the pad id.
+    if base_model(model).config.pad_token_id is None:
+        ids = tokenizer.pad_token_id, tokenizer.eos_token_id
+        base_model(model).config.pad_token_id = next((i for i in ids if i is not None), None)
     if config.disable_dropout:
         disable_dropout(model)
 
@@ -129,7 +132,7 @@ def main(args: list[str] | None = None) -> None:
     ) as run:
         for step in range(run.first_step, config.num_steps):
             metrics = run.evaluate_pairs(step) if step % config.eval_every == 0 else {}
-            started, num_tokens, meter = time.perf_counter(), 0, Meter()
+            watch, meter, num_tokens = Stopwatch(device), Meter(), 0
 
             # 1. The pairs of this step, from endless passes, each in a new order. Then by length,
             #    for a micro-batch is as wide as its longest text: the gradient is the same sum.
@@ -167,7 +170,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 6. Log, save when due. The number to watch is the accuracy on held-out pairs: that on
             #    the pairs that it learns from rises even where nothing is understood.
-            metrics |= pair_metrics(meter, num_tokens, time.perf_counter() - started)
+            metrics |= pair_metrics(meter, watch, num_tokens)
             clear_cache()
             metrics |= {"lr": learning_rate, "episode": (step + 1) * N}
             run.log(step, metrics)

@@ -21,14 +21,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from plumbing.answers import numeric_match
 from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
@@ -37,6 +34,7 @@ from plumbing.scoring import PADDING, decode, encode_prompts
 from sampling import sample
 from tasks import add_prompts
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 PICTURE = REPOSITORY / "docs" / "overoptimisation.png"
 SIZES = (50, 200, 1000, 5000)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from common import evaluating
-from plumbing.metrics import Meter, peak_resident_memory
+from plumbing.metrics import Meter, Stopwatch, peak_resident_memory
 from plumbing.pairs import pair_scores
 from plumbing.prompts import Prompt, text_of
 from plumbing.reward_models import Completion
@@ -119,19 +119,15 @@ def pair_progress(metrics: dict[str, float]) -> str:
     )
 
 
-def pair_metrics(meter: Meter, num_tokens: int, seconds: float) -> dict[str, float]:
-    """The metrics of a step: those of the meter, the time and the memory."""
-    return meter.results() | {
-        "time/update": seconds,
-        "tokens_per_second": num_tokens / seconds,
-        "memory/peak_gb": _peak_memory() / 1e9,
-    }
-
-
-def _peak_memory() -> float:
-    return (
-        torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident_memory()
-    )
+def pair_metrics(meter: Meter, watch: Stopwatch, num_tokens: int) -> dict[str, float]:
+    """The metrics of a step: those of the meter, time and memory. Ends the lap of the stopwatch."""
+    found = meter.results()
+    watch.lap("time/update", wait=False)  # the metrics have waited for the device
+    memory = peak_resident_memory()
+    if watch.device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(watch.device)
+    speed = {"tokens_per_second": num_tokens / watch.laps["time/update"]}
+    return found | watch.laps | speed | {"memory/peak_gb": memory / 1e9}
 
 
 def pair_warnings(history: list[dict[str, float]]) -> list[tuple[str, str]]:

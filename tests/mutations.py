@@ -33,7 +33,7 @@ transformers.models.llama.modeling_llama""".split()
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand
 test_ppo_by_hand test_reference test_scripts test_pitfalls test_architectures test_golden
 test_config test_properties test_extras test_stopping test_evaluation test_runs test_tasks
-test_prompts test_plot test_fit test_outgrow
+test_prompts test_reward_model test_plot test_fit test_outgrow test_outgrow_verl
 test_faults test_resume test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
 QUICKEST = {
@@ -53,6 +53,9 @@ QUICKEST = {
     "checkpoints": "resume",
     "runs": "runs resume",
     "curves": "plot",
+    "reward_models": "reward_model tasks",
+    "pairs": "reward_model",
+    "judging": "reward_model",
 }
 PITFALLS = Path(__file__).with_name("test_pitfalls.py")
 STUCK = "the tests"  # don't start, or don't end: no test has caught anything
@@ -309,10 +312,10 @@ MUTATIONS = [
     ("plumbing/scoring.py", "ids = tokenizer(text, add_special_tokens=False).input_ids\n    except", "ids = tokenizer(text).input_ids\n    except", "two BOS before a chat prompt"),
     ("plumbing/scoring.py", "tokenize=False, add_generation_prompt=True)", "tokenize=False)", "the assistant's turn is not opened"),
     ("plumbing/scoring.py", "pad_rows(ids, PADDING, \"left\", \"cpu\")", "pad_rows(ids, PADDING, \"right\", \"cpu\")", "prompts padded on the right"),
-    ("plumbing/data.py", "pad = next((i for i in range(self.model.config.vocab_size) if i not in used), 0)", "pad = self.tokenizer.eos_token_id", "the reward model's score is read before EOS"),
-    ("plumbing/data.py", 'pad_rows(rows, pad, "right", self.model.device)', 'pad_rows(rows, pad, "left", self.model.device)', "the reward model reads shifted positions"),
-    ("plumbing/data.py", "self.tokenizer(prompt + text_of(completion)).input_ids", "self.tokenizer(text_of(completion)).input_ids", "the reward model reads no prompt"),
-    ("plumbing/data.py", "return self.tokenizer(text, add_special_tokens=False).input_ids", "return self.tokenizer(text).input_ids", "two BOS before what the reward model reads"),
+    ("plumbing/reward_models.py", "    last = last_real_token(hidden, mask)  # (B, D)", "    last = last_real_token(hidden, mask.roll(-1, 1) & mask)  # (B, D)", "the reward model's score is read before EOS"),
+    ("plumbing/reward_models.py", '0, "right", self.model.device)', '0, "left", self.model.device)', "the reward model reads shifted positions"),
+    ("plumbing/reward_models.py", "tokenizer(text_of(prompt) + completion if prompt else completion)", "tokenizer(completion)", "the reward model reads no prompt"),
+    ("plumbing/reward_models.py", "return tokenizer(text, add_special_tokens=False).input_ids", "return tokenizer(text).input_ids", "two BOS before what the reward model reads"),
     ("plumbing/prompts.py", 'random.Random(f"{seed},{p}")', 'random.Random(f"{seed}")', "the same order of prompts in every pass"),
     ("plumbing/prompts.py", "train, heldout = rows[num_heldout:], rows", "train, heldout = rows, rows", "held-out prompts are trained on"),
     ("plumbing/data.py", "return task.reward_model.model\n", "return policy\n", "--value_init reward_model starts from the policy"),
@@ -327,7 +330,7 @@ MUTATIONS = [
     ("plumbing/checkpoints.py", 'if checksum.to_bytes(4, "big") != file.read():', "if False:", "a damaged checkpoint is used"),
     ("plumbing/checkpoints.py", "weights_only=True, map", "weights_only=False, map", "what a checkpoint holds is run"),
     ("plumbing/runs.py", "register_step_pre_hook", "register_step_post_hook", "an interrupt within the optimiser saves half an update"),
-    ("plumbing/runs.py", "if not config.overwrite:  # begun", "if False:  # begun", "a run that has just begun is moved away"),
+    ("plumbing/runs.py", "if not overwrite:  # begun", "if False:  # begun", "a run that has just begun is moved away"),
     ("plumbing/decoding.py", "if not logits.logsumexp(-1).isfinite().all():", "if False:", "weights that are not finite end in a traceback"),
     ("plumbing/loading.py", "if logits.isnan().any():", "if False:", "weights that are not finite are another fault"),
     ("sampling.py", "decoder.until_stop(completion_mask(tokens, eos_token_ids))", "decoder.until_stop(completion_mask(tokens, eos_token_ids).cpu())", "a mask on the CPU"),
@@ -415,8 +418,8 @@ MUTATIONS = [
     ("plumbing/checkpoints.py", "zlib.crc32(block, checksum), size", "zlib.crc32(block), size", "checksum covers the last 16 MB block only"),
     ("plumbing/checkpoints.py", "policy, options = copy.deepcopy(policy).merge_and_unload(), {}", "policy, options = policy.merge_and_unload(), {}", "merging for save_best destroys the adapter in training"),
     ("plumbing/metrics.py", "    return lowest >= highest\n", "    return lowest == highest\n", "group without any known reward isn't flat"),
-    ("plumbing/config.py", "if name in (\"gamma\", \"lam\") and not 0 <= value <= 1:", "if name in (\"gamma\", \"lam\") and not 0 < value <= 1:", "gamma 0 and lam 0 are refused"),
-    ("plumbing/data.py", "if (longest := max(map(len, ids))) > limit:", "if (longest := max(map(len, ids))) >= limit:", "text that just fits the reward model refused"),
+    ("plumbing/config.py", "if name in (\"gamma\", \"lam\", \"label_noise\") and not 0 <= value <= 1:", "if name in (\"gamma\", \"lam\", \"label_noise\") and not 0 < value <= 1:", "gamma 0 and lam 0 are refused"),
+    ("plumbing/reward_models.py", "if (longest := max(map(len, ids))) > limit:", "if (longest := max(map(len, ids))) >= limit:", "text that just fits the reward model refused"),
     ("plumbing/data.py", "        if config.prompts or config.eval_prompts:\n            task.verifier = None", "        task.verifier = None", "accuracy lost with --reward on the task's own prompts"),
     ("plumbing/scoring.py", "if limit is not None and len(ids) + new > limit:", "if limit is not None and len(ids) + new >= limit:", "prompt that exactly fills the context is refused"),
     ("plumbing/runs.py", ".st_size > 0 or (folder / CHECKPOINT).exists()", ".st_size > 0 and (folder / CHECKPOINT).exists()", "run without a checkpoint is silently started over"),
@@ -489,6 +492,37 @@ MUTATIONS = [
     ("plumbing/evaluation.py", "means = right.double().mean(1)", "means = right.double().flatten()", "the K completions of a prompt count as K prompts"),
     ("plumbing/evaluation.py", "math.comb(n - c, k) / math.comb(n, k)", "((n - c) / n) ** k", "pass@k by the biased estimator"),
     ("plumbing/evaluation.py", "        for start in range(0, len(rows), most // K):", "        for start in range(0, len(rows), most):", "prompts are left out of an evaluation of K completions"),
+    ("reward_model.py", "loss = -logsigmoid(chosen - rejected - margin)", "loss = -logsigmoid(rejected - chosen - margin)", "the rejected text is preferred"),
+    ("reward_model.py", "loss = -logsigmoid(chosen - rejected - margin)", "loss = -logsigmoid(chosen - rejected + margin)", "the margin makes a pair easier"),
+    ("reward_model.py", "loss = -logsigmoid(chosen - rejected - margin)", "loss = -torch.sigmoid(chosen - rejected - margin).log()", "the loss of a badly wrong pair is infinite"),
+    ("reward_model.py", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * (chosen - rejected) ** 2", "centring pulls the two scores together"),
+    ("reward_model.py", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * (chosen + rejected).abs()", "centring by the distance, not its square"),
+    ("reward_model.py", "(loss.sum() / N).backward()", "(loss.sum() / len(part)).backward()", "the reward model's gradient grows with the number of micro-batches"),
+    ("reward_model.py", "preference_loss(chosen, rejected, margin, config.center_rewards_coef)", "preference_loss(chosen, rejected, 0.0, config.center_rewards_coef)", "the margins of the data are not used"),
+    ("reward_model.py", "preference_loss(chosen, rejected, margin, config.center_rewards_coef)", "preference_loss(chosen, rejected, margin)", "--center_rewards_coef is ignored"),
+    ("reward_model.py", "    if config.disable_dropout:\n        disable_dropout(model)\n", "", "the reward model trains with dropout"),
+    ("reward_model.py", "config.micro_batch_size or 2 * N) // 2)", "config.micro_batch_size or 2 * N))", "the reward model's micro-batch is twice as large as asked for"),
+    ("reward_model.py", "math.ceil(len(pairs.train) / config.pairs_per_step)", "len(pairs.train) // config.pairs_per_step", "the last pairs of the pass are never seen"),
+    ("reward_model.py", "* warmup * (1 - step / config.num_steps)", "* warmup", "the reward model's learning rate doesn't fall"),
+    ("plumbing/reward_models.py", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = mask.long().sum(1) - 1", "the last real token by a count, wrong for padding on the left"),
+    ("plumbing/reward_models.py", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = torch.full_like(mask[:, 0].long(), mask.shape[1] - 1)", "the score is read at padding"),
+    ("plumbing/reward_models.py", "torch.arange(1, mask.shape[1] + 1, device", "torch.arange(mask.shape[1], 0, -1, device", "the score is read at the first token"),
+    ("plumbing/reward_models.py", "                nn.init.zeros_(head.weight)\n", "", "a new head starts at random"),
+    ("plumbing/reward_models.py", '"pooler" not in w]', "True]", "a BERT that was never a classifier is refused"),
+    ("plumbing/pairs.py", "        chosen, rejected = sequence_scores(model, tokens, mask).chunk(2)\n", "        rejected, chosen = sequence_scores(model, tokens, mask).chunk(2)\n", "chosen and rejected scores are exchanged"),
+    ("plumbing/pairs.py", 'for key in ("chosen", "rejected") for pair in pairs]\n    tokens', 'for pair in pairs for key in ("chosen", "rejected")]\n    tokens', "the scores of one pair are taken for those of another"),
+    ("plumbing/pairs.py", 'if ids["chosen_ids"] == ids["rejected_ids"]:', "if False:", "equal pairs are kept"),
+    ("plumbing/pairs.py", "elif max(map(len, ids.values())) > limit:", 'elif len(ids["chosen_ids"]) > limit:', "only a chosen text can be too long"),
+    ("plumbing/pairs.py", "pair if rng.random() >= label_noise else pair[::-1]", "pair", "no label is flipped"),
+    ("plumbing/pairs.py", "        heldout, config.num_eval_pairs, 0.0\n", "        heldout, config.num_eval_pairs, config.label_noise\n", "held-out labels are flipped too"),
+    ("plumbing/pairs.py", "        prompt = start if prompt and not whole else []\n", "        prompt = start if prompt else []\n", "a prompt that the texts hold already is there twice"),
+    ("plumbing/pairs.py", "for pair in zip(right, wrong):", "for pair in zip(wrong, right):", "wrong sums are preferred"),
+    ("plumbing/judging.py", "    with evaluating(model):\n", "    if True:\n", "the reward model is evaluated with dropout"),
+    ("plumbing/judging.py", "(differences == 0).double() / 2).mean()", "0).mean()", "a tie counts as wrong"),
+    ("plumbing/judging.py", "confidence = torch.sigmoid(margins.abs())", "confidence = torch.sigmoid(margins)", "the confidence of a wrong pair is below a half"),
+    ("plumbing/judging.py", "error += here.double().mean().item() * abs(said - was)", "error += abs(said - was) / NUM_BINS", "each bin weighs the same in the calibration error"),
+    ("plumbing/runs.py", "        self._save_if_best(metrics[\"eval/accuracy\"])\n        return metrics\n\n    def _save", "        return metrics\n\n    def _save", "--save_best keeps no reward model"),
+    ("plumbing/config.py", "value.learned if learned and value.learned else by_model", "by_model", "a learned reward is trusted as a verifier is"),
 ]
 # A test of test_pitfalls.py, and a bug that it catches on its own.
 PAIRS = [
