@@ -158,7 +158,7 @@ def main(args: list[str] | None = None) -> None:
 
                 # How often the model agrees with the labels, and where its scores are.
                 meter.add("loss/pairs", loss)
-                meter.add("reward/accuracy", (chosen > rejected).float())
+                meter.add("reward/accuracy", (chosen - rejected).sign() / 2 + 0.5)
                 meter.add("reward/margin", chosen - rejected)
                 meter.add("reward/mean", (chosen + rejected) / 2)
 

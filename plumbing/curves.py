@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,14 @@ PANELS = {
     "share of tokens clipped (RLOO: of completions)": ["policy/clipfrac_avg"],
     "held out: sampled, and greedy (dashed)": ["eval/accuracy", "eval/accuracy_greedy"],
 }
+OF_REWARD_MODELS = {
+    "loss: of the step, and held out (dashed)": ["loss/pairs", "eval/loss"],
+    "judged rightly: of the step, and held out (dashed)": ["reward/accuracy", "eval/accuracy"],
+    "chosen minus rejected: of the step, and held out": ["reward/margin", "eval/margin"],
+    "mean score: of the step, and held out": ["reward/mean", "eval/score_mean"],
+    "correlation of score and length, held out": ["eval/length_correlation"],
+}
+RELIABILITY = "is it as often right as it says? (held out)"
 COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
 
 
@@ -57,7 +66,9 @@ def draw(folders: list[Path], output: Path) -> None:
         groups.setdefault(label, []).append(read_metrics(folder))
     figure = library.Figure(figsize=(12, 6.2), layout="constrained")
     colours = line_colours(list(groups))
-    for index, (title, names) in enumerate(PANELS.items(), 1):
+    judges = all("loss/pairs" in run for runs in groups.values() for run in runs)
+    panels = OF_REWARD_MODELS | {RELIABILITY: []} if judges else PANELS
+    for index, (title, names) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(2, 3, index)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.25)
@@ -79,9 +90,23 @@ def draw(folders: list[Path], output: Path) -> None:
                 if len(curves) > 1 and style == "-":
                     band = (values.min(0), values.max(0))
                     axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
+        if title == RELIABILITY:
+            _draw_reliability(axes, folders)
         if index == 1 and axes.lines:
             axes.legend(fontsize=8, frameon=False)
     try:
         figure.savefig(output, dpi=100)
     except (OSError, ValueError) as e:  # ValueError: an ending that it doesn't know
         raise InputError(f"--output {output}: {first_line(e)}") from e
+
+
+def _draw_reliability(axes: Any, folders: list[Path]) -> None:
+    """The reliability curves of runs of reward_model.py, and the line on which they should lie."""
+    axes.plot([0.5, 1], [0.5, 1], color="grey", lw=0.8)
+    axes.set_xlabel("probability that it gives")
+    for folder in folders:
+        path = Path(folder) / "reliability.json"
+        if path.exists():
+            curve = json.loads(path.read_text(encoding="utf-8"))
+            x, y = ([point[key] for point in curve] for key in ("confidence", "accuracy"))
+            axes.plot(x, y, "o-", lw=1.4, ms=4)

@@ -51,7 +51,7 @@ def evaluate_pairs(
 
 def _share(differences: Tensor) -> float:
     """The share of the differences that are above 0; a tie counts half."""
-    return ((differences > 0).double() + (differences == 0).double() / 2).mean().item()
+    return (differences.sign() / 2 + 0.5).mean().item()
 
 
 def _correlation(x: list[float], y: list[int]) -> float:
@@ -71,7 +71,7 @@ def reliability(margins: Tensor) -> tuple[list[dict[str, float]], float]:
     two: Guo et al. 2017 (arXiv 1706.04599) eq. 3.
     """
     confidence = torch.sigmoid(margins.abs())
-    right = (margins > 0).double() + (margins == 0).double() / 2
+    right = margins.sign() / 2 + 0.5
     bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     curve, error = [], 0.0
     for number in bins.unique().tolist():

@@ -518,7 +518,7 @@ MUTATIONS = [
     ("plumbing/pairs.py", "        prompt = start if prompt and not whole else []\n", "        prompt = start if prompt else []\n", "a prompt that the texts hold already is there twice"),
     ("plumbing/pairs.py", "for pair in zip(right, wrong):", "for pair in zip(wrong, right):", "wrong sums are preferred"),
     ("plumbing/judging.py", "    with evaluating(model):\n", "    if True:\n", "the reward model is evaluated with dropout"),
-    ("plumbing/judging.py", "(differences == 0).double() / 2).mean()", "0).mean()", "a tie counts as wrong"),
+    ("plumbing/judging.py", "return (differences.sign() / 2 + 0.5).mean().item()", "return (differences > 0).double().mean().item()", "a tie counts as wrong"),
     ("plumbing/judging.py", "confidence = torch.sigmoid(margins.abs())", "confidence = torch.sigmoid(margins)", "the confidence of a wrong pair is below a half"),
     ("plumbing/judging.py", "error += here.double().mean().item() * abs(said - was)", "error += abs(said - was) / NUM_BINS", "each bin weighs the same in the calibration error"),
     ("plumbing/runs.py", "        self._save_if_best(metrics[\"eval/accuracy\"])\n        return metrics\n\n    def _save", "        return metrics\n\n    def _save", "--save_best keeps no reward model"),

@@ -6,9 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from conftest import reward_model_job
 
 import grpo
 import ppo
+import reward_model
 import rloo
 from plumbing.config import parse_flags
 from plumbing.errors import InputError
@@ -16,6 +18,7 @@ from plumbing.metrics import warnings_about
 from tools import inspect_reward
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
+ALL = SCRIPTS | {"reward_model": reward_model}
 PAGES = (
     Path(__file__).parents[1] / f"docs/{n}.md" for n in ("metrics", "debugging", "evidence/errors")
 )
@@ -26,26 +29,30 @@ ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", METRICS, re.MULTILINE)  # (key
 
 def parses(script: str, args: str) -> bool:
     try:
-        return bool(parse_flags(SCRIPTS[script].Config, "", shlex.split(args)))
+        return bool(parse_flags(ALL[script].Config, "", shlex.split(args)))
     except InputError as e:
         return "this machine, with this torch, has" in str(
             e
         )  # the flag is right, the device absent
 
 
-def test_the_page_has_each_key_of_each_script_once_and_no_other(make_job):
+def test_the_page_has_each_key_of_each_script_once_and_no_other(make_job, tmp_path):
     assert len(ROWS) == len({key for key, _ in ROWS})
     for name, script in SCRIPTS.items():
         options = {"eval_generations": 2} | ({"dynamic_sampling": 1} if name == "grpo" else {})
         logged = {key for line in make_job(script)(**options) for key in line}
         assert logged == {key for key, where in ROWS if where == "all" or name.upper() in where}
+    metrics = reward_model_job(tmp_path)()
+    shared = set("eval/accuracy grad_norm lr time/update tokens_per_second memory/peak_gb".split())
+    own = {key for key, where in ROWS if where == "reward model"}
+    assert {key for line in metrics for key in line} == own | shared | {"step", "episode"}
     groups = "|".join({key.partition("/")[0] for key, _ in ROWS if "/" in key})
     assert set(re.findall(rf"`((?:{groups})/\w+)`", DEBUGGING)) <= {key for key, _ in ROWS}
 
 
 def test_flags_and_commands_are_those_of_the_scripts(capsys):
     text, flags = METRICS + DEBUGGING, re.compile(r"--(\w+)").findall
-    fields = {name for script in SCRIPTS.values() for name in script.Config.__dataclass_fields__}
+    fields = {name for script in ALL.values() for name in script.Config.__dataclass_fields__}
     assert set(flags(text)) <= fields
     with pytest.raises(SystemExit):
         inspect_reward.main(["--help"])
@@ -56,7 +63,7 @@ def test_flags_and_commands_are_those_of_the_scripts(capsys):
         else:
             assert parses(name, args), args
     for args in re.findall(r"`(--\w+\s[^`]+)`", text):  # with values; or a message quoted
-        assert any(parses(name, args) for name in SCRIPTS) or args.startswith("--resume goes"), args
+        assert any(parses(name, args) for name in ALL) or args.startswith("--resume goes"), args
 
 
 def test_quoted_lines_are_what_a_run_says():

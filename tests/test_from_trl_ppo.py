@@ -17,6 +17,7 @@ from conftest import byte_tokenizer, save_model, small_gpt2
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
 import ppo
+import reward_model
 from plumbing.config import TRL_NAMES, ByModel
 
 PAGE = (Path(__file__).parent.parent / "docs" / "from-trl-ppo.md").read_text(encoding="utf-8")
@@ -104,6 +105,9 @@ def test_each_flag_beside_a_field_has_the_default_that_the_page_gives(release):
 
 def test_each_flag_of_the_page_exists_and_each_flag_of_ppo_is_on_the_page():
     text = re.sub(r"`(accelerate|python tools/)[^`]*`", "", PAGE)
+    of_reward_models = {f.name for f in fields(reward_model.Config)} - set(OURS)
+    text, count = re.subn(r"`--(\w+)` of reward_model.py", "", text)
+    assert count == 1 and "center_rewards_coef" in of_reward_models
     named = set(re.findall(r"--(\w+)", text))
     assert named <= set(OURS), named - set(OURS)
     in_tables = set(re.findall(r"--(\w+)", "\n".join(x for x in text.split("\n") if x[:1] == "|")))

@@ -3,13 +3,20 @@
 import dataclasses
 import json
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, letter_tokenizer, save_model, small_gpt2, small_llama
+from conftest import (
+    byte_tokenizer,
+    letter_tokenizer,
+    reward_model_job,
+    rows_of,
+    save_model,
+    small_gpt2,
+    small_llama,
+)
 from safetensors.torch import load_file
 from tokenizers import processors
 from transformers import (
@@ -36,38 +43,11 @@ from reward_model import preference_loss
 from tasks import add_prompts
 
 MEASURED = ("time/", "memory/", "tokens_per_second")
-WORDS = ["ab", "cad", "be", "do", "hen", "nest", "coat", "tan"]
-
-
-def rows_of(count: int, seed: int = 0) -> list[dict]:
-    """Pairs of which the one with more of the letter a is chosen."""
-    rng, rows = random.Random(seed), []
-    while len(rows) < count:
-        first, second = ("".join(rng.choices("abcde", k=rng.randint(1, 6))) for _ in range(2))
-        if first.count("a") > second.count("a"):
-            rows.append({"prompt": rng.choice(WORDS), "chosen": first, "rejected": second})
-    return rows
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., list[dict]]:
-    """Runs reward_model.py on a small model and pairs of letters; gives its metrics."""
-    save_model(tmp_path / "small", small_llama(0.1, vocab_size=20), letter_tokenizer())
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows_of(80))))
-
-    def run(**flags: object) -> list[dict]:
-        settings = {
-            "model": tmp_path / "small", "pairs": tmp_path / "pairs.jsonl", "num_steps": 3,
-            "pairs_per_step": 8, "warmup_steps": 1, "learning_rate": 1e-2, "eval_every": 2,
-            "output_dir": tmp_path / "run", "device": "cpu", "bf16": "false",
-        } | flags  # fmt: skip
-        if not {"overwrite", "resume"} & settings.keys():
-            settings["overwrite"] = "true"
-        reward_model.main([part for k, v in settings.items() for part in (f"--{k}", str(v))])
-        lines = (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    return run
+    return reward_model_job(tmp_path)
 
 
 def of_the_model(metrics: list[dict]) -> list[dict]:
