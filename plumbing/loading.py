@@ -173,12 +173,13 @@ def from_hub_or_folder(
     """
     is_model = auto_class is not AutoTokenizer
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    options |= changes  # of the model's config
+    options |= changes  # of the model's config, or of how it is loaded
 
     def load(path: str) -> tuple[Any, list[str]]:
         if is_model:
             model, info = auto_class.from_pretrained(path, **options)
-            return model, sorted(info["missing_keys"])
+            # Of another shape: only where the caller takes them for missing.
+            return model, sorted({*info["missing_keys"], *(x[0] for x in info["mismatched_keys"])})
         tokenizer = auto_class.from_pretrained(path)
         if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
             raise OSError("its tokenizer files are missing")

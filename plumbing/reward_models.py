@@ -64,14 +64,16 @@ def longest_text(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
 
 
 def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
-    """A model to train as a reward model: a causal language model or a sequence classifier with one
-    label. A new head starts at 0, so that the first scores are. Raises InputError.
+    """A model to train as a reward model: a causal language model or a sequence classifier, which
+    keeps its head if it has one label. A new head starts at 0, so the first scores are 0. Raises
+    InputError.
     """
     path = str(TINY) if name == "tiny" else name
     if (Path(path) / "adapter_config.json").exists():
         raise InputError(f"--model {name}: is an adapter; give the model that it is merged into")
     kind = AutoModelForSequenceClassification
-    model, missing = from_hub_or_folder(kind, path, "--model", num_labels=1)
+    options = {"num_labels": 1, "ignore_mismatched_sizes": True}
+    model, missing = from_hub_or_folder(kind, path, "--model", **options)
     prefix = f"{model.base_model_prefix}."
     # A pooler is part of the head: BERT has it where it was trained to classify.
     if lost := [w for w in missing if w.startswith(prefix) and "pooler" not in w]:

@@ -34,6 +34,7 @@ from transformers import (
 
 import grpo
 import ppo
+import reward_model
 import rloo
 from plumbing.runs import run_main
 from tools import inspect_reward, plot
@@ -166,8 +167,44 @@ def mamba() -> MambaForCausalLM:
     return MambaForCausalLM(config)
 
 
+PAIRS = "--model small --pairs pairs.jsonl --num_steps 2 --output_dir run"
+
+
+def pairs(*rows: object) -> dict[str, str]:
+    """The file of pairs."""
+    return {"pairs.jsonl": "\n".join(map(json.dumps, rows))}
+
+
+GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 NAN = " --learning_rate 1e30 --max_grad_norm 1e30"
 CASES = [
+    # Pairs
+    Case(
+        "a pair with nothing rejected", PAIRS, 'pairs.jsonl, line 2: no key "rejected"',
+        script=reward_model, files=pairs(GOOD, {"prompt": "a", "chosen": "b"}),
+    ),
+    Case(
+        "text beside messages in a pair", PAIRS, "must be both text or both messages",
+        script=reward_model,
+        files=pairs(GOOD | {"rejected": [{"role": "assistant", "content": "c"}]}),
+    ),
+    Case(
+        "messages without content in a pair", PAIRS, '"chosen" is neither text nor messages',
+        script=reward_model, files=pairs(GOOD | {"chosen": [{"role": "assistant"}]}),
+    ),
+    Case(
+        "a margin that is no number", PAIRS, "\"margin\" is 'big', and must be a number",
+        script=reward_model, files=pairs(GOOD | {"margin": "big"}),
+    ),
+    Case(
+        "pairs of equal texts alone", PAIRS, "no pair is left to train on",
+        script=reward_model, files=pairs(*[GOOD | {"rejected": "b"}] * 12),
+    ),
+    Case("a line of pairs that isn't JSON", PAIRS, "pairs.jsonl, line 1: not JSON",
+         script=reward_model, files={"pairs.jsonl": "chosen, rejected"}),
+    Case("no pairs in the file of pairs", PAIRS, "pairs.jsonl: holds no pairs", script=reward_model,
+         files={"pairs.jsonl": ""}),
+    Case("a model without pairs", "--model small", "--pairs: is needed", script=reward_model),
     # Flags
     Case("a flag misspelt", "--learning_rat 1", "did you mean --learning_rate?"),
     Case("a flag of GRPO given to PPO", "--epsilon_high 1", "unknown flag --epsilon_high"),
