@@ -37,9 +37,9 @@ test_prompts test_reward_model test_plot test_fit test_outgrow test_outgrow_verl
 test_faults test_resume test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
 QUICKEST = {
-    "ppo": "ppo ppo_by_hand",
-    "grpo": "grpo groups_by_hand",
-    "rloo": "rloo groups_by_hand",
+    "ppo": "ppo ppo_by_hand config extras",
+    "grpo": "grpo groups_by_hand config extras",
+    "rloo": "rloo groups_by_hand config extras",
     "forward": "common pretended_cuda",
     "loading": "common",
     "decoding": "sampling pretended_cuda",
