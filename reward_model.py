@@ -32,6 +32,7 @@ from torch.nn.functional import logsigmoid
 
 from common import base_model, clear_cache, disable_dropout
 from plumbing.config import ByModel, TrainConfig, flag, parse_flags
+from plumbing.forward import to
 from plumbing.judging import pair_metrics
 from plumbing.loading import load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch
@@ -152,7 +153,7 @@ def main(args: list[str] | None = None) -> None:
                 num_tokens += count
 
                 # 4. The loss: a micro-batch of b pairs adds its share of the mean over all N.
-                margin = torch.tensor([pair["margin"] for pair in part], device=device)
+                margin = to(device, torch.tensor([pair["margin"] for pair in part]))
                 loss = preference_loss(chosen, rejected, margin, config.center_rewards_coef)
                 (loss.sum() / N).backward()
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model
 from plumbing.errors import InputError
+from plumbing.forward import mask_is_known, to
 from plumbing.loading import TINY, add_adapter, from_hub_or_folder, load_tokenizer
 from plumbing.prompts import Prompt, text_of
 
@@ -34,10 +35,11 @@ def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
     model = base_model(model)
     if not hasattr(model, "score"):  # BERT and its kin have read the whole text at every token
         return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
-    # A causal model has read the whole text at its last token alone. No position ids: padding on
-    # the right needs none.
-    hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state  # (B, L, D)
-    last = last_real_token(hidden, mask)  # (B, D)
+    # A causal model has read the whole text at its last token alone. No real token sees the padding
+    # on its right: so it needs no position ids, and no mask.
+    with mask_is_known(no_padding=True):
+        hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    last = last_real_token(hidden, mask)  # (B, L, D) -> (B, D)
     # In bfloat16 a score would have three digits, and the loss is made of differences.
     with torch.autocast(last.device.type, enabled=False):
         return model.score(last.to(next(model.score.parameters()).dtype))[:, 0]
@@ -128,4 +130,4 @@ def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[T
     for i, row in enumerate(rows):
         columns = slice(width - len(row), None) if side == "left" else slice(len(row))
         tokens[i, columns], mask[i, columns] = torch.tensor(row), 1
-    return tokens.to(device), mask.to(device)
+    return to(torch.device(device), tokens), to(torch.device(device), mask)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import letter_tokenizer, save_model, small_llama
+from conftest import letter_tokenizer, reward_model_job, save_model, small_llama
 from pretended_cuda import CUDA, Generator, pretended_cuda
 
 import grpo
@@ -105,6 +105,30 @@ def test_a_reward_model_on_the_device_gives_the_scores_of_the_cpu(tmp_path):
     with pretended_cuda():
         found, _ = train("ppo", tmp_path / "cuda", *flags, "--device", "cuda")
     assert found[0]["objective/scores"] == pytest.approx(expected[0]["objective/scores"], abs=1e-6)
+
+
+def test_training_a_reward_model_on_the_device_equals_the_cpu_and_waits_twice_a_step(
+    tmp_path, monkeypatch
+):
+    """For the norm of the gradient, and for the metrics: whatever the micro-batches."""
+    job, log, waits = reward_model_job(tmp_path), Run.log, []
+    flags = {"center_rewards_coef": 0.1, "num_steps": 4, "eval_every": 10}
+    expected = job(**flags)
+    for size in (16, 2):
+        with pretended_cuda() as gpu:
+
+            def noted(self, step, line, gpu=gpu):
+                waits.append(gpu.waits.total())
+                log(self, step, line)
+
+            monkeypatch.setattr(Run, "log", noted)
+            found = job(**flags, device="cuda", micro_batch_size=size)
+            monkeypatch.setattr(Run, "log", log)
+        assert [b - a for a, b in itertools.pairwise(waits[:4])] == [2, 2, 2]
+        waits.clear()
+        for a, b in zip(expected, found, strict=True):
+            for name in (x for x in a if not x.startswith(MEASURED)):
+                assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
 
 
 FAMILIES = {
