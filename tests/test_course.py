@@ -405,6 +405,16 @@ def test_an_experiment_runs_and_lies_within_its_bounds():
     assert labs.table("estimators", found, reference).count("NOT within") == 1
 
 
+def test_a_variant_with_a_judge_trains_on_the_reward_model_that_is_made_first(monkeypatch):
+    few = "--num_steps 1 --num_eval_pairs 8 --num_pairs"
+    flags = "--reward_model JUDGE/model --num_steps 1 --prompts_per_step 8 --num_eval_prompts 4"
+    variants = [labs.Variant(n, "ppo", flags, judge=f"{few} {n}") for n in ("8", "64")]
+    monkeypatch.setitem(labs.EXPERIMENTS, "few", labs.Experiment(6, "", variants, ["judge"]))
+    (first, curve, _), (second, other, _) = (labs.run_variant(("few", i, 0)) for i in (0, 1))
+    assert 0 <= first["judge"] <= 1 and first["accuracy_first"] == second["accuracy_first"]
+    assert curve != other and first["score_first"] != second["score_first"]
+
+
 def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
     found = labs.one_of_k(torch.tensor([0.5, 0.0, 1.0]))
     assert found["pass@1"] == pytest.approx(0.5) and found["pass@4"] == pytest.approx(1.9375 / 3)
