@@ -150,12 +150,12 @@ training keeps whole, once per batch. Yao et al. 2025 report runs that fail, of 
 another engine for sampling; look at `val/sampler_kl` before you reach for the flag.""",
     "overoptimisation": """The score rises in all four runs. The sums get better in one of them: the
 reward model of 5,000 pairs with kl_coef 0.1. With kl_coef 0.01 the same reward model gives higher
-scores to a policy that gets fewer sums right than before the training; the accuracy rises for the
-first five steps, and falls after them. The reward model of 200 pairs ranks seven in ten held-out
-pairs rightly, and PPO finds what it ranks wrongly within ten steps, with either weight: a KL keeps
-the policy near what the reward model has seen, and can't add what it never learnt. In the failed
-runs the score is no warning, it is highest in the worst. What tells is the accuracy, for which you
-need right answers, or the KL: it ends at 3 to 4, and below 1 where the sums are learnt.""",
+scores to a policy that gets fewer sums right than before the training. The reward model of 200
+pairs ranks seven in ten held-out pairs rightly, and PPO finds what it ranks wrongly within ten
+steps, with either weight: a KL keeps the policy near what the reward model has seen, and can't add
+what it never learnt. The score is no warning, it rises most in the worst run. What tells is the
+accuracy, for which you need right answers, or the KL: it ends above 3 in the runs that fail, and
+near 1 where the sums are learnt.""",
 }
 
 
