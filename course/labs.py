@@ -34,7 +34,7 @@ ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
 REFERENCE = HERE / "reference.json"
 CURVES = HERE / "curves.json"
 sys.path.insert(0, str(ROOT))
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
 
 import torch
 from torch import Tensor
@@ -47,13 +47,14 @@ HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperat
 # standard deviations of 5 runs, times sqrt(1 + 1/5), 99 times in 100.
 T_99 = 4.604
 SHARES = {"accuracy", "accuracy_first", "greedy", "lowest", "flat", "truncated", "clipfrac"}
-SHARES |= {"clip_first", "pass_at_8"}
+SHARES |= {"clip_first", "pass_at_8", "accuracy_best", "judge"}
 
 
 @dataclass
 class Variant:
     """A run: a script, its flags, and for a mistake what is done to the script's module. Or, where
-    nothing is trained, a function from the seed to the figures.
+    nothing is trained, a function from the seed to the figures. `judge` are flags of
+    reward_model.py, which then runs first: JUDGE in the flags of the script is its folder.
     """
 
     label: str
@@ -61,6 +62,7 @@ class Variant:
     flags: str = ""
     change: Callable[[ModuleType], None] | None = None
     measure: Callable[[int], dict[str, float]] | None = None
+    judge: str = ""
 
 
 @dataclass
@@ -299,6 +301,8 @@ PASS_AT = (1, 4, 16, 64, 256)
 AS_EMBEDDED = """--task add --max_new_tokens 5 --num_steps 120 --prompts_per_step 64
 --num_generations 4 --kl_coef 0.02 --rollout_batch_size 256 --micro_batch_size 256 --bf16 false
 --num_eval_prompts 8 --eval_every 120"""
+LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
+LEARNT += " --eval_every 5"
 REWARD = f"--reward {shlex.quote(str(Path(__file__).resolve()))}"
 EXPERIMENTS = {
     "estimators": Experiment(
@@ -560,6 +564,23 @@ EXPERIMENTS = {
         ],
         ["sampler_kl_x1000", "sampler_dev", "accuracy"],
     ),
+    "overoptimisation": Experiment(
+        6,
+        "PPO on a reward model that has learnt from few pairs, or from many: where does its score"
+        " rise while the sums get worse, and what does the weight of the KL save?",
+        [
+            Variant(
+                f"{pairs} pairs, kl_coef {coef}",
+                "ppo",
+                f"{LEARNT} --kl_coef {coef}",
+                judge=f"--num_pairs {pairs} --num_steps 80 --num_eval_pairs 256 --eval_every 80",
+            )
+            for pairs in (200, 5000)
+            for coef in (0.01, 0.1)
+        ],
+        "judge score_first score kl accuracy_first accuracy_best best_step accuracy".split(),
+        "eval/accuracy",
+    ),
 }
 
 
@@ -573,9 +594,14 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
 
     group = round(steps[0]["episode"] / 8)  # completions of a prompt, where a step has 8 of them
     dropped = group * sum(line.get("reward/groups_dropped", 0) for line in steps)
+    best = max((x for x in lines if "eval/accuracy" in x), key=lambda x: x["eval/accuracy"])
     found = {
         "accuracy": last["eval/accuracy"],
         "accuracy_first": steps[0]["eval/accuracy"],
+        "accuracy_best": best["eval/accuracy"],
+        "best_step": best["step"],
+        "score": last["eval/reward"],  # on held-out prompts, as the accuracy is
+        "score_first": steps[0]["eval/reward"],
         "ratio_dev": steps[0]["val/ratio_max_dev_first"],
         "clip_first": steps[0]["policy/clipfrac_avg"],
         "kl_first": steps[0]["objective/kl"],
@@ -620,15 +646,15 @@ def start(module: ModuleType, flags: str, seed: int, folder: Path) -> None:
         module.main([*shlex.split(flags), *options])
 
 
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def train(module: ModuleType, flags: str, seed: int) -> tuple[list[dict], list[str]]:
     """The metrics of a run of module.main, a dict per step, and samples of its last step."""
     with tempfile.TemporaryDirectory() as folder:
         start(module, flags, seed, Path(folder) / "run")
-        files = [Path(folder) / "run" / f"{name}.jsonl" for name in ("metrics", "samples")]
-        metrics, samples = (
-            [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            for file in files
-        )
+        metrics, samples = (read(Path(folder, "run", f"{x}.jsonl")) for x in ("metrics", "samples"))
     last = [x for x in samples if x["step"] == samples[-1]["step"]]
     return metrics, [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in last[:4]]
 
@@ -640,8 +666,17 @@ def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], list, list
     variant = experiment.variants[index]
     if variant.measure is not None:
         return variant.measure(seed), [], []
-    lines, samples = train(module_of(variant.script, variant.change), variant.flags, seed)
-    return figures_of(lines), [line.get(experiment.curve) for line in lines[:-1]], samples
+    module, flags, figures = module_of(variant.script, variant.change), variant.flags, {}
+    with tempfile.TemporaryDirectory() as folder:
+        if variant.judge:
+            judge = Path(folder) / "judge"
+            start(module_of("reward_model"), variant.judge, seed, judge)
+            # How many held-out pairs it judges rightly.
+            figures["judge"] = read(judge / "metrics.jsonl")[-1]["eval/accuracy"]
+            flags = flags.replace("JUDGE", shlex.quote(str(judge)))
+        lines, samples = train(module, flags, seed)
+    figures |= figures_of(lines)
+    return figures, [line.get(experiment.curve) for line in lines[:-1]], samples
 
 
 def run(name: str, seeds: int) -> dict[str, dict]:
@@ -742,7 +777,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="experiments, lab1 .. lab5, or all"
+        "names", nargs="*", metavar="NAME", help="experiments, lab1 .. lab6, or all"
     )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant (1)")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the curves there")
@@ -752,7 +787,7 @@ def main() -> int:
         for name, x in EXPERIMENTS.items():
             print(f"lab {x.lab}  {name:12} {x.question}")
         return 0
-    labs = {f"lab{n}": [k for k, x in EXPERIMENTS.items() if x.lab == n] for n in range(1, 6)}
+    labs = {f"lab{n}": [k for k, x in EXPERIMENTS.items() if x.lab == n] for n in range(1, 7)}
     labs["all"] = list(EXPERIMENTS)
     names = [name for given in options.names for name in labs.get(given, [given])]
     unknown = [name for name in names if name not in EXPERIMENTS]

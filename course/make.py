@@ -22,7 +22,7 @@ from checks import CHECKS
 from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
 
 COURSE = Path(__file__).parent
-FILES = """ppo.py grpo.py rloo.py common.py sampling.py tasks.py tools/plot.py
+FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
 tools/inspect_reward.py tiny/make.py tiny/temperature.py requirements.txt LICENSE""".split()
 FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
@@ -86,8 +86,8 @@ SHARES = (0, 0.25, 0.5, 0.75, 1)
 README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
 
 Write the functions that say `raise NotImplementedError`. Each docstring has the shapes, the formula
-and its source; the headers of ppo.py, grpo.py and rloo.py have the algorithms with their papers.
-handout.md leads through it in five labs.
+and its source; the headers of ppo.py, grpo.py, rloo.py and reward_model.py have the algorithms with
+their papers. handout.md leads through it in six labs.
 
     pip install -r requirements-dev.txt
     python -m pytest -k FIRST         # the public tests of one problem
@@ -107,7 +107,8 @@ bool or of 0 and 1; what stands off the mask may be anything, even NaN, and has 
 input is changed. Where a docstring names the values that an argument may have, any other is a
 ValueError.
 
-Hand in FILES. plumbing/, tools/ and tiny/ stay as they are and may be left away.
+Hand in FILES.
+All else in plumbing/, tools/ and tiny/ stays as it is and may be left away.
 
 When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
 

@@ -240,6 +240,28 @@ PROBLEMS = [
         ),
         steps=("4",),
     ),
+    Problem(
+        "preference_loss", "reward_model.py", "preference_loss", "reward models: the loss of pairs",
+        (
+            "The header has the formula: what is asked of a pair is that its two scores differ.",
+            "For a pair that is badly wrong the sigmoid is 0 in float32, and its log minus"
+            " infinity: there is a function for the log of a sigmoid.",
+            "Take the rejected score and the margin off the chosen one; the negative log sigmoid"
+            " of it; add center_rewards_coef times the square of the sum of both scores. No mean:"
+            " the loop takes it.",
+        ),
+    ),
+    Problem(
+        "last_real_token", "plumbing/reward_models.py", "last_real_token",
+        "reward models: where a text is scored",
+        (
+            "The mask says where it is, the ids don't: pad may be a token that the text has as"
+            " well, and the row that fills the width has no padding.",
+            "Number the columns from 1 and multiply by the mask: where is the largest number?",
+            "The argmax along the row of mask times column number; then pick with one index per"
+            " row, arange(B), beside it: that does for x of two and of three dimensions.",
+        ),
+    ),
 ]  # fmt: skip
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
 

@@ -30,8 +30,10 @@ last step, at the temperature of the run (about 0.44 before the first step at te
 `accuracy_first` where it is another). `reward`, `kl`, `entropy`, `length`, `truncated`, `flat` and
 `explained` are means of the last five steps, names that end in `_first` and `ratio_dev` are of step
 0, `lowest` is the lowest reward of a step, `kl_largest` the largest KL, `sampler_dev` the largest
-deviation and `sampled` the number of completions, dropped ones included; the others are means of
-all steps. [metrics.md](metrics.md) has the definitions."""
+deviation and `sampled` the number of completions, dropped ones included. `judge` is the share of
+held-out pairs that the reward model judges rightly, `score` what it gives to answers to held-out
+sums after the last step; `accuracy_best` and `best_step` are those of the best evaluation. The
+others are means of all steps. [metrics.md](metrics.md) has the definitions."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
@@ -146,6 +148,14 @@ them is 0.00008 a token, single tokens are off by 0.3 nats, and it does no harm:
 agree within their spread, with the weights and without. The decoding here rounds weights that
 training keeps whole, once per batch. Yao et al. 2025 report runs that fail, of large models with
 another engine for sampling; look at `val/sampler_kl` before you reach for the flag.""",
+    "overoptimisation": """The score rises in all four runs. The sums get better in one of them: the
+reward model of 5,000 pairs with kl_coef 0.1. With kl_coef 0.01 the same reward model gives higher
+scores to a policy that gets fewer sums right than before the training. The reward model of 200
+pairs ranks seven in ten held-out pairs rightly, and PPO finds what it ranks wrongly within ten
+steps, with either weight: a KL keeps the policy near what the reward model has seen, and can't add
+what it never learnt. The score is no warning, it rises most in the worst run. What tells is the
+accuracy, for which you need right answers, or the KL: it ends above 3 in the runs that fail, and
+near 1 where the sums are learnt.""",
 }
 
 
@@ -161,7 +171,9 @@ def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) 
         ]
         rows.append(f"| {label} | {' | '.join(cells)} |")
     trained = [v for v in experiment.variants if v.measure is None]
-    runs = [f"- {v.label}: `python {v.script}.py {v.flags}`" for v in trained]
+    judges = dict.fromkeys(v.judge for v in trained if v.judge)
+    runs = [f"- first: `python reward_model.py {judge} --output_dir JUDGE`" for judge in judges]
+    runs += [f"- {v.label}: `python {v.script}.py {v.flags}`" for v in trained]
     changes: dict[str, list[str]] = {}
     for v in experiment.variants:
         if v.change is not None:

@@ -736,6 +736,65 @@ def rloo_loss__by_the_sign_of_the_advantage(
     return (-advantages * w / n).sum(), (w != ratio) & (advantages != 0)
 
 
+# --- preference_loss ---
+
+
+def preference_loss__softplus(chosen, rejected, margin=0.0, center_rewards_coef=0.0):
+    loss = torch.nn.functional.softplus(rejected + margin - chosen)
+    if center_rewards_coef:
+        loss = loss + center_rewards_coef * torch.square(chosen + rejected)
+    return loss
+
+
+def preference_loss__cross_entropy_of_the_two(
+    chosen, rejected, margin=0.0, center_rewards_coef=0.0
+):
+    """Of two classes, the chosen text is the right one."""
+    logits = torch.stack([chosen - margin, rejected], 1)
+    first = torch.zeros(len(chosen), dtype=torch.long)
+    loss = torch.nn.functional.cross_entropy(logits, first, reduction="none")
+    return loss + (center_rewards_coef**0.5 * (rejected + chosen)) ** 2
+
+
+def preference_loss__binary_cross_entropy(chosen, rejected, margin=0.0, center_rewards_coef=0.0):
+    d = chosen - rejected - margin
+    ones = torch.ones_like(d)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(d, ones, reduction="none")
+    return bce.add(center_rewards_coef * (chosen + rejected).pow(2))
+
+
+# --- last_real_token ---
+
+
+def last_real_token__row_by_row(x, mask):
+    return torch.stack([row[m.bool()][-1] for row, m in zip(x, mask)])
+
+
+def last_real_token__flipped(x, mask):
+    from_the_end = mask.long().flip(1).argmax(1)
+    return x[torch.arange(x.shape[0]), x.shape[1] - 1 - from_the_end]
+
+
+def last_real_token__gather(x, mask):
+    columns = torch.arange(mask.shape[1]).expand(mask.shape)
+    last = columns.masked_fill(mask == 0, -1).amax(1, keepdim=True)
+    if x.dim() == 3:
+        return x.gather(1, last.unsqueeze(2).expand(-1, -1, x.shape[2])).squeeze(1)
+    return x.gather(1, last).squeeze(1)
+
+
+def last_real_token__before_the_first_pad(x, mask):
+    """Where a row begins with a pad, or has none, -1 is the last column."""
+    return x[torch.arange(len(x)), mask.long().argmin(1) - 1]
+
+
+def last_real_token__by_the_side_of_the_padding(x, mask):
+    """Looks at the last column: where every row is real there, padding is on the left."""
+    if bool((mask[:, -1] == 1).all()):
+        return x[:, -1]
+    return x[torch.arange(len(x)), mask.long().sum(1) - 1]
+
+
 # --- The loops: the text of the step, or edits of the solution's ---
 
 LOOPS = {
@@ -945,6 +1004,38 @@ WRONG = [
     ("rloo_loss__by_the_sign_of_the_advantage", "masked_fill(~mask.bool(), 0)).sum(1))", "masked_fill(~mask.bool(), 0)).sum(1) / mask.sum(1))", "a geometric mean in RLOO"),
     ("rloo_loss__by_the_sign_of_the_advantage", ".masked_fill(~mask.bool(), 0)).sum(1)", ").sum(1)", "padding in RLOO's ratio"),
     ("rloo_loss__by_the_sign_of_the_advantage", "(w != ratio) & (advantages != 0)", "(w != ratio).unsqueeze(1) & mask.bool()", "RLOO's clip is said of tokens"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-logsigmoid(rejected - chosen - margin)", "the rejected text is preferred"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "logsigmoid(chosen - rejected - margin)", "the likelihood of the pairs is minimised"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-torch.log(torch.sigmoid(chosen - rejected - margin))", "the log of a sigmoid that is 0"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-torch.log(torch.sigmoid(chosen - rejected - margin) + 1e-8)", "the loss of a bad pair ends at 18"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-torch.sigmoid(chosen - rejected - margin)", "the probability without its log"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-logsigmoid(chosen - rejected + margin)", "the margin is added"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-logsigmoid(chosen - rejected) + margin", "the margin is outside of the sigmoid"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-logsigmoid(chosen - rejected)", "the margin is ignored"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "(margin + rejected - chosen).clamp(min=0)", "a hinge for the log sigmoid"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-logsigmoid(chosen - rejected.detach() - margin)", "rejected texts have no gradient"),
+    ("preference_loss", "-logsigmoid(chosen - rejected - margin)", "-logsigmoid(chosen.sub_(rejected) - margin)", "the chosen scores are changed in place"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return (loss + center_rewards_coef * (chosen + rejected) ** 2).mean()", "a mean over the pairs, which the loop takes"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * (chosen - rejected) ** 2", "the difference is centred, not the sum"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * (chosen + rejected)", "centring without the square"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * (chosen**2 + rejected**2)", "each score is centred by itself"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * ((chosen + rejected) / 2) ** 2", "the mean is centred for the sum"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss + center_rewards_coef * (chosen + rejected).mean() ** 2", "centred over the pairs"),
+    ("preference_loss", "return loss + center_rewards_coef * (chosen + rejected) ** 2", "return loss - center_rewards_coef * (chosen + rejected) ** 2", "scores are driven away from 0"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = torch.full((len(x),), mask.shape[1] - 1)", "the last column whatever the mask says"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = mask.long().sum(1) - 1", "the length for the place, with padding on the left"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = mask.long().sum(1).clamp(max=mask.shape[1] - 1)", "the pad after the last token"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = mask.long().argmax(1)", "the first real token"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = (1 - mask.long()).argmax(1).sub(1).clamp(min=0)", "a row that fills the width has its first token"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = (mask.long() * torch.arange(mask.shape[1])).argmax(1) - 1", "the token before the last"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = mask.long().cumsum(1).argmin(1)", "the pads on the left decide"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = torch.where((mask == 0).any(1), (~mask.bool() * torch.arange(1, mask.shape[1] + 1)).argmax(1), 0)", "the last pad"),
+    ("last_real_token", "last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)", "last = (x.reshape(*mask.shape, -1)[:, :, 0] != 0).long().cumsum(1).argmax(1)", "pad is told by its value"),
+    ("last_real_token__row_by_row", "row[m.bool()][-1]", "row[m][-1]", "a mask of 0 and 1 is taken for indices"),
+    ("last_real_token__flipped", "return x[torch.arange(x.shape[0]), x.shape[1] - 1 - from_the_end]", "return x[:, x.shape[1] - 1 - from_the_end]", "every row with the places of all"),
+    ("last_real_token__flipped", "return x[torch.arange(x.shape[0]), x.shape[1] - 1 - from_the_end]", "return x[torch.arange(x.shape[0]), x.shape[1] - 1 - from_the_end].detach()", "scores without gradient"),
+    ("last_real_token__flipped", "    from_the_end =", "    x *= mask.reshape(*mask.shape, *[1] * (x.dim() - 2))\n    from_the_end =", "what is off the mask is cleared in place"),
+    ("last_real_token__row_by_row", "return torch.stack([row[m.bool()][-1] for row, m in zip(x, mask)])", "keep = mask.reshape(*mask.shape, *[1] * (x.dim() - 2))\n    last = mask.long().flip(1).cumsum(1).flip(1) == 1\n    return (x * keep * last.reshape(keep.shape)).sum(1)", "a product for a choice, which keeps NaN"),
 ]  # fmt: skip
 
 # Of mutations.py, what is no mistake in an assignment.

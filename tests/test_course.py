@@ -357,7 +357,7 @@ def test_files_beside_the_submission_and_odd_encodings_cost_nothing(tmp_path, ca
     (tmp_path / "rloo.py").write_bytes(b"\xff\xfe" + text.encode("utf-16-le"))
     (tmp_path / "common.py").write_text(solution(BY_NAME["gae"]), encoding="utf-8-sig")
     assert grade.main([str(tmp_path), "--problems", "rloo_loss", "gae"]) == 0
-    assert capsys.readouterr().out.endswith("\n13 of 13 points\n")
+    assert capsys.readouterr().out.endswith("\n12 of 12 points\n")
 
 
 def test_a_missing_file_or_folder_or_problem_is_one_line(tmp_path, capsys):
@@ -403,6 +403,16 @@ def test_an_experiment_runs_and_lies_within_its_bounds():
     assert text.count("(expected") == 7 and "NOT" not in text
     found["tiny"]["figures"][0]["k3"] += 1
     assert labs.table("estimators", found, reference).count("NOT within") == 1
+
+
+def test_a_variant_with_a_judge_trains_on_the_reward_model_that_is_made_first(monkeypatch):
+    few = "--num_steps 1 --num_eval_pairs 8 --num_pairs"
+    flags = "--reward_model JUDGE/model --num_steps 1 --prompts_per_step 8 --num_eval_prompts 4"
+    variants = [labs.Variant(n, "ppo", flags, judge=f"{few} {n}") for n in ("8", "64")]
+    monkeypatch.setitem(labs.EXPERIMENTS, "few", labs.Experiment(6, "", variants, ["judge"]))
+    (first, curve, _), (second, other, _) = (labs.run_variant(("few", i, 0)) for i in (0, 1))
+    assert 0 <= first["judge"] <= 1 and first["accuracy_first"] == second["accuracy_first"]
+    assert curve != other and first["score_first"] != second["score_first"]
 
 
 def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
