@@ -312,7 +312,7 @@ MUTATIONS = [
     ("plumbing/scoring.py", "ids = tokenizer(text, add_special_tokens=False).input_ids\n    except", "ids = tokenizer(text).input_ids\n    except", "two BOS before a chat prompt"),
     ("plumbing/scoring.py", "tokenize=False, add_generation_prompt=True)", "tokenize=False)", "the assistant's turn is not opened"),
     ("plumbing/scoring.py", "pad_rows(ids, PADDING, \"left\", \"cpu\")", "pad_rows(ids, PADDING, \"right\", \"cpu\")", "prompts padded on the right"),
-    ("plumbing/reward_models.py", "    last = last_real_token(hidden, mask)  # (B, D)", "    last = last_real_token(hidden, mask.roll(-1, 1) & mask)  # (B, D)", "the reward model's score is read before EOS"),
+    ("plumbing/reward_models.py", "    last = last_real_token(hidden, mask)  # (B, L, D)", "    last = last_real_token(hidden, mask.roll(-1, 1) & mask)  # (B, L, D)", "the reward model's score is read before EOS"),
     ("plumbing/reward_models.py", '0, "right", self.model.device)', '0, "left", self.model.device)', "the reward model reads shifted positions"),
     ("plumbing/reward_models.py", "tokenizer(text_of(prompt) + completion if prompt else completion)", "tokenizer(completion)", "the reward model reads no prompt"),
     ("plumbing/reward_models.py", "return tokenizer(text, add_special_tokens=False).input_ids", "return tokenizer(text).input_ids", "two BOS before what the reward model reads"),
