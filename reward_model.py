@@ -1,4 +1,4 @@
-"""A reward model: learns from pairs of completions which of the two people prefer.
+"""A reward model: learns from pairs of completions, of which people prefer one.
 
 A pair is a prompt x with two completions, the chosen y_w and the rejected y_l. The model gives a
 text one number, its score r: a linear head, without a bias, on the last hidden state of the last
@@ -59,9 +59,13 @@ class Config(TrainConfig):
     max_length: int | None = flag(
         None, "a longer text's pair is left out; default: the context", "the job"
     )
-    num_pairs: int = flag(10_000, "pairs that the embedded model makes", "the job")
-    label_noise: float = flag(
-        0.1, "share of their labels that are flipped, as people err", "the job"
+    num_pairs: int | None = flag(
+        ByModel(tiny=10_000, other=None), "pairs that the embedded model makes", "the job"
+    )
+    label_noise: float | None = flag(
+        ByModel(tiny=0.1, other=None),
+        "share of their labels that are flipped, as people err",
+        "the job",
     )
     pairs_per_step: int = flag(
         ByModel(tiny=128, other=32), "pairs of one optimisation step", "update"
@@ -99,7 +103,7 @@ def main(args: list[str] | None = None) -> None:
     model = load_for_training(config.model, config.lora_r).to(device)
     tokenizer = load_tokenizer(config.model)
     # For others who use what is saved: transformers finds the last token by the pad id.
-    if base_model(model).config.pad_token_id is None:
+    if getattr(base_model(model).config, "pad_token_id", None) is None:
         ids = tokenizer.pad_token_id, tokenizer.eos_token_id
         base_model(model).config.pad_token_id = next((i for i in ids if i is not None), None)
     if config.disable_dropout:
@@ -169,8 +173,8 @@ def main(args: list[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-            # 6. Log, save when due. The number to watch is the accuracy on held-out pairs: that on
-            #    the pairs that it learns from rises even where nothing is understood.
+            # 6. Log, save when due. The number to watch is the accuracy on held-out pairs: from the
+            #    second pass on, that of a step also rises because pairs are learnt by heart.
             metrics |= pair_metrics(meter, watch, num_tokens)
             clear_cache()
             metrics |= {"lr": learning_rate, "episode": (step + 1) * N}

@@ -126,13 +126,12 @@ def measure(results: dict) -> None:
         list(pool.map(one, [(size, seed) for seed in SEEDS for size in SIZES]))
 
 
-def mean_path(results: dict, size: int, kind: str) -> dict[str, np.ndarray]:
-    """sqrt(KL), proxy and truth of a kind of runs, averaged over the seeds at each evaluation. The
-    proxy is in standard deviations of the score of the model's own samples, above their mean.
+def paths_of(results: dict, size: int, kind: str) -> dict[str, np.ndarray]:
+    """sqrt(KL), proxy and truth, (seeds, evaluations) each, of a kind of runs. The proxy is in
+    standard deviations of the score of the model's own samples, above their mean.
     """
     paths = []
-    for seed in SEEDS:
-        found = results[f"{size} pairs, seed {seed}"]
+    for found in (x for name, x in results.items() if name.startswith(f"{size} pairs, ")):
         best = found["best of n"]
         path = best["points"] if kind == "best of n" else found[kind]
         columns = {key: np.array([point[key] for point in path]) for key in path[0]}
@@ -158,7 +157,7 @@ def draw(results: dict) -> None:
         axes[row, 0].set_ylabel(title)
         for panel, kind in zip(axes[row], KINDS):
             for size, colour in zip(SIZES, COLOURS):
-                found = mean_path(results, size, kind)
+                found = paths_of(results, size, kind)
                 x, y = found["kl"].mean(0), found[key]
                 panel.plot(x, y.mean(0), "o-", ms=3, lw=2, color=colour, label=f"{size:,} pairs")
                 low, high = y.min(0), y.max(0)
@@ -170,7 +169,8 @@ def draw(results: dict) -> None:
             else:
                 panel.set_xlabel("square root of the KL to the start, nats")
                 panel.axhline(y.mean(0)[0], color="grey", lw=0.8, ls=":")
-    axes[1, 2].legend(fontsize=9, frameon=False, title="the reward model has seen")
+    axes[0, 2].legend(frameon=False, loc="lower right", title="the reward model has seen")
+    figure.suptitle("What the reward model says, and what is true")
     figure.savefig(PICTURE, dpi=90)
 
 
@@ -182,10 +182,10 @@ def section(results: dict) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for size in SIZES:
-        keys = [f"{size} pairs, seed {seed}" for seed in SEEDS]
-        judged = np.mean([results[key]["accuracy"] for key in keys])
+        runs = [x for name, x in results.items() if name.startswith(f"{size} pairs, ")]
+        judged = np.mean([x["accuracy"] for x in runs])
         for kind in KINDS:
-            found = mean_path(results, size, kind)
+            found = paths_of(results, size, kind)
             truth = found["truth"]
             cells = [
                 f"{size:,}", f"{judged:.3f}", kind, f"{found['kl'][:, -1].mean():.2f}",

@@ -12,8 +12,9 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 COURSE = DOCS.parent / "course"
-sys.path.insert(0, str(COURSE))
+sys.path[:0] = [str(COURSE), str(DOCS.parent / "benchmarks")]
 
+import overoptimisation
 from labs import AS_EMBEDDED, CURVES, EXPERIMENTS, PASS_AT, REFERENCE, draw
 
 INTRODUCTION = """# Experiments
@@ -34,6 +35,8 @@ deviation and `sampled` the number of completions, dropped ones included. `judge
 held-out pairs that the reward model judges rightly, `score` what it gives to answers to held-out
 sums after the last step; `accuracy_best` and `best_step` are those of the best evaluation. The
 others are means of all steps. [metrics.md](metrics.md) has the definitions."""
+
+TRUSTED_TOO_FAR = """To be written."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
@@ -205,6 +208,34 @@ def section(name: str, figures: dict[str, dict], samples: dict[str, list[str]]) 
     return [*lines, *(picture if trained or name == "base_model" else []), FINDINGS[name], ""]
 
 
+def trusted_too_far() -> list[str]:
+    """The section of benchmarks/overoptimisation.py, which isn't one of the labs."""
+    results = json.loads(overoptimisation.RESULTS.read_text())
+    seeds = len({name.rpartition(" ")[2] for name in results})
+    judge, policy = overoptimisation.REWARD_MODEL, overoptimisation.PPO
+    return [
+        "## Trusted too far",
+        "",
+        "A reward model is right near the texts that it has seen, and PPO looks for what it scores",
+        "highest. What becomes of the truth? (Gao et al. 2023, arXiv 2210.10760.)",
+        "",
+        "    python benchmarks/overoptimisation.py",
+        "",
+        f"Reward models by `python reward_model.py {judge}`; on each of them",
+        f"`python ppo.py {policy} --reward_model ...`; {seeds} seeds. The",
+        "proxy is the score of the reward model; its unit is the standard deviation of the scores",
+        "of the model's own samples. The truth is the share of right sums, which nothing is trained",
+        "on. Its best is the best evaluation: early stopping saves that where somebody knows it.",
+        "",
+        "![Score and right sums against the square root of the KL](overoptimisation.png)",
+        "",
+        overoptimisation.section(results),
+        "",
+        TRUSTED_TOO_FAR,
+        "",
+    ]
+
+
 def page() -> str:
     """All sections, in the order of the labs' file."""
     reference = json.loads(REFERENCE.read_text())
@@ -212,6 +243,7 @@ def page() -> str:
     for name in EXPERIMENTS:
         samples = reference["samples"].get(name, {})
         lines += section(name, reference["experiments"][name], samples)
+    lines += trusted_too_far()
     return "\n".join(lines).rstrip() + "\n"
 
 

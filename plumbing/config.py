@@ -43,9 +43,8 @@ HEADINGS = ("the job", "rollout", "update", "this algorithm", "the run")  # of -
 class ByModel:
     """A default that is one value for the embedded model and another one for all others.
 
-    `learned`, where it is given, is that of the embedded model with a reward model: one that is
-    learned is right near what it has seen, so the KL must weigh more (Gao et al. 2023, arXiv
-    2210.10760).
+    `learned`, where it is given, is that of the embedded model with a reward model, which is right
+    near what it has seen alone: docs/experiments.md, "Trusted too far".
     """
 
     tiny: Any
@@ -151,7 +150,7 @@ class RunConfig(TaskConfig, TrainConfig):
     rollout_batch_size: int = _rollout(
         ByModel(tiny=256, other=32), "most rows decoded, or per forward pass without gradient"
     )
-    kl_coef: float = _update(help="weight of the KL penalty; 0: no reference")
+    kl_coef: float = _update(help="weight of the KL; 0: no reference")
     num_epochs: int = _update(1, "passes over one rollout")
     num_mini_batches: int = _update(1, "optimiser steps per pass")
     micro_batch_tokens: int | None = _update(
@@ -246,7 +245,7 @@ def _shown(default: Any) -> str:
     """A default for the help: "false", "24; tiny: 5", "tiny: 256"; empty where there is none."""
     if isinstance(default, ByModel):
         tiny = "" if default.tiny is None else f"tiny: {_shown(default.tiny)}"
-        learned = default.learned and f"learned: {_shown(default.learned)}"
+        learned = default.learned and f"{_shown(default.learned)} with reward_model"
         tiny = ", ".join(filter(None, (tiny, learned)))
         return "; ".join(filter(None, (_shown(default.other), tiny)))
     return "" if default in (None, MISSING) else str(default).lower()
@@ -306,7 +305,7 @@ def check_numbers(config: BaseConfig) -> None:
             raise InputError(f"--{name} {value}: must be greater than 0")
         if name in LOWEST and value < LOWEST[name]:
             raise InputError(f"--{name} {value}: must be {LOWEST[name]} or greater")
-        if name in ("gamma", "lam", "label_noise") and not 0 <= value <= 1:
+        if name in ("gamma", "lam", "label_noise") and value is not None and not 0 <= value <= 1:
             raise InputError(f"--{name} {value}: must be between 0 and 1")
         if name == "temperature" and value < 1e-3:
             raise InputError(f"--{name} {value}: too close to 0, choose 0.001 or more")

@@ -20,8 +20,8 @@ PANELS = {
 OF_REWARD_MODELS = {
     "loss: of the step, and held out (dashed)": ["loss/pairs", "eval/loss"],
     "judged rightly: of the step, and held out (dashed)": ["reward/accuracy", "eval/accuracy"],
-    "chosen minus rejected: of the step, and held out": ["reward/margin", "eval/margin"],
-    "mean score: of the step, and held out": ["reward/mean", "eval/score_mean"],
+    "chosen minus rejected score; held out (dashed)": ["reward/margin", "eval/margin"],
+    "mean score; held out (dashed)": ["reward/mean", "eval/score_mean"],
     "correlation of score and length, held out": ["eval/length_correlation"],
 }
 RELIABILITY = "is it as often right as it says? (held out)"
@@ -46,6 +46,11 @@ def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
     return curves
 
 
+def _label(folder: Path) -> str:
+    """The name of a run without its seed."""
+    return re.sub(r"-s\d+$", "", Path(folder).resolve().name)
+
+
 def line_colours(labels: list[str]) -> list[str]:
     """A colour per label: that of its script, or, once that is taken, another."""
     others = [f"C{n}" for n in range(10) if f"C{n}" not in COLOURS.values()]
@@ -62,8 +67,7 @@ def draw(folders: list[Path], output: Path) -> None:
     library = optional_library("matplotlib.figure", "plots need matplotlib: pip install matplotlib")
     groups = {}
     for folder in folders:
-        label = re.sub(r"-s\d+$", "", Path(folder).resolve().name)
-        groups.setdefault(label, []).append(read_metrics(folder))
+        groups.setdefault(_label(folder), []).append(read_metrics(folder))
     figure = library.Figure(figsize=(12, 6.2), layout="constrained")
     colours = line_colours(list(groups))
     judges = all("loss/pairs" in run for runs in groups.values() for run in runs)
@@ -91,7 +95,7 @@ def draw(folders: list[Path], output: Path) -> None:
                     band = (values.min(0), values.max(0))
                     axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
         if title == RELIABILITY:
-            _draw_reliability(axes, folders)
+            _draw_reliability(axes, folders, dict(zip(groups, colours)))
         if index == 1 and axes.lines:
             axes.legend(fontsize=8, frameon=False)
     try:
@@ -100,7 +104,7 @@ def draw(folders: list[Path], output: Path) -> None:
         raise InputError(f"--output {output}: {first_line(e)}") from e
 
 
-def _draw_reliability(axes: Any, folders: list[Path]) -> None:
+def _draw_reliability(axes: Any, folders: list[Path], colours: dict[str, str]) -> None:
     """The reliability curves of runs of reward_model.py, and the line on which they should lie."""
     axes.plot([0.5, 1], [0.5, 1], color="grey", lw=0.8)
     axes.set_xlabel("probability that it gives")
@@ -109,4 +113,4 @@ def _draw_reliability(axes: Any, folders: list[Path]) -> None:
         if path.exists():
             curve = json.loads(path.read_text(encoding="utf-8"))
             x, y = ([point[key] for point in curve] for key in ("confidence", "accuracy"))
-            axes.plot(x, y, "o-", lw=1.4, ms=4)
+            axes.plot(x, y, "o-", lw=1.4, ms=4, color=colours[_label(folder)])

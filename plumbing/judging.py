@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from common import evaluating
+from plumbing.errors import Fault
 from plumbing.metrics import Meter, Stopwatch, peak_resident_memory
 from plumbing.pairs import pair_scores
 from plumbing.prompts import Prompt, text_of
@@ -20,33 +21,36 @@ NUM_BINS = 5  # of the reliability curve, from 50% to 100%
 
 @torch.no_grad()
 def evaluate_pairs(
-    model: nn.Module, pairs: list[dict], bf16: bool, batch_size: int = 64
+    model: nn.Module, pairs: list[dict], bf16: bool, max_rows: int
 ) -> tuple[dict[str, float], list[dict], Tensor]:
-    """Of N held-out pairs the metrics, the reliability curve, and the scores of chosen and rejected
-    texts (2, N).
+    """Of N held-out pairs, max_rows texts at a time, the metrics, the reliability curve, and the scores
+    of chosen and rejected texts (2, N). Raises Fault where a score isn't finite.
     """
-    chosen, rejected = [], []
+    lengths = torch.tensor([[len(p[f"{key}_ids"]) for p in pairs] for key in KEYS])  # (2, N)
+    order = lengths.amax(0).argsort()  # a batch is as wide as its longest text
+    scores = torch.empty(2, len(pairs), dtype=torch.float64)
     with evaluating(model):
-        for start in range(0, len(pairs), batch_size):
-            better, worse, _ = pair_scores(model, pairs[start : start + batch_size], bf16)
-            chosen, rejected = [*chosen, better], [*rejected, worse]
-    # In float64: the calibration is a sum over all pairs.
-    chosen, rejected = torch.cat(chosen).double().cpu(), torch.cat(rejected).double().cpu()
-    margins, both = chosen - rejected, torch.cat([chosen, rejected])
-    lengths = [len(pair[key]) for key in ("chosen_ids", "rejected_ids") for pair in pairs]
-    longer = torch.tensor(lengths).view(2, -1).diff(dim=0)[0]
+        for part in order.split(max(1, max_rows // 2)):
+            chosen, rejected, _ = pair_scores(model, [pairs[i] for i in part.tolist()], bf16)
+            scores[:, part] = torch.stack([chosen, rejected]).double().cpu()
+    if not scores.isfinite().all():
+        raise Fault("the scores of held-out pairs are not finite: lower --learning_rate")
+    margins, longer = scores[0] - scores[1], (lengths[0] - lengths[1]).double()
     curve, error = reliability(margins)
     metrics = {
         "eval/loss": -logsigmoid(margins).mean().item(),
         "eval/accuracy": _share(margins),
         "eval/margin": margins.mean().item(),
-        "eval/score_mean": both.mean().item(),
-        "eval/score_std": both.std().item(),
+        "eval/score_mean": scores.mean().item(),
+        "eval/score_std": scores.std().item(),
         "eval/calibration_error": error,
-        "eval/longer_is_better": _share(-longer.double()),
-        "eval/length_correlation": _correlation(both.tolist(), lengths),
+        "eval/longer_is_better": _share(longer),
+        "eval/length_correlation": length_correlation(margins, longer),
     }
-    return metrics, curve, torch.stack([chosen, rejected])
+    return metrics, curve, scores
+
+
+KEYS = ("chosen", "rejected")
 
 
 def _share(differences: Tensor) -> float:
@@ -54,12 +58,15 @@ def _share(differences: Tensor) -> float:
     return (differences.sign() / 2 + 0.5).mean().item()
 
 
-def _correlation(x: list[float], y: list[int]) -> float:
-    """Pearson's; 0 where one of the two is constant."""
-    try:
-        return statistics.correlation(x, y)
-    except statistics.StatisticsError:
-        return 0.0
+def length_correlation(margins: Tensor, longer: Tensor) -> float:
+    """How far the score follows the length within pairs: differences of the scores and of the
+    lengths, each (N,) -> -1 to 1; 0 where one of the two is 0 throughout.
+
+    Between the two texts of a pair, so the length of the prompt doesn't count; about 0, not about
+    the mean, because which text comes first means something.
+    """
+    size = margins.norm() * longer.norm()
+    return (margins @ longer / size).item() if size > 0 else 0.0
 
 
 def reliability(margins: Tensor) -> tuple[list[dict[str, float]], float]:
@@ -82,7 +89,7 @@ def reliability(margins: Tensor) -> tuple[list[dict[str, float]], float]:
     return curve, error
 
 
-def pair_records(step: int, pairs: list[dict], scores: Tensor) -> tuple[list[dict], list[str]]:
+def pair_records(step: int, pairs: list[dict], scores: Tensor) -> tuple[list[dict], str]:
     """Of N pairs with scores (2, N) the records for samples.jsonl, and the first four as lines."""
     records, lines = [], []
     for pair, (better, worse) in zip(pairs, scores.T.tolist(), strict=True):
@@ -90,8 +97,8 @@ def pair_records(step: int, pairs: list[dict], scores: Tensor) -> tuple[list[dic
         kept |= {"score_chosen": better, "score_rejected": worse}
         records.append({"step": step, "split": "heldout"} | kept)
         prompt, good, bad = (_shown(pair[key], width) for key, width in COLUMNS)
-        lines.append(f"  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
-    return records, lines[:4]
+        lines.append(f"\n  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
+    return records, "".join(lines[:4])
 
 
 COLUMNS = (("prompt", 30), ("chosen", 24), ("rejected", 24))  # and how wide they are shown
@@ -111,8 +118,9 @@ def pair_headline(step: int, metrics: dict[str, float], first: dict[str, float])
     return f"step {step}: {', '.join(parts)}, calibration error {error:.3f}"
 
 
-def pair_progress(metrics: dict[str, float]) -> str:
-    """What the progress bar shows."""
+def pair_progress(history: list[dict[str, float]]) -> str:
+    """What the progress bar shows: of the last step, not of an evaluation after it."""
+    metrics = next(m for m in reversed(history) if "loss/pairs" in m)
     return (
         f"loss {metrics['loss/pairs']:.3f}, accuracy {metrics['reward/accuracy']:.2f}, "
         f"margin {metrics['reward/margin']:.2f}, {metrics['tokens_per_second']:.0f} tokens/s"
@@ -131,21 +139,27 @@ def pair_metrics(meter: Meter, watch: Stopwatch, num_tokens: int) -> dict[str, f
 
 
 def pair_warnings(history: list[dict[str, float]]) -> list[tuple[str, str]]:
-    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
-    found, now = [], history[-1]
+    """What the metrics of all steps and evaluations so far warn of: (name, line with cause and
+    remedy) each.
+    """
+    found = []
+    steps = [m for m in history if "reward/mean" in m]
     evaluations = [m for m in history if "eval/loss" in m]
     losses = [m["eval/loss"] for m in evaluations]
     if losses and losses[-1] > min(losses) + 0.1:
         text = f"the held-out loss has risen from {min(losses):.2f} to {losses[-1]:.2f}: the model"
-        found += [("overfitting", f"{text} learns pairs by heart; take more pairs or fewer steps")]
-    if abs(now["reward/mean"]) > 10:
-        text = f"the mean score is {now['reward/mean']:.0f}, and the loss doesn't hold it anywhere:"
-        found += [("far scores", f"{text} --center_rewards_coef 0.01 keeps it near 0")]
+        remedy = "take more pairs, fewer steps, or --save_best"
+        found += [("overfitting", f"{text} learns pairs by heart; {remedy}")]
+    if steps and abs(steps[-1]["reward/mean"]) > 10:
+        text = (
+            f"the mean score is {steps[-1]['reward/mean']:.0f}, and differences alone are learnt:"
+        )
+        found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
     for m in evaluations[-1:]:
         if abs(m["eval/length_correlation"]) > 0.7:
             text = f"score and length correlate by {m['eval/length_correlation']:.2f}: a policy"
             found += [("length", f"{text} will learn the length; balance it in the pairs")]
-    last = history[-20:]
+    last = steps[-20:]
     if len(last) == 20 and statistics.mean(m["reward/accuracy"] for m in last) < 0.5:
         text = "for 20 steps not even half of the pairs were judged right:"
         found += [("worse than chance", f"{text} lower --learning_rate, look at the labels")]

@@ -95,7 +95,10 @@ def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> n
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
     where = {"target_modules": "all-linear", "fan_in_fan_out": transposed}
     sizes = {"r": rank, "lora_alpha": 32, "lora_dropout": 0.0}
-    return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **sizes, **where))
+    try:
+        return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **sizes, **where))
+    except (TypeError, ValueError) as e:
+        raise InputError(f"--lora_r {rank}: peft can't adapt this model: {first_line(e)}") from e
 
 
 def _load_causal(name: str) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from common import base_model, disable_dropout
 from plumbing.answers import numeric_match
 from plumbing.errors import InputError, first_line
 from plumbing.loading import eos_token_ids, load_policy
-from plumbing.prompts import prompt_batch, read_rows, split_prompts
+from plumbing.prompts import Prompt, prompt_batch, read_rows, split_prompts
 from plumbing.reward_models import longest_text, pad_rows, sequence_scores, text_ids
 from plumbing.scoring import PADDING, decode, encode_prompts
 from sampling import sample
@@ -37,6 +37,7 @@ class Pairs:
 
 def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
     """The pairs that the flags name, with their tokens. Raises InputError."""
+    _check_flags(config)
     if config.pairs is None:
         train, heldout = _own_pairs(config, tokenizer, model.device)
     elif not (config.eval_pairs or config.eval_split):
@@ -59,10 +60,27 @@ def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
     train = _with_tokens(train, tokenizer, limit, "to train on")
     heldout = _with_tokens(heldout, tokenizer, limit, "held out")
     vocab_size = base_model(model).get_input_embeddings().weight.shape[0]
-    if (largest := max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train)) >= vocab_size:
+    if (
+        largest := max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train + heldout)
+    ) >= vocab_size:
         fault = f"its tokenizer gives id {largest}, and the model knows {vocab_size} tokens"
         raise InputError(f"--model {config.model}: {fault}: they don't belong together")
     return Pairs(train, heldout[: config.num_eval_pairs])
+
+
+def _check_flags(config: Any) -> None:
+    """Refuse what would have no effect. Raises InputError."""
+    if config.pairs is None:
+        if config.model != "tiny":
+            raise InputError(f"--pairs: is needed for --model {config.model}; tiny makes its own")
+        for name in ("eval_pairs", "eval_split", "subset"):
+            if getattr(config, name) is not None:
+                raise InputError(f"--{name} {getattr(config, name)}: needs --pairs")
+    elif config.model != "tiny":
+        for name in ("num_pairs", "label_noise"):
+            if getattr(config, name) is not None:
+                fault = "is about the pairs that tiny makes, and --pairs has others"
+                raise InputError(f"--{name} {getattr(config, name)}: {fault}")
 
 
 def read_pairs(
@@ -88,8 +106,8 @@ def read_pairs(
 
 
 def pair_of(row: object) -> dict:
-    """prompt, chosen, rejected and margin of a row; the prompt is empty where it is a part of the
-    two completions. Raises ValueError.
+    """prompt, chosen, rejected and margin of a row: chosen and rejected follow the prompt. Where
+    the row has none, it is what the two have in common. Raises ValueError.
     """
     if not isinstance(row, dict):
         raise ValueError("not an object with keys")
@@ -105,19 +123,47 @@ def pair_of(row: object) -> dict:
     margin = 0.0 if margin is None else margin
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < 1e6:
         raise ValueError(f'"margin" is {margin!r}, and must be a number')
-    completions = [row["chosen"], row["rejected"]]
-    if len({type(x) for x in completions}) == 2:
+    texts = [row["chosen"], row["rejected"]]
+    if len({type(x) for x in texts}) == 2:
         raise ValueError('"chosen" and "rejected" must be both text or both messages')
-    if isinstance(completions[0], str) and isinstance(prompt, list):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-    elif isinstance(completions[0], list):
-        start = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        # Whole conversations, as in many datasets: the prompt, given beside them, is there already.
-        whole = all(messages[: len(start)] == start for messages in completions)
-        prompt = start if prompt and not whole else []
-    return {"prompt": prompt, "chosen": completions[0], "rejected": completions[1]} | {
-        "margin": float(margin)
-    }
+    if isinstance(texts[0], list):
+        prompt, texts = _after_prompt(prompt, [_messages(text) for text in texts])
+    elif isinstance(prompt, list):
+        prompt = _messages(prompt)
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    elif not prompt and texts[0] != texts[1]:
+        length = [*(a == b for a, b in zip(*texts)), False].index(False)
+        prompt, texts = texts[0][:length], [text[length:] for text in texts]
+    return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
+
+
+def _messages(value: list[dict]) -> list[dict[str, str]]:
+    """Role and content of each message, without what else a dataset keeps there."""
+    return [{key: m[key] for key in ("role", "content")} for m in value]
+
+
+def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], list[list[dict]]]:
+    """The prompt as messages, and those of the two completions after it. Raises ValueError.
+
+    Many datasets have whole conversations, and the prompt beside them once more.
+    """
+    whole = any(text[0]["role"] in ("system", "user") for text in texts)
+    start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    if not prompt:  # what the two have in common, but for the last message
+        same = [a == b for a, b in zip(texts[0][:-1], texts[1][:-1])]
+        length = [*same, False].index(False)
+        return texts[0][:length], [text[length:] for text in texts]
+    if not whole:
+        return start, texts
+    if texts[0][0]["role"] == "system" != start[0]["role"]:
+        start = [texts[0][0], *start]
+    known = [(m["role"], m["content"].strip()) for m in start]
+    for text in texts:
+        if [(m["role"], m["content"].strip()) for m in text[: len(start)]] != known:
+            raise ValueError('the conversations don\'t begin with "prompt"; leave one of them out')
+        if len(text) == len(start):
+            raise ValueError("a conversation ends with its prompt")
+    return texts[0][: len(start)], [text[len(start) :] for text in texts]
 
 
 def _is_text_or_messages(value: object) -> bool:
@@ -133,8 +179,6 @@ def _own_pairs(config: Any, tokenizer: Tokenizer, device: Any) -> tuple[list[dic
     """Pairs of the embedded model's own samples: (train, held out). A right sum is preferred to a
     wrong one; some labels of the training pairs are flipped, as people sometimes err.
     """
-    if config.model != "tiny":
-        raise InputError(f"--pairs: is needed for --model {config.model}; tiny makes its own")
     policy = load_policy(config.model).to(device)
     disable_dropout(policy)
     sampling = {
@@ -187,7 +231,8 @@ def _with_tokens(pairs: list[dict], tokenizer: Tokenizer, limit: float, which: s
         if count:
             print(f"{count} of the {len(pairs)} pairs {which} are left out: {why}.")
     if not kept:
-        raise InputError(f"--pairs: no pair is left {which}")
+        remedy = "; raise --max_length" if long else ""
+        raise InputError(f"--pairs: no pair is left {which}{remedy}")
     return kept
 
 
@@ -196,9 +241,10 @@ def _ids(tokenizer: Tokenizer, pair: dict, key: str) -> list[int]:
         ids = text_ids(tokenizer, pair["prompt"], pair[key])
     except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
         fault = f"{type(e).__name__}: {first_line(e)}"
-        raise InputError(f"{str(pair[key])[:60]!a} can't be tokenised ({fault})") from e
+        text = f"the text {str(pair[key])[:60]!a}"
+        raise InputError(f"--pairs: {text} can't be tokenised ({fault}); leave it out") from e
     if not ids:
-        raise InputError(f"--pairs: the text {pair[key]!r} has no tokens")
+        raise InputError(f"--pairs: the text {pair[key]!r} has no tokens; leave it out")
     return ids
 
 

@@ -12,9 +12,15 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model
-from plumbing.errors import InputError
+from plumbing.errors import InputError, first_line
 from plumbing.forward import mask_is_known, to
-from plumbing.loading import TINY, add_adapter, from_hub_or_folder, load_tokenizer
+from plumbing.loading import (
+    TINY,
+    add_adapter,
+    context_length,
+    from_hub_or_folder,
+    load_tokenizer,
+)
 from plumbing.prompts import Prompt, text_of
 
 Completion = str | list[dict[str, str]]  # text, or the messages that follow the prompt
@@ -33,15 +39,18 @@ def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
 def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
     """The score of each row: tokens and mask (B, L), padded on the right -> (B,), with gradient."""
     model = base_model(model)
-    if not hasattr(model, "score"):  # BERT and its kin have read the whole text at every token
-        return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
+    device = tokens.device.type
+    if not hasattr(model, "score"):
+        # BERT and its kin, bidirectional, have read the whole text at every token. In bfloat16 a
+        # score would have three digits, and the loss is made of differences.
+        with torch.autocast(device, enabled=False):
+            return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
     # A causal model has read the whole text at its last token alone. No real token sees the padding
     # on its right: so it needs no position ids, and no mask.
     with mask_is_known(no_padding=True):
         hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state
     last = last_real_token(hidden, mask)  # (B, L, D) -> (B, D)
-    # In bfloat16 a score would have three digits, and the loss is made of differences.
-    with torch.autocast(last.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):  # float32 here as well
         return model.score(last.to(next(model.score.parameters()).dtype))[:, 0]
 
 
@@ -61,8 +70,27 @@ def text_ids(tokenizer: Tokenizer, prompt: Prompt, completion: Completion) -> li
 
 def longest_text(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     """How many tokens the model reads, infinity if there is no limit."""
-    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-    return min(limit, tokenizer.model_max_length)  # RoBERTa takes 2 less than it has
+    # RoBERTa takes 2 less than its config says, and its tokenizer knows.
+    return min(context_length(model) or math.inf, tokenizer.model_max_length)
+
+
+@torch.no_grad()
+def check_scores(model: PreTrainedModel, flag: str, name: str) -> None:
+    """Check that the score of a text doesn't depend on the padding beside it. Raises InputError.
+
+    It does where a model looks for the last token by itself, and encoder-decoders need more.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    short, long = ([i % vocab_size for i in range(2, length)] for length in (5, 9))
+    try:
+        alone = sequence_scores(model, *pad_rows([short], 0, "right", model.device))
+        beside = sequence_scores(model, *pad_rows([short, long], 0, "right", model.device))[:1]
+    except Exception as e:  # a model of another kind raises anything
+        fault = f"can't be used as a reward model ({type(e).__name__}: {first_line(e)})"
+        raise InputError(f"{flag} {name}: {fault}") from e
+    if not torch.allclose(alone, beside, rtol=1e-3, atol=1e-3):
+        fault = "can't be used as a reward model, the score of a text depends on its padding"
+        raise InputError(f"{flag} {name}: {fault}")
 
 
 def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
@@ -80,6 +108,7 @@ def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
     # A pooler is part of the head: BERT has it where it was trained to classify.
     if lost := [w for w in missing if w.startswith(prefix) and "pooler" not in w]:
         raise InputError(f"--model {name}: its checkpoint has no {lost[0]}")
+    check_scores(model.eval(), "--model", name)  # while a new head is still random
     if missing:
         heads = [m for n, m in model.named_modules() if not f"{n}.".startswith(prefix)]
         for head in heads:
@@ -97,13 +126,15 @@ class RewardModel:
 
     def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
         flag = "--reward_model"
+        if (Path(name) / "adapter_config.json").exists():
+            raise InputError(f"{flag} {name}: is an adapter; train with --merge_adapter true")
         self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
         labels = self.model.config.num_labels
         if labels != 1:
             raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
         if missing:
             raise InputError(f"{flag} {name}: no reward model, its checkpoint has no {missing[0]}")
-        self.model.eval().requires_grad_(False).to(device)
+        check_scores(self.model.eval().requires_grad_(False).to(device), flag, name)
         self.tokenizer = load_tokenizer(name, flag)
         self.batch_size = batch_size
 

@@ -62,9 +62,8 @@ class Interrupted(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """The records of a run, its checkpoints and its model: creates the folder, or with --resume
-    puts back what the checkpoint holds. Raises InputError. Use as `with Run(...) as run:`; however
-    the block is left, what was computed is saved.
+    """The records, checkpoints and model of a run, `with Run(...) as run:`. Creates its folder, or
+    with --resume puts the checkpoint back. However the block ends, what was computed is saved.
     """
 
     config: Any
@@ -152,7 +151,7 @@ class Run:
         _append(self.files["metrics"], [line])
         for track in self.trackers:
             track(step, {name: value for name, value in line.items() if value is not None})
-        if "grad_norm" in metrics:  # not the last evaluation
+        if "grad_norm" in metrics or isinstance(self.task, Pairs):  # not the last evaluation
             self.history.append(metrics)
             found, shown = _watched(self.task, self.history, self.config.bf16)
             for name, text in found:
@@ -182,11 +181,12 @@ class Run:
 
     def evaluate_pairs(self, step: int) -> dict[str, float]:
         """Judge the held-out pairs, record them, print a few; write the reliability curve."""
-        metrics, curve, scores = evaluate_pairs(self.policy, self.task.heldout, self.config.bf16)
+        pairs, most = self.task.heldout, self.config.micro_batch_size or 128
+        metrics, curve, scores = evaluate_pairs(self.policy, pairs, self.config.bf16, most)
         self.first_metrics = self.first_metrics or metrics
-        records, lines = pair_records(step, self.task.heldout, scores)
+        records, lines = pair_records(step, pairs, scores)
         _append(self.files["samples"], records)
-        tqdm.write("\n".join([pair_headline(step, metrics, self.first_metrics), *lines]))
+        tqdm.write(pair_headline(step, metrics, self.first_metrics) + lines)
         write_text(self.folder / "reliability.json", json.dumps(curve, indent=2))
         self._save_if_best(metrics["eval/accuracy"])
         return metrics
@@ -268,7 +268,7 @@ def _watched(
 ) -> tuple[list[tuple[str, str]], str]:
     """The warnings about the steps so far, and what the progress bar shows."""
     if isinstance(task, Pairs):
-        return pair_warnings(history), pair_progress(history[-1])
+        return pair_warnings(history), pair_progress(history)
     return warnings_about(history, bf16), progress(history[-1])
 
 

@@ -501,8 +501,13 @@ def test_text_and_messages_in_one_file_are_refused(outgrown, tmp_path):
         outgrown("ppo", flags)
 
 
-def test_a_run_of_ppo_goes_to_verl_alone_and_max_steps_to_trl_alone(outgrown):
+def test_a_run_of_ppo_goes_to_verl_alone_and_max_steps_to_trl_alone(outgrown, tmp_path):
     run = str(outgrown("ppo", "--num_steps 1").parent)
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text('{"script": "reward_model"}')
+    for to in ("trl", "verl"):
+        with pytest.raises(InputError, match=r"a run of reward_model\.py; .* RewardTrainer"):
+            outgrow.config_of(tmp_path / "judge", to)
     with pytest.raises(InputError, match=r"a run of ppo\.py, and TRL has no PPO: try --to verl"):
         outgrow.main([run])
     with pytest.raises(InputError, match="--max_steps 3: for TRL alone"):

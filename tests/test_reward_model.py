@@ -25,13 +25,18 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2ForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
 )
 
 import reward_model
 from plumbing.errors import Fault, InputError
-from plumbing.judging import evaluate_pairs, pair_warnings, reliability
+from plumbing.judging import evaluate_pairs, length_correlation, pair_warnings, reliability
 from plumbing.loading import load_tokenizer
 from plumbing.pairs import load_pairs, pair_of, pair_scores, read_pairs
+from plumbing.prompts import prompt_batch
 from plumbing.reward_models import (
     RewardModel,
     last_real_token,
@@ -170,6 +175,46 @@ def test_transformers_gives_the_scores_that_we_give_where_it_knows_the_pad(tmp_p
     )
 
 
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_scores_are_float32_under_bfloat16_autocast(kind, tmp_path):
+    if kind == "bert":
+        config = BertConfig(
+            vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, max_position_embeddings=32, num_labels=1,
+        )  # fmt: skip
+        model = AutoModelForSequenceClassification.from_config(config)
+    else:
+        save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
+        model = load_for_training(str(tmp_path / "m"))
+    pairs = [{"chosen_ids": [1, 2], "rejected_ids": [3]}]
+    chosen, rejected, count = pair_scores(model, pairs, bf16=True)
+    assert chosen.dtype == rejected.dtype == torch.float32 and count == 3
+
+
+def test_a_model_that_looks_for_the_last_token_by_itself_or_needs_eos_is_refused(tmp_path):
+    sizes = {"vocab_size": 20, "d_model": 16, "num_labels": 1}
+    xlnet = XLNetForSequenceClassification(XLNetConfig(n_layer=1, n_head=2, d_inner=16, **sizes))
+    t5 = T5ForSequenceClassification(
+        T5Config(num_layers=1, num_heads=2, d_ff=16, d_kv=8, decoder_start_token_id=0, **sizes)
+    )
+    for name, model, fault in (("xlnet", xlnet, "its padding"), ("t5", t5, "ValueError")):
+        folder = save_model(tmp_path / name, model, letter_tokenizer())
+        with pytest.raises(InputError, match=f"--model .*can't be used as a reward model.*{fault}"):
+            load_for_training(folder)
+        with pytest.raises(InputError, match=f"--reward_model .*can't be used .*{fault}") as error:
+            RewardModel(folder, torch.device("cpu"))
+        assert "\n" not in str(error.value)
+
+
+def test_an_adapter_is_no_reward_model_and_no_start_for_one(job, tmp_path):
+    job(lora_r=2, merge_adapter="false")
+    folder = str(tmp_path / "run" / "model")
+    with pytest.raises(InputError, match="is an adapter; train with --merge_adapter true"):
+        RewardModel(folder, torch.device("cpu"))
+    with pytest.raises(InputError, match="is an adapter; give the model that it is merged into"):
+        load_for_training(folder)
+
+
 def test_a_template_that_writes_bos_gets_no_second_one():
     tokenizer = byte_tokenizer()
     eos = tokenizer.eos_token_id
@@ -244,9 +289,9 @@ def test_an_adapter_trains_with_the_head_and_is_merged_into_what_is_saved(job, t
 
 # --- Pairs ---
 
-USER, GOOD, BAD = (
+USER, GOOD, BAD, SYSTEM = (
     {"role": role, "content": text}
-    for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
+    for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"), ("system", "s"))
 )
 
 
@@ -255,18 +300,33 @@ USER, GOOD, BAD = (
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q", "a", "b"),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "q", "a", ""),
-        ({"chosen": "qa", "rejected": "qb"}, "", "qa", "qb"),
+        ({"chosen": "qa", "rejected": "qb"}, "q", "a", "b"),
+        ({"chosen": "qab", "rejected": "qa"}, "qa", "b", ""),
+        ({"chosen": "a", "rejected": "b"}, "", "a", "b"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, [USER], [GOOD], [BAD]),
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, [USER], [GOOD], [BAD]),
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [], [USER, GOOD], [USER, BAD]),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER], [GOOD], [BAD]),
         (
-            {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            [], [USER, GOOD], [USER, BAD],
+            {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
+            [USER], [GOOD, USER, GOOD], [BAD, USER, BAD],
+        ),
+        ({"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER], [GOOD], [BAD]),
+        ({"prompt": "q ", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER], [GOOD], [BAD]),
+        (
+            {"prompt": "q", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+            [SYSTEM, USER], [GOOD], [BAD],
+        ),
+        (
+            {"prompt": [USER], "chosen": [USER | {"name": None}, GOOD], "rejected": [USER, BAD]},
+            [USER], [GOOD], [BAD],
         ),
         ({"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, [USER], [GOOD], [BAD]),
         (
-            {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            [], [USER, GOOD], [USER, BAD],
+            {
+                "prompt": [SYSTEM, USER],
+                "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD],
+            },
+            [SYSTEM, USER], [GOOD], [BAD],
         ),
     ],
 )  # fmt: skip
@@ -289,6 +349,8 @@ def test_each_format_of_pairs_is_read(row, prompt, chosen, rejected):
         ({"prompt": "q", "chosen": "a", "rejected": None}, '"rejected" is neither'),
         ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user"}]}, '"rejected" is neither'),
         ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "both text or both messages"),
+        ({"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "don't begin with"),
+        ({"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER]}, "ends with its prompt"),
         ({"chosen": "a", "rejected": "b", "margin": "big"}, "\"margin\" is 'big'"),
         ({"chosen": "a", "rejected": "b", "margin": True}, '"margin" is True'),
         ({"chosen": "a", "rejected": "b", "margin": math.nan}, '"margin" is nan'),
@@ -337,6 +399,8 @@ def test_where_no_pair_is_left_or_the_limit_is_beyond_the_context_one_line_says_
         ({"eval_split": "test"}, "is one file, and has no splits; --eval_pairs takes another"),
         ({"subset": "main"}, "is one file, and has no subsets"),
         ({"label_noise": 1.5}, "--label_noise 1.5: must be between 0 and 1"),
+        ({"label_noise": 0.2}, "--label_noise 0.2: is about the pairs that tiny makes"),
+        ({"num_pairs": 20}, "--num_pairs 20: is about the pairs that tiny makes"),
         ({"num_pairs": 0}, "--num_pairs 0: must be greater than 0"),
         ({"center_rewards_coef": -1}, "--center_rewards_coef -1.0: must be 0 or greater"),
     ],
@@ -354,10 +418,22 @@ def test_only_the_embedded_model_makes_its_own_pairs(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_a_vocabulary_that_is_not_the_models_is_refused(job, tmp_path):
+@pytest.mark.parametrize("flag", ["eval_pairs", "eval_split", "subset"])
+def test_what_has_no_effect_without_pairs_is_refused(flag, tmp_path):
+    with pytest.raises(InputError, match=f"--{flag} x: needs --pairs"):
+        reward_model.main([f"--{flag}", "x", "--output_dir", str(tmp_path / "r")])
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_vocabulary_that_is_not_the_models_is_refused(held_out, job, tmp_path):
     save_model(tmp_path / "odd", small_llama(vocab_size=12), letter_tokenizer())
+    flags = {"model": tmp_path / "odd"}
+    if held_out:  # "z" is the largest id, and only in the held-out pairs
+        (tmp_path / "z.jsonl").write_text('{"chosen": "z", "rejected": "a"}')
+        (tmp_path / "few.jsonl").write_text('{"chosen": "b", "rejected": "a"}')
+        flags |= {"pairs": tmp_path / "few.jsonl", "eval_pairs": tmp_path / "z.jsonl"}
     with pytest.raises(InputError, match="they don't belong together"):
-        job(model=tmp_path / "odd")
+        job(**flags)
 
 
 def test_held_out_pairs_share_no_prompt_with_the_others_or_come_from_where_they_are_said(
@@ -370,12 +446,9 @@ def test_held_out_pairs_share_no_prompt_with_the_others_or_come_from_where_they_
         for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     }
     assert len(held) == 6
-    config = reward_model.Config(
-        model="x", pairs=str(tmp_path / "own.jsonl"), eval_pairs=str(tmp_path / "pairs.jsonl"),
-        num_steps=1, learning_rate=1.0, eval_every=1, pairs_per_step=2, num_eval_pairs=7,
-    )  # fmt: skip
     model = load_for_training(str(tmp_path / "small"))
-    pairs = load_pairs(config, model, load_tokenizer(str(tmp_path / "small")))
+    flags = {"eval_pairs": str(tmp_path / "pairs.jsonl"), "num_eval_pairs": 7}
+    pairs = loaded(tmp_path, model, "own.jsonl", **flags)
     assert len(pairs.train) == 60 and len(pairs.heldout) == 7
     expected = [pair_of(row)["chosen"] for row in rows_of(80)[:7]]
     assert [pair["chosen"] for pair in pairs.heldout] == expected
@@ -427,28 +500,56 @@ def test_a_run_learns_the_preference_and_writes_what_the_others_write(job, tmp_p
 
 
 def test_the_metrics_of_a_step_are_those_recomputed_from_the_weights_before_it(job, tmp_path):
-    """At step 2: the model after two steps is saved by a run of two of the three."""
-    metrics = job(num_steps=3, save_every=2, center_rewards_coef=0.3)
-    two = job(num_steps=3, center_rewards_coef=0.3, output_dir=tmp_path / "again")
-    assert of_the_model(two) == of_the_model(metrics)
-    state = torch.load(tmp_path / "run" / "checkpoint" / "state.pt", weights_only=True)
-    assert state["step"] == 3
-    model = load_for_training(str(tmp_path / "run" / "model")).eval()
-    tokenizer = load_tokenizer(str(tmp_path / "run" / "model"))
-    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    last = [r for r in map(json.loads, samples) if r["step"] == 3]
-    margins = []
-    for row in last:
-        ids = [torch.tensor([text_ids(tokenizer, row["prompt"], row[k])]) for k in
-               ("chosen", "rejected")]  # fmt: skip
-        a, b = (sequence_scores(model, i, torch.ones_like(i)).item() for i in ids)
-        margins.append((a - b, a + b))
-    found = metrics[-1]
-    losses = [math.log1p(math.exp(-d)) for d, _ in margins]
-    assert found["eval/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-    assert found["eval/margin"] == pytest.approx(sum(d for d, _ in margins) / 8, abs=1e-5)
-    assert found["eval/score_mean"] == pytest.approx(sum(s for _, s in margins) / 16, abs=1e-5)
-    assert found["eval/accuracy"] == sum((d > 0) + (d == 0) / 2 for d, _ in margins) / 8
+    """At step 2, with the weights that a run stopped after two of three steps leaves."""
+    flags = {"center_rewards_coef": 0.3, "num_steps": 3, "eval_every": 2}
+    metrics = job(**flags)
+    real, calls = reward_model.preference_loss, []
+
+    def fails_in_step_2(*args):
+        calls.append(1)
+        if len(calls) > 2:
+            raise Fault("broken")
+        return real(*args)
+
+    reward_model.preference_loss = fails_in_step_2
+    try:
+        with pytest.raises(Fault):
+            job(**flags, output_dir=tmp_path / "two")
+    finally:
+        reward_model.preference_loss = real
+    model = load_for_training(str(tmp_path / "two" / "model")).eval()
+    pairs = loaded(tmp_path, model)
+    batch = prompt_batch(pairs.train, 2, 8, 0)
+
+    def scores(rows: list[dict]) -> torch.Tensor:
+        ids = [
+            [torch.tensor([row[f"{key}_ids"]]) for row in rows] for key in ("chosen", "rejected")
+        ]
+        found = [[sequence_scores(model, i, torch.ones_like(i)) for i in part] for part in ids]
+        return torch.tensor(found).double()
+
+    with torch.no_grad():
+        (a, b), (c, d) = scores(batch), scores(pairs.heldout)
+    assert (a - b).abs().min() > 1e-4, "the model is not at its start"
+    step = metrics[2]
+    loss = torch.log1p(torch.exp(b - a)) + 0.3 * (a + b) ** 2
+    expected = {
+        "loss/pairs": loss.mean(), "reward/accuracy": (a > b).double().mean(),
+        "reward/margin": (a - b).mean(), "reward/mean": (a + b).mean() / 2,
+        "eval/loss": torch.log1p(torch.exp(d - c)).mean(), "eval/margin": (c - d).mean(),
+        "eval/accuracy": (c > d).double().mean(), "eval/score_mean": (c + d).mean() / 2,
+        "eval/score_std": torch.cat([c, d]).std(), "lr": 1e-2 / 3, "episode": 24,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert step[name] == pytest.approx(float(value), abs=1e-5), name
+
+
+def loaded(tmp_path: Path, model: torch.nn.Module, name: str = "pairs.jsonl", **flags: object):
+    """The pairs of the job, with their tokens."""
+    options = {"num_steps": 1, "learning_rate": 1.0, "eval_every": 1, "pairs_per_step": 2}
+    options |= {"model": "x", "pairs": str(tmp_path / name), "num_pairs": None, "label_noise": None}
+    config = reward_model.Config(**options | flags)
+    return load_pairs(config, model, load_tokenizer(str(tmp_path / "small")))
 
 
 def test_the_size_of_a_micro_batch_changes_nothing(job):
@@ -468,20 +569,20 @@ def test_the_gradient_is_that_of_the_mean_over_all_pairs_of_the_step(job, tmp_pa
         return real(parameters, most)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
-    job(num_steps=1, micro_batch_size=2, pairs_per_step=72, center_rewards_coef=0.2)
-    model = load_for_training(str(tmp_path / "small")).eval()
-    config = reward_model.Config(
-        model="x", pairs=str(tmp_path / "pairs.jsonl"), num_steps=1, learning_rate=1.0,
-        eval_every=1, pairs_per_step=2,
-    )  # fmt: skip
-    pairs = load_pairs(config, model, letter_tokenizer()).train
+    # With a head that is not 0: else nothing but the head has a gradient.
+    model = load_for_training(str(tmp_path / "small"))
+    torch.nn.init.normal_(model.score.weight)
+    save_model(tmp_path / "judge", model, letter_tokenizer())
+    flags = {"micro_batch_size": 2, "pairs_per_step": 72, "center_rewards_coef": 0.2}
+    job(num_steps=1, model=tmp_path / "judge", **flags)
+    model = load_for_training(str(tmp_path / "judge")).eval()
+    pairs = loaded(tmp_path, model).train
     chosen, rejected, _ = pair_scores(model, pairs)
     preference_loss(chosen, rejected, 0.0, 0.2).mean().backward()
     expected = [p.grad for p in model.parameters() if p.grad is not None]
-    # Only the head has a gradient at first: the scores are 0 times the hidden states.
     for ours, theirs in zip(found[0], expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
-    assert max(g.abs().max() for g in expected) > 1e-3
+    assert min(g.abs().max() for g in expected) > 1e-4
 
 
 def test_the_margin_of_the_data_reaches_the_loss(job, tmp_path):
@@ -621,16 +722,37 @@ def test_evaluation_counts_ties_as_half_and_shows_what_length_alone_would_say(tm
     save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
     model = load_for_training(str(tmp_path / "m")).train()
     pairs = [{"chosen_ids": [1] * a, "rejected_ids": [2] * b} for a, b in ((3, 1), (1, 2), (2, 2))]
-    metrics, _, scores = evaluate_pairs(model, pairs, bf16=False, batch_size=2)
+    metrics, _, _ = evaluate_pairs(model, pairs, bf16=False, max_rows=4)
     assert metrics["eval/accuracy"] == 0.5 and metrics["eval/longer_is_better"] == 0.5
     assert metrics["eval/length_correlation"] == 0 and model.training
     torch.nn.init.normal_(model.score.weight)
-    metrics, _, scores = evaluate_pairs(model, pairs, bf16=False, batch_size=2)
-    x, lengths = scores.flatten(), torch.tensor([3.0, 1, 2, 1, 2, 2])
-    expected = torch.corrcoef(torch.stack([x, lengths.double()]))[0, 1].item()
-    assert metrics["eval/length_correlation"] == pytest.approx(expected)
+    metrics, _, scores = evaluate_pairs(model, pairs, bf16=False, max_rows=4)
+    alone = [evaluate_pairs(model, [pair], False, 1)[2] for pair in pairs]
+    assert torch.allclose(scores, torch.cat(alone, dim=1), atol=1e-5)
+    s, n = scores[0] - scores[1], torch.tensor([2.0, -1, 0]).double()
+    expected = (s * n).sum() / ((s**2).sum() * (n**2).sum()).sqrt()
+    assert metrics["eval/length_correlation"] == pytest.approx(expected.item())
     pairs = [{"chosen_ids": [1] * 3, "rejected_ids": [2]}] * 3 + pairs[1:2]
-    assert evaluate_pairs(model, pairs, bf16=False)[0]["eval/longer_is_better"] == 0.75
+    assert evaluate_pairs(model, pairs, False, 8)[0]["eval/longer_is_better"] == 0.75
+
+
+def test_a_ruler_is_found_out_whatever_the_lengths_of_the_prompts():
+    """The score is the length of the completion: the two correlate by 1 within the pairs."""
+    longer = torch.tensor([3.0, -2.0, 1.0, 0.0])
+    assert length_correlation(longer * 0.1, longer) == pytest.approx(1)
+    assert length_correlation(-longer, longer) == pytest.approx(-1)
+    assert length_correlation(torch.zeros(4), longer) == 0 == length_correlation(longer, 0 * longer)
+
+
+def test_scores_that_are_not_finite_end_the_run_with_one_line(job, tmp_path):
+    model = load_for_training(str(tmp_path / "small"))
+    model.score.weight.data.fill_(torch.nan)
+    save_model(tmp_path / "nan", model, letter_tokenizer())
+    with pytest.raises((Fault, InputError), match=r"not finite|depends on its padding"):
+        job(model=tmp_path / "nan")
+    pairs = [{"chosen_ids": [1], "rejected_ids": [2]}]
+    with pytest.raises(Fault, match="are not finite: lower --learning_rate"):
+        evaluate_pairs(model, pairs, bf16=False, max_rows=2)
 
 
 FINE = {
@@ -647,6 +769,7 @@ FINE = {
         ([FINE] * 30, []),
         ([FINE, FINE | {"eval/loss": 0.61}], ["overfitting"]),
         ([FINE, FINE | {"eval/loss": 0.59}], []),
+        ([FINE, {"eval/loss": 0.61, "eval/length_correlation": 0.0}], ["overfitting"]),
         ([FINE | {"reward/mean": -11.0}], ["far scores"]),
         ([FINE | {"eval/length_correlation": -0.8}], ["length"]),
         ([FINE | {"reward/accuracy": 0.45}] * 20, ["worse than chance"]),

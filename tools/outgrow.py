@@ -73,6 +73,9 @@ def config_of(folder: Path, to: str = "trl") -> tuple[str, Any]:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if (script := settings.pop("script")) == "ppo" and to == "trl":
             raise InputError(f"{folder}: a run of ppo.py, and TRL has no PPO: try --to verl")
+        if script not in CONFIGS:
+            fault = "a reward model grows with TRL's RewardTrainer, on the same pairs"
+            raise InputError(f"{folder}: a run of {script}.py; {fault}")
         return script, CONFIGS[script](**settings)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{folder}/config.json can't be read ({first_line(e)})") from e

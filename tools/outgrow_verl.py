@@ -476,9 +476,12 @@ def write(run: Path, script: str, config: Any) -> Path:
     if is_text:
         tokenizer.chat_template = text_template(tokenizer, prompts)
 
-    folder.mkdir(exist_ok=True)
-    if is_text:
-        tokenizer.save_pretrained(folder / "tokenizer")
+    try:
+        folder.mkdir(exist_ok=True)
+        if is_text:
+            tokenizer.save_pretrained(folder / "tokenizer")
+    except OSError as e:
+        raise InputError(f"{folder} can't be written ({e.strerror})") from e
     kind = "prompts" if config.prompts else config.task
     for name, part in (("train", train), ("test", heldout)):
         write_rows(folder / f"{name}.parquet", part, kind, as_json)
