@@ -23,8 +23,8 @@ NUM_BINS = 5  # of the reliability curve, from 50% to 100%
 def evaluate_pairs(
     model: nn.Module, pairs: list[dict], bf16: bool, max_rows: int
 ) -> tuple[dict[str, float], list[dict], Tensor]:
-    """Of N held-out pairs, max_rows texts at a time, the metrics, the reliability curve, and the scores
-    of chosen and rejected texts (2, N). Raises Fault where a score isn't finite.
+    """Of N held-out pairs the metrics, the reliability curve, and the scores of chosen and rejected
+    texts (2, N), max_rows texts at a time. Raises Fault where a score isn't finite.
     """
     lengths = torch.tensor([[len(p[f"{key}_ids"]) for p in pairs] for key in KEYS])  # (2, N)
     order = lengths.amax(0).argsort()  # a batch is as wide as its longest text
