@@ -169,7 +169,7 @@ def draw(results: dict) -> None:
             else:
                 panel.set_xlabel("square root of the KL to the start, nats")
                 panel.axhline(y.mean(0)[0], color="grey", lw=0.8, ls=":")
-    axes[0, 2].legend(frameon=False, loc="lower right", title="the reward model has seen")
+    axes[0, 2].legend(frameon=False, loc="upper left", title="the reward model has seen")
     figure.suptitle("What the reward model says, and what is true")
     figure.savefig(PICTURE, dpi=90)
 

@@ -36,7 +36,21 @@ held-out pairs that the reward model judges rightly, `score` what it gives to an
 sums after the last step; `accuracy_best` and `best_step` are those of the best evaluation. The
 others are means of all steps. [metrics.md](metrics.md) has the definitions."""
 
-TRUSTED_TOO_FAR = """To be written."""
+TRUSTED_TOO_FAR = """The score rises in every run. Trusted with a KL weight of 0.01, all
+four reward models end below the 43% of right sums at the start. So does that of 5,000 pairs, which
+judges 92% of the held-out pairs rightly: at first it leads to 62%, after sixty steps to 26%. The curve goes up, then
+down, and more pairs move its top up and to the right: with 50 pairs there is none. The best of n
+samples does the same, although nothing is trained: beyond n = 4 to 8 it picks what the reward
+model is wrong about.
+
+A weight of 0.1 stops the run of 5,000 pairs near its top, at 70%. With fewer pairs it saves
+something, and 50 to 1,000 pairs still end at or below the start: a penalty keeps the policy near
+the start, and can't add what the reward model never learnt. At the same KL the heavier weight is
+the better one here (5,000 pairs, sqrt(KL) 1.1: 70% against 60%); Gao et al. saw no such gain, and
+found a penalty to be worth no more than early stopping. Stopping at the best evaluation gives 63%
+with the small weight and 72% with the large one. The score says nothing of when to stop: it takes
+some right answers, or people. Held-out pairs don't say it either, for they are samples of the
+start. What does give a hint is the KL: look at the samples long before it is 3."""
 
 # What the figures say to the claim, by hand.
 FINDINGS = {
@@ -212,7 +226,8 @@ def trusted_too_far() -> list[str]:
     """The section of benchmarks/overoptimisation.py, which isn't one of the labs."""
     results = json.loads(overoptimisation.RESULTS.read_text())
     seeds = len({name.rpartition(" ")[2] for name in results})
-    judge, policy = overoptimisation.REWARD_MODEL, overoptimisation.PPO
+    judge = overoptimisation.REWARD_MODEL.format("N", "S")
+    policy = overoptimisation.PPO.format("0.01", "S")
     return [
         "## Trusted too far",
         "",
@@ -221,8 +236,10 @@ def trusted_too_far() -> list[str]:
         "",
         "    python benchmarks/overoptimisation.py",
         "",
-        f"Reward models by `python reward_model.py {judge}`; on each of them",
-        f"`python ppo.py {policy} --reward_model ...`; {seeds} seeds. The",
+        f"- the reward models: `python reward_model.py {judge}`",
+        f"- PPO on each: `python ppo.py {policy} --reward_model FOLDER`",
+        "",
+        f"{seeds} seeds; the table has means, and standard deviations of the truth. The",
         "proxy is the score of the reward model; its unit is the standard deviation of the scores",
         "of the model's own samples. The truth is the share of right sums, which nothing is",
         "trained on. Its best is the best evaluation: early stopping saves it where it is known.",
