@@ -38,10 +38,10 @@ others are means of all steps. [metrics.md](metrics.md) has the definitions."""
 
 TRUSTED_TOO_FAR = """The score rises in every run. Trusted with a KL weight of 0.01, all
 four reward models end below the 43% of right sums at the start. So does that of 5,000 pairs, which
-judges 92% of the held-out pairs rightly: at first it leads to 62%, after sixty steps to 26%. The curve goes up, then
-down, and more pairs move its top up and to the right: with 50 pairs there is none. The best of n
-samples does the same, although nothing is trained: beyond n = 4 to 8 it picks what the reward
-model is wrong about.
+judges 92% of the held-out pairs rightly: at first it leads to 62%, after sixty steps to 26%. The
+curve goes up, then down, and more pairs move its top up and to the right: with 50 pairs there is
+none. The best of n samples does the same, although nothing is trained: beyond n = 2 with 50 pairs
+and n = 8 with 5,000 it picks what the reward model is wrong about.
 
 A weight of 0.1 stops the run of 5,000 pairs near its top, at 70%. With fewer pairs it saves
 something, and 50 to 1,000 pairs still end at or below the start: a penalty keeps the policy near
