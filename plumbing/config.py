@@ -150,7 +150,7 @@ class RunConfig(TaskConfig, TrainConfig):
     rollout_batch_size: int = _rollout(
         ByModel(tiny=256, other=32), "most rows decoded, or per forward pass without gradient"
     )
-    kl_coef: float = _update(help="weight of the KL; 0: no reference")
+    kl_coef: float = _update(help="weight of the KL penalty; 0: none")
     num_epochs: int = _update(1, "passes over one rollout")
     num_mini_batches: int = _update(1, "optimiser steps per pass")
     micro_batch_tokens: int | None = _update(
