@@ -40,12 +40,13 @@ from plumbing.pairs import load_pairs, pair_scores
 from plumbing.prompts import prompt_batch
 from plumbing.reward_models import load_for_training
 from plumbing.runs import Run, choose_folder, run_main
+from tasks import TASKS
 
 
 @dataclass(kw_only=True)
 class Config(TrainConfig):
     script = "reward_model"
-    task = "add"  # of the pairs that the embedded model makes
+    task, digits = "add", 2  # of the pairs that the embedded model makes
 
     # The flags that this script has alone.
     pairs: str | None = flag(
@@ -111,7 +112,7 @@ def main(args: list[str] | None = None) -> None:
 
     # The pairs, as tokens: those to train on and those held out. What is cut could lose just the
     # words that decide: so a pair that is too long is left out.
-    pairs = load_pairs(config, model, tokenizer)
+    pairs = load_pairs(config, TASKS, model, tokenizer)
     if config.num_steps is None:
         config.num_steps = math.ceil(len(pairs.train) / config.pairs_per_step)
     set_up_training(config, model)

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model, disable_dropout
-from plumbing.answers import numeric_match
 from plumbing.errors import InputError, first_line
 from plumbing.loading import eos_token_ids, load_policy
 from plumbing.prompts import Prompt, prompt_batch, read_rows, split_prompts
 from plumbing.reward_models import longest_text, pad_rows, sequence_scores, text_ids
 from plumbing.scoring import PADDING, decode, encode_prompts
 from sampling import sample
-from tasks import add_prompts
 
 PAIR_FORMAT = 'each line must be like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 OWN_SAMPLES = 8  # of a prompt, for the pairs of the embedded model
@@ -35,11 +33,11 @@ class Pairs:
     name: str = "pairs"
 
 
-def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
-    """The pairs that the flags name, with their tokens. Raises InputError."""
+def load_pairs(config: Any, tasks: dict, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
+    """The pairs that the flags name, with their tokens; tasks: TASKS of tasks.py. InputError."""
     _check_flags(config)
     if config.pairs is None:
-        train, heldout = _own_pairs(config, tokenizer, model.device)
+        train, heldout = _own_pairs(config, tasks, tokenizer, model.device)
     elif not (config.eval_pairs or config.eval_split):
         rows = read_pairs(config.pairs, config.split, config.subset)
         train, heldout = split_prompts(rows, "pairs")
@@ -175,7 +173,9 @@ def _is_text_or_messages(value: object) -> bool:
     )
 
 
-def _own_pairs(config: Any, tokenizer: Tokenizer, device: Any) -> tuple[list[dict], list[dict]]:
+def _own_pairs(
+    config: Any, tasks: dict, tokenizer: Tokenizer, device: Any
+) -> tuple[list[dict], list[dict]]:
     """Pairs of the embedded model's own samples: (train, held out). A right sum is preferred to a
     wrong one; some labels of the training pairs are flipped, as people sometimes err.
     """
@@ -189,7 +189,9 @@ def _own_pairs(config: Any, tokenizer: Tokenizer, device: Any) -> tuple[list[dic
         "generator": torch.Generator(device).manual_seed(config.seed),
     }
     rng = random.Random(config.seed)
-    train, heldout = add_prompts()
+    if config.task not in tasks:
+        raise InputError(f"--pairs: is needed, tasks.py has no task {config.task}")
+    task = tasks[config.task](config, False)
 
     def pairs(rows: list[dict], count: int, label_noise: float) -> list[dict]:
         found, batch = [], 0
@@ -202,7 +204,7 @@ def _own_pairs(config: Any, tokenizer: Tokenizer, device: Any) -> tuple[list[dic
             texts = decode(tokenizer, rollout)
             for number, row in enumerate(part):
                 own = texts[number * OWN_SAMPLES : (number + 1) * OWN_SAMPLES]
-                verdicts = numeric_match(own, [row["answer"]] * OWN_SAMPLES)
+                verdicts = task.verifier(own, answer=[row["answer"]] * OWN_SAMPLES)
                 right = [text for text, is_right in zip(own, verdicts) if is_right]
                 wrong = [text for text, is_right in zip(own, verdicts) if not is_right]
                 for pair in zip(right, wrong):  # each sample in one pair at most
@@ -211,8 +213,8 @@ def _own_pairs(config: Any, tokenizer: Tokenizer, device: Any) -> tuple[list[dic
             batch += 1
         return found[:count]
 
-    return pairs(train, config.num_pairs, config.label_noise), pairs(
-        heldout, config.num_eval_pairs, 0.0
+    return pairs(task.train, config.num_pairs, config.label_noise), pairs(
+        task.heldout, config.num_eval_pairs, 0.0
     )
 
 

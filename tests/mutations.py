@@ -514,7 +514,7 @@ MUTATIONS = [
     ("plumbing/pairs.py", 'if ids["chosen_ids"] == ids["rejected_ids"]:', "if False:", "equal pairs are kept"),
     ("plumbing/pairs.py", "elif max(map(len, ids.values())) > limit:", 'elif len(ids["chosen_ids"]) > limit:', "only a chosen text can be too long"),
     ("plumbing/pairs.py", "pair if rng.random() >= label_noise else pair[::-1]", "pair", "no label is flipped"),
-    ("plumbing/pairs.py", "        heldout, config.num_eval_pairs, 0.0\n", "        heldout, config.num_eval_pairs, config.label_noise\n", "held-out labels are flipped too"),
+    ("plumbing/pairs.py", "        task.heldout, config.num_eval_pairs, 0.0\n", "        task.heldout, config.num_eval_pairs, config.label_noise\n", "held-out labels are flipped too"),
     ("plumbing/pairs.py", "    return texts[0][: len(start)], [text[len(start) :] for text in texts]", "    return texts[0][: len(start)], texts", "a prompt that the texts hold already is there twice"),
     ("plumbing/pairs.py", "        return texts[0][:length], [text[length:] for text in texts]", "        return [], texts", "pairs without a prompt are split without regard to what they ask"),
     ("plumbing/pairs.py", "for p in train + heldout)", "for p in train)", "a held-out token that the model doesn't know"),

@@ -73,7 +73,7 @@ OF_THE_UPDATE = dict(warmup_steps=10, max_grad_norm=1.0, clip_range=0.2, tempera
 OFTEN = dict(digits=2, lora_r=0, seed=0, save_every=50, sample_every=50)
 OFTEN |= dict(entropy_coef=0.0, eval_generations=1)
 OF_REWARD_MODEL = dict(warmup_steps=10, max_grad_norm=1.0, lora_r=0, seed=0, save_every=50)
-OF_REWARD_MODEL |= dict(eval_every=50, num_eval_pairs=512, num_pairs=10000, label_noise=0.1)
+OF_REWARD_MODEL |= dict(eval_every=50, num_eval_pairs=512)
 OF_REWARD_MODEL |= dict(center_rewards_coef=0.0)
 SIZES = {
     "tiny": dict(
@@ -119,7 +119,11 @@ def test_every_number_has_the_default_that_the_pages_were_measured_with(script, 
 
 def test_the_reward_model_has_the_defaults_that_the_pages_were_measured_with():
     for model, sizes in (
-        ("tiny", dict(num_steps=200, learning_rate=1e-3, micro_batch_size=256, pairs_per_step=128)),
+        (
+            "tiny",
+            dict(num_steps=200, learning_rate=1e-3, micro_batch_size=256, pairs_per_step=128)
+            | dict(num_pairs=10000, label_noise=0.1),
+        ),
         ("my/other", dict(learning_rate=2e-5, micro_batch_size=16, pairs_per_step=32)),
     ):
         config = vars(parse("reward_model", "--model", model))

@@ -11,6 +11,7 @@ from conftest import byte_tokenizer, save_model, small_gpt2
 
 import grpo
 import ppo
+import reward_model
 import rloo
 from tools import evaluate, fit, inspect_reward, plot
 
@@ -20,11 +21,13 @@ PAGES = README + (REPOSITORY / "docs" / "running.md").read_text(encoding="utf-8"
 MAINS = {
     "ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "plot": plot.main,
     "inspect_reward": inspect_reward.main, "fit": fit.main,
-    "evaluate": evaluate.main,
+    "evaluate": evaluate.main, "reward_model": reward_model.main,
 }  # fmt: skip
 SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 2 --max_new_tokens 4".split()
 SAYS = {"inspect_reward": "scores: mean", "fit": "80 GB", "evaluate": "2 prompts: eval/reward"}
 EVALUATE = "--num_eval_prompts 2 --max_new_tokens 4".split()
+JUDGE = "--num_steps 1 --pairs_per_step 2 --num_eval_pairs 2".split()
+PAIR = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 INSPECT = "--num_prompts 2 --num_generations 2 --max_new_tokens 4".split()
 
 
@@ -60,9 +63,17 @@ def test_each_command_runs(command, tmp_path, monkeypatch, capsys):
     if script == "plot":
         ppo.main(SHORT)
         flags = [str(path) for flag in flags for path in tmp_path.glob(flag)]
-    more = {"plot": [], "inspect_reward": INSPECT, "fit": [], "evaluate": EVALUATE}.get(
-        script, SHORT
-    )
+    if "--reward_model" in flags:
+        reward_model.main([*JUDGE, "--num_pairs", "2"])
+    Path("my_pairs.jsonl").write_text(PAIR * 2)
+    judge = JUDGE if "my_pairs.jsonl" in flags else [*JUDGE, "--num_pairs", "2"]
+    more = {
+        "reward_model": judge,
+        "plot": [],
+        "inspect_reward": INSPECT,
+        "fit": [],
+        "evaluate": EVALUATE,
+    }.get(script, SHORT)
     MAINS[script]([*flags, *more])
     if script in SAYS:
         assert SAYS[script] in capsys.readouterr().out

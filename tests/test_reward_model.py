@@ -45,7 +45,7 @@ from plumbing.reward_models import (
     text_ids,
 )
 from reward_model import preference_loss
-from tasks import add_prompts
+from tasks import TASKS, add_prompts
 
 MEASURED = ("time/", "memory/", "tokens_per_second")
 
@@ -464,7 +464,7 @@ def own_pairs() -> dict[float, list]:
             ["--device", "cpu", "--num_pairs", "1200", "--label_noise", str(noise)],
         )  # fmt: skip
         torch.manual_seed(0)
-        found[noise] = load_pairs(config, load_for_training("tiny"), load_tokenizer("tiny"))
+        found[noise] = load_pairs(config, TASKS, load_for_training("tiny"), load_tokenizer("tiny"))
     return found
 
 
@@ -549,7 +549,7 @@ def loaded(tmp_path: Path, model: torch.nn.Module, name: str = "pairs.jsonl", **
     options = {"num_steps": 1, "learning_rate": 1.0, "eval_every": 1, "pairs_per_step": 2}
     options |= {"model": "x", "pairs": str(tmp_path / name), "num_pairs": None, "label_noise": None}
     config = reward_model.Config(**options | flags)
-    return load_pairs(config, model, load_tokenizer(str(tmp_path / "small")))
+    return load_pairs(config, TASKS, model, load_tokenizer(str(tmp_path / "small")))
 
 
 def test_the_size_of_a_micro_batch_changes_nothing(job):
@@ -790,9 +790,9 @@ def test_the_commands_of_the_header_learn_what_they_say(tmp_path):
 
     reward_model.main(["--output_dir", str(tmp_path / "judge"), "--device", "cpu"])
     lines = (tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["eval/accuracy"] > 0.88
+    assert json.loads(lines[-1])["eval/accuracy"] > 0.9  # with seed 0; the header says 0.93
     judge = str(tmp_path / "judge" / "model")
-    flags = ["--reward_model", judge, "--num_steps", "20", "--num_eval_prompts", "256"]
+    flags = ["--reward_model", judge, "--num_steps", "15", "--num_eval_prompts", "128"]
     ppo.main([*flags, "--output_dir", str(tmp_path / "ppo"), "--device", "cpu"])
     lines = (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
