@@ -31,6 +31,7 @@ from transformers import (
     XLNetForSequenceClassification,
 )
 
+import plumbing.pairs
 import reward_model
 from plumbing.errors import Fault, InputError
 from plumbing.judging import evaluate_pairs, length_correlation, pair_warnings, reliability
@@ -602,8 +603,31 @@ def test_dropout_is_off_unless_it_is_asked_for(job, tmp_path):
     assert of_the_model(off) != of_the_model(on)
     again = job(num_steps=4, disable_dropout="false")
     assert of_the_model(on) == of_the_model(again), "a seeded run is the same again"
-    # An evaluation is without dropout in any case.
-    assert on[0]["eval/loss"] == off[0]["eval/loss"]
+
+
+def test_an_evaluation_is_without_dropout_in_any_case(tmp_path):
+    save_model(tmp_path / "m", small_llama(0.5, vocab_size=20), letter_tokenizer())
+    model = load_for_training(str(tmp_path / "m")).train()
+    torch.nn.init.normal_(model.score.weight)
+    pairs = [{"chosen_ids": [1, 2, 3], "rejected_ids": [4, 5]}]
+    first, second = (evaluate_pairs(model, pairs, False, 2)[2] for _ in range(2))
+    assert torch.equal(first, second) and model.training
+    assert not torch.equal(pair_scores(model, pairs)[0], pair_scores(model, pairs)[0])
+
+
+@pytest.mark.parametrize(("size", "most"), [(4, 4), (5, 4), (1, 2), (64, 16)])
+def test_a_forward_pass_has_no_more_rows_than_a_micro_batch_and_a_pair_stays_whole(
+    size, most, job, monkeypatch
+):
+    rows, real = [], plumbing.pairs.sequence_scores
+
+    def noted(model, tokens, mask):
+        rows.append(len(tokens))
+        return real(model, tokens, mask)
+
+    monkeypatch.setattr(plumbing.pairs, "sequence_scores", noted)
+    job(num_steps=1, micro_batch_size=size)  # 8 pairs a step, and 8 held out
+    assert max(rows) == most and sum(rows) == 3 * 16
 
 
 def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(job, tmp_path):
