@@ -119,8 +119,12 @@ def pair_headline(step: int, metrics: dict[str, float], first: dict[str, float])
 
 
 def pair_progress(history: list[dict[str, float]]) -> str:
-    """What the progress bar shows: of the last step, not of an evaluation after it."""
-    metrics = next(m for m in reversed(history) if "loss/pairs" in m)
+    """What the progress bar shows: of the last step, not of an evaluation after it; of a run that
+    was done before it was resumed, nothing.
+    """
+    metrics = next((m for m in reversed(history) if "loss/pairs" in m), None)
+    if metrics is None:
+        return ""
     return (
         f"loss {metrics['loss/pairs']:.3f}, accuracy {metrics['reward/accuracy']:.2f}, "
         f"margin {metrics['reward/margin']:.2f}, {metrics['tokens_per_second']:.0f} tokens/s"

@@ -655,7 +655,12 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(job, tmp_pat
     assert (tmp_path / "run" / "samples.jsonl").read_bytes() == samples
 
 
-def test_another_setting_or_another_script_is_not_resumed(job):
+def test_a_run_that_is_done_can_be_resumed_and_is_evaluated_once_more(job):
+    whole = job()
+    assert of_the_model(job(resume="true")) == of_the_model(whole)
+
+
+def test_another_setting_is_not_resumed(job):
     job()
     with pytest.raises(InputError, match=r"--center_rewards_coef 0.5: the run in"):
         job(resume="true", center_rewards_coef=0.5)
