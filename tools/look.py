@@ -1,26 +1,23 @@
-"""A page that shows every token's credit, step by step, in one run or several side by side.
+"""A page that shows every token's credit, step by step, in one run or in several side by side.
 
   python tools/look.py runs/ppo-tiny-add-s0
   python tools/look.py runs/ppo-tiny-add-s0 runs/grpo-tiny-add-s0 --out both.html
   python tools/look.py runs/ppo-tiny-add-s0 --serve      # follows a run that is still going
 
-The page is one file, RUN/look.html of the first run unless --out says otherwise. It needs no
-network.
+The page is one file that needs no network: look.html in the folder of the first run, or --out.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
 import os
 import sys
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import quote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -32,25 +29,23 @@ from plumbing.runs import write_text
 
 HERE = Path(__file__).resolve().parent
 METRICS_MD = HERE.parent / "docs" / "metrics.md"
-FILES = ("config.json", "metrics.jsonl", "tokens.jsonl")
-# In which panel, counted from 0, a warning is marked; others in the first.
+# The panel, counted from 0, at which a warning is marked; the others at the first.
 PANEL_OF = {"negative KL": 1, "large KL": 1, "truncated": 3, "ratio": 4}
-PANEL_OF |= {"overfitting": 0, "worse than chance": 1, "far scores": 3, "length": 4}
+PANEL_OF |= {"worse than chance": 1, "far scores": 3, "length": 4}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file. Raises InputError.
+def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
+    """The records of a .jsonl file, each with the keys that are needed. Raises InputError.
 
     A last line that is not complete is left out: the run may be writing it.
     """
     records = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        for number, line in enumerate(lines, 1):
-            # What isn't a number in JSON (NaN, Infinity) is unknown, as null is.
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+            # What isn't a number in JSON (NaN, Infinity) becomes unknown, as null is.
             record = json.loads(line, parse_constant=lambda name: None)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError(f"line {number} is no record of a step")
+            if not isinstance(record, dict) or not {"step", *needed} <= set(record):
+                raise ValueError(f"line {number} lacks something")
             records.append(record)
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: can't be read ({first_line(e)})") from e
@@ -58,151 +53,116 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def warnings_of(metrics: list[dict[str, Any]], judge: bool, bf16: bool) -> list[dict[str, Any]]:
-    """The warnings that a run has printed, {"step", "name", "text"}: each name where it came first.
-
-    They are computed from the metrics once more. What is null there was not finite or not known.
-    """
+    """The warnings that a run has printed, computed once more: each name where it first came."""
     history, found = [], {}
     for line in metrics:
-        if not judge and "grad_norm" not in line:  # the last evaluation
-            continue
-        # A NaN for each: it compares as unknown numbers should, and differs from every other.
-        history.append({k: float("nan") if v is None else v for k, v in line.items()})
-        new = pair_warnings(history) if judge else warnings_about(history, bf16)
-        for name, text in new:
-            warning = {"step": line["step"], "name": name, "text": text}
-            found.setdefault(name, warning | {"panel": PANEL_OF.get(name, 0)})
+        if judge or "grad_norm" in line:  # not the last evaluation
+            # Unknown is a NaN of its own: no comparison with it holds, and no two are equal.
+            history.append({k: float("nan") if v is None else v for k, v in line.items()})
+            new = pair_warnings(history) if judge else warnings_about(history, bf16)
+            for name, text in new:
+                where = {"step": line["step"], "panel": PANEL_OF.get(name, 0)}
+                found.setdefault(name, where | {"text": text})
     return list(found.values())
-
-
-def curve(metrics: list[dict[str, Any]], name: str) -> list[list] | None:
-    """Steps and values of a metric, None where no line knows it."""
-    lines = [line for line in metrics if name in line]
-    if all(line[name] is None for line in lines):
-        return None
-    return [[line["step"] for line in lines], [line[name] for line in lines]]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """What the page shows of a run. Raises InputError."""
     if not (folder / "metrics.jsonl").is_file():
-        raise InputError(f"{folder}: is not the folder of a run (it has no metrics.jsonl)")
+        raise InputError(f"{folder}: is not the folder of a run, it has no metrics.jsonl")
     metrics = read_lines(folder / "metrics.jsonl")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        script, bf16 = config["script"], bool(config.get("bf16"))
+        judge = config["script"] == "reward_model"
+        warnings = warnings_of(metrics, judge, bool(config.get("bf16")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise InputError(f"{folder / 'config.json'}: can't be read ({first_line(e)})") from e
-    judge = script == "reward_model"
-    path, lines, note = folder / "tokens.jsonl", [], ""
-    if path.is_file():
-        lines = read_lines(path)
-        note = "" if lines else "No tokens are recorded yet."
-    elif judge:
-        note = "A reward model judges whole texts, so there are no tokens to show."
-    else:
-        note = "This run has no tokens.jsonl: it was made with --record_tokens false, or is older."
-    for number, line in enumerate(lines, 1):
-        if line.get("split") not in ("heldout", "train") or not isinstance(line.get("tokens"), list):
-            raise InputError(f"{path}: line {number} is no completion")
+        raise InputError(f"{folder}: is no run of this version ({first_line(e)})") from e
+
+    def curve(name: str) -> list[list] | None:
+        points = [(line["step"], line[name]) for line in metrics if name in line]
+        return list(zip(*points)) if any(y is not None for _, y in points) else None
+
     curves = []
     for title, names in (OF_REWARD_MODELS if judge else PANELS).items():
-        found = [curve(metrics, name) for name in names]
-        if not any(found):  # a task without right and wrong answers
-            found = [curve(metrics, name.replace("accuracy", "reward")) for name in names]
-        curves.append({"title": title, "lines": found})
-    try:
-        warnings = warnings_of(metrics, judge, bf16)
-    except (KeyError, TypeError, ValueError) as e:
-        at = folder / "metrics.jsonl"
-        raise InputError(f"{at}: is not of this version (no {first_line(e)})") from e
-    name = folder.resolve().name
-    return {
-        "name": name,
-        "script": script,
-        "note": note,
-        "steps": sorted({line["step"] for line in metrics}),
-        "curves": curves,
-        "warnings": warnings,
-        "lines": lines,
-    }
+        if not any(map(curve, names)):  # a task without right and wrong answers
+            names = [name.replace("accuracy", "reward") for name in names]
+        curves.append({"title": title, "lines": [curve(name) for name in names]})
+    path, lines = folder / "tokens.jsonl", []
+    if path.is_file():
+        lines = read_lines(path, "split", "prompt_index", "completion_index", "tokens", "score")
+        note = "" if lines else "No tokens are recorded yet."
+    elif judge:
+        note = "A reward model judges whole texts: there are no tokens to show."
+    else:
+        note = "There is no tokens.jsonl: the run was made with --record_tokens false, or is old."
+    steps = [line["step"] for line in metrics]
+    run = {"name": folder.resolve().name, "note": note, "steps": steps, "curves": curves}
+    return run | {"warnings": warnings, "lines": lines}
 
 
 def version_of(folders: list[Path]) -> str:
     """What changes whenever a file of the runs does."""
-    paths = [folder / name for folder in folders for name in FILES]
-    marks = [(p.stat().st_size, p.stat().st_mtime_ns) if p.is_file() else () for p in paths]
-    return hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+    paths = [folder / f"{name}.jsonl" for folder in folders for name in ("metrics", "tokens")]
+    stats = [path.stat() for path in paths if path.is_file()]
+    return ".".join(f"{s.st_ino}-{s.st_size}-{s.st_mtime_ns}" for s in stats)
 
 
-def payload(folders: list[Path], live: bool) -> str:
+def data_of(folders: list[Path], live: bool) -> str:
     """What the page shows, as JSON without `<`: nothing in it can end a script element."""
-    version = version_of(folders) if live else ""  # before they are read: a change is not missed
+    version = version_of(folders) if live else ""  # before they are read: no change is missed
     runs = [read_run(folder) for folder in folders]
-    if not any(run["steps"] for run in runs) and not live:
+    if not (live or any(run["steps"] for run in runs)):
         raise InputError(f"{folders[0] / 'metrics.jsonl'}: holds no metrics yet")
     if len({run["name"] for run in runs}) < len(runs):
         for run, folder in zip(runs, folders):
             run["name"] = str(folder)
-    # ASCII, for half a surrogate pair has no bytes in UTF-8.
+    # In ASCII: half a surrogate pair has no bytes in UTF-8.
     text = json.dumps({"version": version, "runs": runs}, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 def page(data: str, metrics_link: str) -> str:
     """The page, complete in itself."""
-
-    def text(path: str) -> str:
-        return (HERE / path).read_text(encoding="utf-8").strip()
-
     parts = {
-        "/*UPLOT.CSS*/": text("vendor/uPlot.min.css"),
-        "/*UPLOT.JS*/": text("vendor/uPlot.min.js"),
+        "/*UPLOT.CSS*/": (HERE / "vendor" / "uPlot.min.css").read_text(encoding="utf-8"),
+        "/*UPLOT.JS*/": (HERE / "vendor" / "uPlot.min.js").read_text(encoding="utf-8"),
         "METRICS.MD": metrics_link,
-        "/*DATA*/": data,  # the last one: nothing is replaced within it
+        "/*DATA*/": data,  # the last: nothing is replaced within it
     }
-    html = text("look.html")
+    html = (HERE / "look.html").read_text(encoding="utf-8")
     for mark, part in parts.items():
         html = html.replace(mark, part, 1)
     return html
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the page, and what it shows whenever that has changed."""
+    """Serves the page, and what it shows once that has changed."""
 
     def __init__(self, folders: list[Path], *args: Any) -> None:
         self.folders = folders
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        # Another name for 127.0.0.1 would let any page on the web read the runs.
-        if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
-            return self.answer(403, "text/plain", "ask for 127.0.0.1 or localhost")
+        url, kind, code = urlsplit(self.path), "plain", 200
         try:
-            if url.path == "/":
-                self.answer(200, "text/html", page(payload(self.folders, True), "metrics.md"))
+            # By another name for 127.0.0.1 any page of the web could read the runs.
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
+                code, text = 403, "ask for 127.0.0.1 or localhost"
+            elif url.path == "/":
+                kind, text = "html", page(data_of(self.folders, True), "metrics.md")
             elif url.path == "/data.json":
-                known = parse_qs(url.query).get("since") == [version_of(self.folders)]
-                text = "" if known else payload(self.folders, True)
-                self.answer(204 if known else 200, "application/json", text)
+                known = url.query == version_of(self.folders)
+                code, text = (204, "") if known else (200, data_of(self.folders, True))
             elif url.path == "/metrics.md" and METRICS_MD.is_file():
-                self.answer(200, "text/plain", METRICS_MD.read_text(encoding="utf-8"))
+                text = METRICS_MD.read_text(encoding="utf-8")
             else:
-                self.answer(404, "text/plain", "not found")
-        except (InputError, OSError) as e:  # a run that is being moved, say
-            self.answer(503, "text/plain", str(e))
-
-    def answer(self, code: int, kind: str, text: str) -> None:
-        body = text.encode()
-        try:
-            self.send_response(code)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-        except ConnectionError:  # the page was closed meanwhile
-            pass
+                code, text = 404, "not found"
+        except (InputError, OSError) as e:  # the run is being moved, say
+            code, text = 503, str(e)
+        self.send_response(code)
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(text.encode())
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -210,17 +170,17 @@ class Handler(BaseHTTPRequestHandler):
 
 def serve(folders: list[Path], port: int) -> None:
     """Serve the page to this machine alone, until Ctrl-C. Raises InputError."""
-    payload(folders, True)  # its errors belong here, not in the browser
+    data_of(folders, True)  # its errors belong here, not in the browser
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, folders))
     except (OSError, OverflowError) as e:
         raise InputError(f"--port {port}: can't be used ({first_line(e)})") from e
-    with server:
-        print(f"http://127.0.0.1:{server.server_port}/ follows the runs; Ctrl-C ends it.", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
+    server.handle_error = lambda *args: None  # the page was closed meanwhile
+    print(f"http://127.0.0.1:{server.server_port} follows the runs; Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
 
 
 def main(args: list[str] | None = None) -> None:
@@ -230,15 +190,14 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, help="(look.html in the folder of the first run)")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1 instead")
-    parser.add_argument("--port", type=int, default=8000, help="(8000; 0: any that is free)")
+    parser.add_argument("--port", type=int, default=8000, help="(8000; 0: one that is free)")
     options = parser.parse_args(args)
     if options.serve:
         return serve(options.runs, options.port)
-    out = options.out or options.runs[0] / "look.html"
-    data = payload(options.runs, False)
+    out, data = options.out or options.runs[0] / "look.html", data_of(options.runs, False)
     link = os.path.relpath(METRICS_MD, out.resolve().parent) if METRICS_MD.is_file() else ""
     try:
-        write_text(out, page(data, Path(link).as_posix() if link else ""))
+        write_text(out, page(data, quote(Path(link).as_posix()) if link else ""))
     except OSError as e:
         raise InputError(f"--out {out}: can't be written ({e.strerror})") from e
     print(out)
