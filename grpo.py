@@ -69,9 +69,8 @@ class Config(RunConfig):
     learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
 
 
-# The flags that are arguments of the loss.
 LOSS_FLAGS = """clip_range clip_range_high cispo_bound loss_type importance_sampling_level
-max_new_tokens kl_coef""".split()
+max_new_tokens kl_coef""".split()  # those that are arguments of the loss
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
@@ -196,11 +195,15 @@ def main(args: list[str] | None = None) -> None:
         config=config,
         folder=folder,
         policy=policy,
+        ref=ref,
         tokenizer=tokenizer,
         task=task,
         sampling=sampling,
         optimizer=optimizer,
         shuffler=shuffler,
+        credit=lambda rollout, scores, *_: group_advantages(
+            scores + overlong_penalty(rollout, config.overlong_buffer), G, config.scale_rewards
+        ),
     ) as run:
         for step in range(run.first_step, config.num_steps):
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
@@ -287,7 +290,7 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()  # and that of the update, once the metrics have waited for it
             metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
-            run.show(step, prompts, texts, scores)
+            run.show(step, prompts, texts, scores, rollout, meter, {"advantages": advantages})
             run.checkpoint_if_due(step + 1)
 
         run.log(config.num_steps, run.evaluate(config.num_steps))

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from common import (
+    Rollout,
     ValueModel,
     clear_cache,
     disable_dropout,
@@ -168,16 +169,26 @@ def main(args: list[str] | None = None) -> None:
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
+    # Step 4 for completions of held-out prompts, which tools/look.py shows; not whitened.
+    def credit(rollout: Rollout, scores: Tensor, kl: Tensor, values: Tensor) -> dict[str, Tensor]:
+        scores = to(device, scores - config.missing_eos_penalty * ~on_cpu(rollout).finished)
+        mask = rollout.completion_mask
+        rewards = shape_rewards(scores, kl, mask, config.kl_coef)
+        advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+        return {"rewards": rewards, "advantages": advantages, "returns": returns}
+
     with Run(
         config=config,
         folder=folder,
         policy=policy,
         value_model=value_model,
+        ref=ref,
         tokenizer=tokenizer,
         task=task,
         sampling=sampling,
         optimizer=optimizer,
         shuffler=shuffler,
+        credit=credit,
     ) as run:
         for step in range(run.first_step, config.num_steps):
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
@@ -276,7 +287,9 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()  # and that of the update, once the metrics have waited for it
             metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
-            run.show(step, prompts, texts, scores)
+            found = {"rewards": rewards, "advantages": advantages, "returns": returns}
+            found |= {"values": old_values}
+            run.show(step, prompts, texts, scores, rollout, meter, found)
             run.checkpoint_if_due(step + 1)
 
         run.log(config.num_steps, run.evaluate(config.num_steps))

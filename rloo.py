@@ -23,13 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common import (
-    clear_cache,
-    disable_dropout,
-    kl_estimate,
-    policy_ratio,
-    reference,
-)
+from common import clear_cache, disable_dropout, kl_estimate, policy_ratio, reference
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
 from plumbing.data import load_task
 from plumbing.extras import sequence_weighted
@@ -60,8 +54,11 @@ class Config(RunConfig):
     learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
 
 
-# The flags that are arguments of the loss.
-LOSS_FLAGS = ["clip_range"]
+def rloo_rewards(scores: Tensor, kl: Tensor | None, config: Config) -> Tensor:
+    """The score less the KL penalty of the whole completion: scores (B,), kl (B, T) -> (B,)."""
+    clip = config.reward_clip_range
+    rewards = scores.clamp(*clip) if clip else scores
+    return rewards if kl is None else rewards - config.kl_coef * kl.sum(1).to(scores.device)
 
 
 def rloo_advantages(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
@@ -146,7 +143,6 @@ def main(args: list[str] | None = None) -> None:
     in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
-    loss_options = {name: getattr(config, name) for name in LOSS_FLAGS}
     # With a single update per rollout, the old log-probs are those that the update computes: so
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
@@ -155,11 +151,15 @@ def main(args: list[str] | None = None) -> None:
         config=config,
         folder=folder,
         policy=policy,
+        ref=ref,
         tokenizer=tokenizer,
         task=task,
         sampling=sampling,
         optimizer=optimizer,
         shuffler=shuffler,
+        credit=lambda rollout, scores, kl, _: rloo_advantages(
+            rloo_rewards(scores, kl, config), G, config.normalize_advantages
+        ),
     ) as run:
         for step in range(run.first_step, config.num_steps):
             metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
@@ -188,11 +188,9 @@ def main(args: list[str] | None = None) -> None:
                     ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
-            clip = config.reward_clip_range
-            rewards = scores.clamp(*clip) if clip else scores
             if config.kl_coef > 0:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
-                rewards = rewards - config.kl_coef * kl.sum(1).cpu()
+            rewards = rloo_rewards(scores, kl, config)  # (B,)
             advantages = rloo_advantages(rewards, G, config.normalize_advantages)  # (B,)
             watch.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
@@ -220,7 +218,7 @@ def main(args: list[str] | None = None) -> None:
                     A = sequence_weighted(advantages[rows], old, part, m, config.importance_cap)
 
                     loss, clipped = rloo_loss(
-                        logprobs, old, A, m, num_rows=len(mini_batch), **loss_options
+                        logprobs, old, A, m, num_rows=len(mini_batch), clip_range=config.clip_range
                     )
                     bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
                     (loss - bonus).backward()
@@ -240,7 +238,7 @@ def main(args: list[str] | None = None) -> None:
             clear_cache()  # and that of the update, once the metrics have waited for it
             metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
             run.log(step, metrics)
-            run.show(step, prompts, texts, scores)
+            run.show(step, prompts, texts, scores, rollout, meter, {"advantages": advantages})
             run.checkpoint_if_due(step + 1)
 
         run.log(config.num_steps, run.evaluate(config.num_steps))

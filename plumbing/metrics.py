@@ -34,6 +34,7 @@ class Meter:
         self.shares = {}  # name -> sum of the shares in the minibatch at hand
         self.first_mini_batch = True
         self.old_logprobs: Tensor | None = None  # (B, T), of the policy that sampled
+        self.last_pass: dict[str, Tensor] = {}  # ratio and clipped, (B, T) or (B,)
 
     def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
         """Add the elements of x where mask is True (all of them without a mask)."""
@@ -67,6 +68,10 @@ class Meter:
             # Of rows that are left out of the update, those with which they were drawn.
             self.old_logprobs = rollout.logprobs.to(old_logprobs.dtype, copy=True)
         self.old_logprobs[rows] = old_logprobs
+        for name, x in (("ratio", ratio.detach()), ("clipped", clipped.to(ratio.dtype))):
+            # NaN for rows that are left out.
+            whole = x.new_full((len(rollout.tokens), *x.shape[1:]), torch.nan)
+            self.last_pass.setdefault(name, whole)[rows] = x
         self.add("policy/approxkl_avg", 0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)
         self.add("policy/entropy_avg", entropy, mask)
         where = mask if ratio.dim() == 2 else None

@@ -1,9 +1,9 @@
 """What a run leaves behind: metrics, samples, warnings, checkpoints, the model.
 
 A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
-step; the key `step` is the number of steps before it), samples.jsonl, model/ in Hugging Face
-format, checkpoint/state.pt for --resume, and curve.png. A run that is overwritten is renamed to
-<folder>.old.
+step; the key `step` is the number of steps before it), samples.jsonl, tokens.jsonl, model/ in
+Hugging Face format, checkpoint/state.pt for --resume, and curve.png. A run that is overwritten is
+renamed to <folder>.old.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from common import ValueModel
+from common import Rollout, ValueModel
 from plumbing import checkpoints, trackers
 from plumbing.curves import draw
 from plumbing.data import Task
@@ -44,20 +44,14 @@ from plumbing.judging import (
     pair_warnings,
 )
 from plumbing.loading import keep_freed_memory
-from plumbing.metrics import progress, warnings_about
+from plumbing.metrics import Meter, progress, warnings_about
 from plumbing.pairs import Pairs
 from plumbing.prompts import text_of
+from plumbing.signals import Interrupted, Signals
+from plumbing.tokens import Credit, TokenRecorder
 
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
-FILES = ("metrics", "samples")  # .jsonl
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.code = 128 + number
+FILES = ("metrics", "samples", "tokens")  # .jsonl
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,6 +69,8 @@ class Run:
     sampling: dict[str, Any] = field(default_factory=dict)  # empty: a reward model samples nothing
     optimizer: torch.optim.Optimizer
     shuffler: torch.Generator | None = None
+    ref: Any = None  # of common.reference
+    credit: Credit | None = None  # how the script judges completions: see TokenRecorder
 
     def __post_init__(self) -> None:
         config, folder = self.config, self.folder
@@ -83,9 +79,12 @@ class Run:
         self.first_step = 0
         self.first_metrics, self.best = {}, -math.inf  # of the evaluations
         self.history, self.warned = [], set()  # metrics of this process; warnings given
-        self.signal = self.saved_step = None  # which signal asked to stop; the newest checkpoint
+        self.signals, self.saved_step = Signals(), None  # the step of the newest checkpoint
         # Before, not after: Ctrl-C in the middle of a step must find it noted.
         self.optimizer.register_step_pre_hook(self._note_move)
+        models = (self.policy, self.value_model, self.ref, self.tokenizer)
+        self.recorder = TokenRecorder(config, *models, self.task, self.sampling, self.credit)
+        self.names = FILES if self.recorder.is_on else FILES[:2]
         trackers.check_installed(config)
         state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
@@ -93,8 +92,8 @@ class Run:
                 _move_old_run(folder, config.overwrite)
             folder.mkdir(parents=True, exist_ok=True)
             # First metrics.jsonl, which marks the folder as a run's.
-            ends = state or dict.fromkeys(FILES, 0)
-            self.files = {name: _opened(folder / f"{name}.jsonl", ends[name]) for name in FILES}
+            ends = state or dict.fromkeys(self.names, 0)
+            self.files = {x: _opened(folder / f"{x}.jsonl", ends[x]) for x in self.names}
             settings = {"script": config.script} | asdict(config)
             write_text(folder / "config.json", json.dumps(settings, indent=2))
         except OSError as e:
@@ -103,17 +102,14 @@ class Run:
         print(_description(config, self.policy, self.task, folder))
 
     def __enter__(self) -> Run:
-        self.handlers = {}
-        with contextlib.suppress(ValueError):  # only the main thread may
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[number] = signal.signal(number, self._note_signal)
-        total, done = self.config.num_steps, self.first_step
-        self.bar = tqdm(total=total, initial=done, desc=self.config.script, dynamic_ncols=True)
-        self._note_state(done)
+        self.signals.watch()
+        options = {"initial": self.first_step, "desc": self.config.script, "dynamic_ncols": True}
+        self.bar = tqdm(total=self.config.num_steps, **options)
+        self._note_state(self.first_step)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        self._restore_handlers()
+        self.signals.restore()
         self.bar.close()
         failure = ""
         try:
@@ -160,11 +156,22 @@ class Run:
                     tqdm.write(f"warning, step {step}: {text}")
             self.bar.set_postfix_str(shown)
 
-    def show(self, step: int, rows: list[dict], texts: list[str], scores: Tensor) -> None:
-        """Every `sample_every` steps: record the completions of a step, and print a few."""
+    def show(
+        self,
+        step: int,
+        rows: list[dict],
+        texts: list[str],
+        scores: Tensor,
+        rollout: Rollout,
+        meter: Meter,
+        columns: dict[str, Tensor],
+    ) -> None:
+        """Every `sample_every` steps: record completions and their `columns`, print a few."""
         if step % self.config.sample_every == 0:
             title, file = "samples from training", self.files["samples"]
             _record(file, step, "train", title, rows, texts, scores.tolist())
+        found = self.recorder.after_update(step, rows, rollout, scores, meter, columns)
+        _append(self.files.get("tokens"), found)
 
     def evaluate(self, step: int) -> dict[str, float | None]:
         """Evaluate the policy on the held-out prompts, record the samples, print a few."""
@@ -175,6 +182,7 @@ class Run:
         self.first_metrics = self.first_metrics or metrics
         title = headline(step, metrics, self.first_metrics, self.config.eval_generations)
         _record(self.files["samples"], step, "heldout", title, rows, texts, scores)
+        _append(self.files.get("tokens"), self.recorder.at_evaluation(step))
         value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
         self._save_if_best(value)
         return metrics
@@ -198,16 +206,14 @@ class Run:
             tqdm.write(f"  the best so far: saved as {self.folder}/model")
 
     def checkpoint_if_due(self, steps_done: int) -> None:
-        """After each step: write a checkpoint if one is due, or if a signal asked to stop. Raises
-        Interrupted after a signal.
-        """
+        """After each step: write a checkpoint if it's due. After a signal: raises Interrupted."""
         self._note_state(steps_done)
         self.bar.update()
         last = steps_done == self.config.num_steps
-        if steps_done % self.config.save_every == 0 or last or self.signal is not None:
+        if steps_done % self.config.save_every == 0 or last or self.signals.number is not None:
             self._write_checkpoint()
-        if self.signal is not None:
-            raise Interrupted(self.signal, "interrupted")
+        if self.signals.number is not None:
+            raise Interrupted(self.signals.number, "interrupted")
 
     def _note_state(self, step: int) -> None:
         """Note what, with the weights, makes the state of the run after `step` steps."""
@@ -233,7 +239,7 @@ class Run:
         if state["step"] > self.config.num_steps:
             steps = f"{self.folder} has {state['step']} steps already"
             raise InputError(f"--num_steps {self.config.num_steps}: {steps}")
-        for name in FILES:
+        for name in self.names:
             path = self.folder / f"{name}.jsonl"
             if not path.exists() or path.stat().st_size < state[name]:
                 raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
@@ -249,18 +255,6 @@ class Run:
 
     def _note_move(self, *args: object) -> None:
         self.weights_moved = True
-
-    def _note_signal(self, number: int, frame: object) -> None:
-        """The first signal lets the step end; the second does what it did before the run."""
-        self.signal = number
-        self._restore_handlers()
-        # print may be what the signal interrupts, and can't be called again from within.
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
-
-    def _restore_handlers(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
 
 
 def _watched(
@@ -354,8 +348,10 @@ def _opened(path: Path, length: int) -> BinaryIO:
     return file
 
 
-def _append(file: BinaryIO, records: list[dict], sync: bool = False) -> None:
+def _append(file: BinaryIO | None, records: list[dict], sync: bool = False) -> None:
     """Append records, as JSON lines; with `sync` all lines outlive a power cut. Raises Fault."""
+    if not records and not sync:
+        return
     text = "".join(json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
     try:
         file.write(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair, as \\ud800

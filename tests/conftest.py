@@ -235,6 +235,7 @@ def make_job(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]]
         "reward": f"{tmp_path}/reward.py:spread", "num_steps": 1, "completions": 8,
         "max_new_tokens": 6, "temperature": 0.7, "micro_batch_size": 4, "rollout_batch_size": 4,
         "num_eval_prompts": 2, "device": "cpu", "bf16": False, "output_dir": tmp_path / "run",
+        "record_tokens": False,  # it calls what some tests count: test_tokens.py turns it on
     }  # fmt: skip
 
     def make(script: ModuleType) -> Callable[..., list[dict]]:

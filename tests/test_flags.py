@@ -57,6 +57,7 @@ CHANGES = {
     "importance_cap": (SHARED, 1.0, {"bf16": "true"}),
     "dynamic_sampling": ("grpo", 2, {"reward": "reward.py:rarely"}),
     "overlong_buffer": ("grpo", 3, {}),
+    "record_tokens": (SHARED, "true", {}),
     "kl_estimator": ("ppo", "k3", {"kl_coef": 0.7}),
     "missing_eos_penalty": ("ppo", 2.0, {}),
     "whiten_rewards": ("ppo", "true", {}),

@@ -27,6 +27,7 @@ FLAGS = {
     "warmup_steps": 0, "num_epochs": 2,
     "num_mini_batches": 2, "micro_batch_size": 4, "clip_range": 0.05, "max_grad_norm": 0.8,
     "eval_every": 9, "num_eval_prompts": 2, "device": "cpu",
+    "sample_every": 1,
 }  # fmt: skip
 REWARD = """
 def by_prompt(prompts, completions, **columns):
@@ -72,6 +73,8 @@ class Job:
             self.script.main(args)
         lines = (folder / "run/metrics.jsonl").read_text().splitlines()
         self.metrics = json.loads(lines[1])
+        lines = (folder / "run/tokens.jsonl").read_text().splitlines()
+        self.tokens = list(map(json.loads, lines))
         self.final = AutoModelForCausalLM.from_pretrained(folder / "run/model", dtype=torch.float64)
         self.by_hand()
 
@@ -152,7 +155,7 @@ class Job:
 
     def loss(self, model, rows: list[int]) -> tuple[torch.Tensor, dict[str, list[float]]]:
         """The loss of a minibatch by its definition, and the numbers that are logged."""
-        log = {name: [] for name in ("clipped", "ratio", "kl", "entropy")}
+        log = {name: [] for name in ("clipped", "ratio", "kl", "entropy", "row")}
         low, high = 1 - self.flags["clip_range"], 1 + self.flags["clip_range"]
         high = 1 + self.flags.get("clip_range_high", self.flags["clip_range"])
         kind = self.flags.get("loss_type", "grpo")
@@ -183,6 +186,7 @@ class Job:
                     x = self.ref[i][t] - logprobs[t]
                     value = value + 0.3 * (x.exp() - 1 - x)
                 row.append(value)
+                log["row"].append(i)
                 log["ratio"].append(ratio.item())
                 if kind == "cispo":  # the weight was bounded, for either sign
                     outside = ratio > high and a != 0
@@ -290,3 +294,53 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
     hint = "the old log-probs are not of the policy, temperature and forward of the first update?"
     assert job.metrics["val/ratio_max_dev_first"] < 1e-10, hint
     assert abs(job.metrics["objective/kl"]) > 1e-3
+
+
+def test_what_is_recorded_of_tokens_is_what_the_step_did_to_them_or_would_have_done(job, naive):
+    def assert_equal(line: dict, expected: dict) -> None:
+        for name, numbers in expected.items():
+            values = line[name] if isinstance(line[name], list) else [line[name]]
+            numbers = [float(x) for x in torch.as_tensor(numbers).reshape(-1)]
+            assert values == pytest.approx(numbers, rel=6e-5, abs=1e-6), name
+
+    lines = [x for x in job.tokens if x["split"] == "train" and x["step"] == 1]
+    places = [(x["prompt_index"], x["completion_index"]) for x in lines]
+    assert sorted(places) == [(i // 3, i % 3) for i in range(8)]
+    for line, (prompt, completion) in zip(lines, places, strict=True):
+        row = 3 * prompt + completion
+        assert line["score"] == pytest.approx(job.scores[row])
+        with torch.no_grad():
+            new, _ = job.forward(job.final.eval(), row)
+        expected = {"old_logprobs": job.old[row], "new_logprobs": new, "kl": job.kl[row]}
+        expected |= {"ref_logprobs": job.ref[row], "advantages": [job.advantages[row]]}
+        logs = [log for _, _, log in naive[2:] if row in log["row"]]  # of the last epoch
+        for log in logs:  # none of a completion that is masked
+            at = [k for k, i in enumerate(log["row"]) if i == row]
+            expected |= {name: [log[name][k] for k in at] for name in ("ratio", "clipped")}
+        assert_equal(line, expected)
+        per_token = {"ratio", "clipped"} if job.is_grpo else set()
+        assert all(isinstance(line[name], list) for name in per_token)
+        assert not isinstance(line["advantages"], list)
+    heldout = [x for x in job.tokens if x["split"] == "heldout" and x["step"] == 2]
+    rewards = []
+    with job.reference as reference, torch.no_grad():
+        for line in heldout:
+            tokenizer = letter_tokenizer()
+            ids = tokenizer.convert_tokens_to_ids(line["tokens"])
+            job.ids[0] = tokenizer(line["prompt"]).input_ids, ids
+            old, ref = job.forward(job.final, 0)[0], job.forward(reference, 0)[0]
+            assert_equal(line, {"old_logprobs": old, "ref_logprobs": ref, "kl": old - ref})
+            low, high = job.flags.get("reward_clip_range", [-99, 99])
+            reward = min(max(line["score"], low), high) - 0.3 * (old - ref).sum().item()
+            rewards.append(line["score"] if job.is_grpo else reward)
+    # The lines of a prompt stand apart: first the first completion of each.
+    by_prompt = [rewards[i::2] for i in range(2)]
+    assert [x["prompt_index"] for x in heldout] == [0, 1] * 3
+    for line, reward in zip(heldout, rewards, strict=True):
+        group = by_prompt[line["prompt_index"]]
+        advantage = (reward - statistics.mean(group)) * (1 if job.is_grpo else 3 / 2)
+        scale = job.flags.get("scale_rewards", "group") if job.is_grpo else "none"
+        if scale != "none":
+            advantage /= statistics.stdev(rewards if scale == "batch" else group) + 1e-4
+        if not job.flags.get("normalize_advantages"):
+            assert line["advantages"] == pytest.approx(advantage, rel=1e-3, abs=1e-4)

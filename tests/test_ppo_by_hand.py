@@ -27,6 +27,7 @@ FLAGS = {
     "warmup_steps": 0, "num_epochs": 3,
     "num_mini_batches": 2, "micro_batch_size": 4, "clip_range": 0.05, "clip_range_value": 0.03,
     "vf_coef": 0.5, "max_grad_norm": 0.8, "eval_every": 9, "num_eval_prompts": 2, "device": "cpu",
+    "sample_every": 1,
 }  # fmt: skip
 REWARD = """
 def by_prompt(prompts, completions, **columns):
@@ -40,6 +41,7 @@ class Records:
     def __init__(self) -> None:
         self.policy, self.value_model, self.reference = None, None, None
         self.rollouts, self.before, self.updates, self.rates, self.clears = [], [], [], [], 0
+        self.tokens: list[dict] = []  # of tokens.jsonl
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,7 @@ def recorded(tmp_path_factory) -> tuple[Records, list[dict], AutoModelForCausalL
     metrics = [json.loads(x) for x in (folder / "run/metrics.jsonl").read_text().splitlines()]
     final = AutoModelForCausalLM.from_pretrained(folder / "run/model", dtype=torch.float64)
     assert len(read_prompts(folder / "p.jsonl")) == 24
+    records.tokens = list(map(json.loads, (folder / "run/tokens.jsonl").read_text().splitlines()))
     return records, metrics, final, tasks[0].train
 
 
@@ -128,6 +131,18 @@ def naive_forward(models, prompt: list[int], completion: list[int]) -> tuple[tor
     return logprobs, -(log_p.exp() * log_p).sum(-1), values
 
 
+def naive_credit(score: float, old, ref, values: list[float]) -> tuple[list[float], ...]:
+    """KL (k3), rewards, advantages before whitening and returns of a row, each (n,)."""
+    d = [(o - r).item() for o, r in zip(old, ref, strict=True)]
+    kl = [math.exp(-x) - 1 + x for x in d]
+    rewards = [-0.3 * x for x in kl]
+    rewards[-1] += score
+    n, v = len(values), [*values, 0.0]
+    delta = [rewards[t] + 0.9 * v[t + 1] - v[t] for t in range(n)]
+    advantages = [sum((0.9 * 0.5) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+    return kl, rewards, advantages, [a + b for a, b in zip(advantages, values, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def by_hand(recorded) -> dict:
     """Step 1 (the second) up to the advantages, written out from the equations, in Python."""
@@ -139,7 +154,7 @@ def by_hand(recorded) -> dict:
     rollout = records.rollouts[1]
     prompts = [row["prompt"] for row in prompt_batch(train, 1, 6, seed=0) for _ in range(2)]
     step = {"rows": rows_of(rollout), "old": [], "old_values": [], "scores": [], "kl": []}
-    step |= {"advantages": [], "returns": []}
+    step |= {"advantages": [], "returns": [], "rewards": [], "ref": []}
     for prompt, (prompt_ids, ids) in zip(prompts, step["rows"], strict=True):
         assert tokenizer(prompt).input_ids == prompt_ids, "a completion went to another prompt"
         with torch.no_grad():
@@ -147,22 +162,15 @@ def by_hand(recorded) -> dict:
             ref, _, _ = naive_forward((reference, models[1]), prompt_ids, ids)
         text = tokenizer.decode([i for i in ids if i != 19])
         score = len(prompt) + 0.125 * len(text) + text.count("a") - 0.75 * (19 not in ids)
-        d = [(o - r).item() for o, r in zip(old, ref, strict=True)]
-        kl = [math.exp(-x) - 1 + x for x in d]
-        rewards = [-0.3 * x for x in kl]
-        rewards[-1] += score
-        v = [*values.tolist(), 0.0]
-        delta = [rewards[t] + 0.9 * v[t + 1] - v[t] for t in range(len(ids))]
-        advantages = [
-            sum((0.9 * 0.5) ** (k - t) * delta[k] for k in range(t, len(ids)))
-            for t in range(len(ids))
-        ]
+        kl, rewards, advantages, returns = naive_credit(score, old, ref, values.tolist())
+        step["ref"].append(ref)
+        step["rewards"].append(rewards)
         step["old"].append(old)
         step["old_values"].append(values)
         step["scores"].append(score)
         step["kl"].append(kl)
         step["advantages"].append(advantages)
-        step["returns"].append([a + b for a, b in zip(advantages, v, strict=False)])
+        step["returns"].append(returns)
     flat = torch.tensor([a for row in step["advantages"] for a in row], dtype=torch.float64)
     mean, std = flat.mean(), (flat.var() + 1e-8).sqrt()
     step["advantages"] = [[((a - mean) / std).item() for a in row] for row in step["advantages"]]
@@ -171,10 +179,12 @@ def by_hand(recorded) -> dict:
 
 def naive_loss(models, step: dict, chosen: list[int]) -> tuple[torch.Tensor, dict[str, list]]:
     """The loss of a minibatch by its definition, and every per-token number that is logged."""
-    log = {name: [] for name in ("pg", "vf", "clipped", "value_clipped", "ratio", "kl", "entropy")}
+    names = "pg vf clipped value_clipped ratio kl entropy row".split()
+    log = {name: [] for name in names}
     for i in chosen:
         logprobs, entropy, values = naive_forward(models, *step["rows"][i])
         log["entropy"] += entropy.tolist()
+        log["row"] += [i] * len(values)
         for t in range(len(values)):
             advantage, ret, old_v = step["advantages"][i][t], step["returns"][i][t], 0.0
             old_v = step["old_values"][i][t].item()
@@ -304,3 +314,75 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(
 
 def test_the_cache_is_cleared_after_the_rollout_and_after_the_update(recorded):
     assert recorded[0].clears == 4
+
+
+def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(
+    recorded, by_hand, naive_updates
+):
+    records, _, final, _ = recorded
+    lines = [x for x in records.tokens if x["split"] == "train" and x["step"] == 1]
+    places = [(x["prompt_index"], x["completion_index"]) for x in lines]
+    assert sorted(places) == [(i // 2, i % 2) for i in range(8)]  # of 12 rows, 2 of each prompt
+    for line, (prompt, completion) in zip(lines, places, strict=True):
+        row = 2 * prompt + completion
+        with torch.no_grad():
+            hidden = (final.eval(), records.value_model)
+            new, _, _ = naive_forward(hidden, *by_hand["rows"][row])
+        last_pass = [log for _, log in naive_updates[4:] if row in log["row"]]
+        at = [k for k, i in enumerate(last_pass[0]["row"]) if i == row]
+        expected = {
+            "sampler_logprobs": records.rollouts[1].logprobs[row][: line["num_tokens"]],
+            "old_logprobs": by_hand["old"][row],
+            "new_logprobs": new,
+            "ref_logprobs": by_hand["ref"][row],
+            "kl": by_hand["kl"][row],
+            "rewards": by_hand["rewards"][row],
+            "values": by_hand["old_values"][row],
+            "returns": by_hand["returns"][row],
+            "advantages": by_hand["advantages"][row],
+            "ratio": [last_pass[0]["ratio"][k] for k in at],
+            "clipped": [last_pass[0]["clipped"][k] for k in at],
+        }
+        assert expected.keys() == {k for k, x in line.items() if isinstance(x, list)} - {"tokens"}
+        for name, numbers in expected.items():
+            assert line[name] == pytest.approx([float(x) for x in numbers], rel=6e-5, abs=1e-6), (
+                name
+            )
+        assert line["score"] == pytest.approx(by_hand["scores"][row])
+        assert line["num_tokens"] == len(line["tokens"]) == len(by_hand["rows"][row][1])
+        assert line["finished"] == (19 in by_hand["rows"][row][1])
+    assert any(x["clipped"] != [0] * len(x["clipped"]) for x in lines)
+    assert any(x["new_logprobs"] != x["old_logprobs"] for x in lines)
+
+
+def test_held_out_completions_get_the_credit_that_the_step_would_give_them_and_none_is_trained_on(
+    recorded,
+):
+    records, tokenizer = recorded[0], letter_tokenizer()
+    with records.reference as reference:
+        pass
+    lines = [x for x in records.tokens if x["split"] == "heldout" and x["step"] == 2]
+    assert len(lines) == 4  # the prompts that are held out are two of 24
+    for line in lines:
+        ids = tokenizer.convert_tokens_to_ids(line["tokens"])
+        row, models = (
+            (tokenizer(line["prompt"]).input_ids, ids),
+            (records.policy, records.value_model),
+        )
+        with torch.no_grad():
+            old, _, values = naive_forward(models, *row)
+            ref, _, _ = naive_forward((reference, records.value_model), *row)
+        text = tokenizer.decode([i for i in ids if i != 19])
+        score = len(line["prompt"]) + 0.125 * len(text) + text.count("a")
+        assert line["score"] == pytest.approx(score)
+        kl, rewards, advantages, returns = naive_credit(
+            score - 0.75 * (19 not in ids), old, ref, values.tolist()
+        )
+        expected = {"old_logprobs": old.tolist(), "ref_logprobs": ref.tolist(), "kl": kl}
+        expected |= {"rewards": rewards, "advantages": advantages, "returns": returns}
+        for name, numbers in expected.items():
+            assert line[name] == pytest.approx(numbers, rel=6e-5, abs=1e-6), name
+        assert not {"ratio", "clipped", "new_logprobs"} & line.keys()
+    first = [x for x in records.tokens if x["split"] == "heldout" and x["step"] == 0]
+    assert [x["prompt"] for x in first] == [x["prompt"] for x in lines]
+    assert all(x["new_logprobs"] != x["old_logprobs"] for x in first)

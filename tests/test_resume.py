@@ -48,8 +48,8 @@ def records(folder: str) -> list[dict]:
 
 def assert_same_run(folder: str, expected: str) -> None:
     assert records(folder) == records(expected)
-    same = "samples.jsonl"
-    assert Path(folder, same).read_bytes() == Path(expected, same).read_bytes()
+    for same in ("samples.jsonl", "tokens.jsonl"):
+        assert Path(folder, same).read_bytes() == Path(expected, same).read_bytes()
     weights = [
         load_file(next(Path(name, "model").glob("*.safetensors"))) for name in (folder, expected)
     ]
@@ -125,7 +125,7 @@ def test_every_field_of_a_checkpoint_is_needed_and_put_back(here, monkeypatch):
         with monkeypatch.context() as m:
             m.setattr(tqdm, "write", lambda text, **_: printed.append(text))
             code, lines = run(grpo, [*flags, "--resume"])
-        files = [Path("run/samples.jsonl"), *Path("run/model").glob("*.safetensors")]
+        files = [*Path("run").glob("[st]*s.jsonl"), *Path("run/model").glob("*.safetensors")]
         return code, lines, printed, records("run"), [file.read_bytes() for file in files]
 
     right = resumed(states[1])

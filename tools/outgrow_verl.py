@@ -106,7 +106,7 @@ NOT_THERE = {
 }
 # Neither needed nor refused; docs/outgrow.md says why.
 LEFT_OUT = """value_init verifier merge_adapter compile device overwrite resume save_best
-sample_every""".split()
+sample_every record_tokens""".split()
 LOSS_AGG_MODES = {
     "ppo": "token-mean", "rloo": "seq-mean-token-sum", "grpo": "seq-mean-token-mean",
     "dapo": "token-mean", "cispo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
