@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from plumbing.curves import OF_REWARD_MODELS, PANELS
 from plumbing.errors import InputError, first_line
 from plumbing.judging import pair_warnings
 from plumbing.metrics import warnings_about
-from plumbing.runs import write_text
+from plumbing.runs import run_main, write_text
 
 HERE = Path(__file__).resolve().parent
 METRICS_MD = HERE.parent / "docs" / "metrics.md"
@@ -78,9 +77,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{folder}: is no run of this version ({first_line(e)})") from e
 
-    def curve(name: str) -> list[list] | None:
+    def curve(name: str) -> list[tuple[int, float | None]] | None:
         points = [(line["step"], line[name]) for line in metrics if name in line]
-        return list(zip(*points)) if any(y is not None for _, y in points) else None
+        return points if any(y is not None for _, y in points) else None
 
     curves = []
     for title, names in (OF_REWARD_MODELS if judge else PANELS).items():
@@ -138,22 +137,18 @@ def page(data: str, metrics_link: str) -> str:
 class Handler(BaseHTTPRequestHandler):
     """Serves the page, and what it shows once that has changed."""
 
-    def __init__(self, folders: list[Path], *args: Any) -> None:
-        self.folders = folders
-        super().__init__(*args)
-
     def do_GET(self) -> None:
-        url, kind, code = urlsplit(self.path), "plain", 200
+        url, kind, code, folders = urlsplit(self.path), "plain", 200, self.server.folders
         try:
             # By another name for 127.0.0.1 any page of the web could read the runs.
             if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
                 code, text = 403, "ask for 127.0.0.1 or localhost"
             elif url.path == "/":
-                kind, text = "html", page(data_of(self.folders, True), "metrics.md")
+                kind, text = "html", page(data_of(folders, True), "metrics.md")
             elif url.path == "/data.json":
-                known = url.query == version_of(self.folders)
-                code, text = (204, "") if known else (200, data_of(self.folders, True))
-            elif url.path == "/metrics.md" and METRICS_MD.is_file():
+                known = url.query == version_of(folders)
+                code, text = (204, "") if known else (200, data_of(folders, True))
+            elif url.path == "/metrics.md":
                 text = METRICS_MD.read_text(encoding="utf-8")
             else:
                 code, text = 404, "not found"
@@ -165,22 +160,20 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *args: Any) -> None:
-        pass
+        """Print no line for each request."""
 
 
 def serve(folders: list[Path], port: int) -> None:
     """Serve the page to this machine alone, until Ctrl-C. Raises InputError."""
     data_of(folders, True)  # its errors belong here, not in the browser
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, folders))
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as e:
         raise InputError(f"--port {port}: can't be used ({first_line(e)})") from e
+    server.folders = folders
     server.handle_error = lambda *args: None  # the page was closed meanwhile
     print(f"http://127.0.0.1:{server.server_port} follows the runs; Ctrl-C ends it", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print()
+    server.serve_forever()
 
 
 def main(args: list[str] | None = None) -> None:
@@ -195,17 +188,13 @@ def main(args: list[str] | None = None) -> None:
     if options.serve:
         return serve(options.runs, options.port)
     out, data = options.out or options.runs[0] / "look.html", data_of(options.runs, False)
-    link = os.path.relpath(METRICS_MD, out.resolve().parent) if METRICS_MD.is_file() else ""
+    link = Path(os.path.relpath(METRICS_MD, out.resolve().parent)).as_posix()
     try:
-        write_text(out, page(data, quote(Path(link).as_posix()) if link else ""))
+        write_text(out, page(data, quote(link)))
     except OSError as e:
         raise InputError(f"--out {out}: can't be written ({e.strerror})") from e
     print(out)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_main(main)
