@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 PROMPTS = ["12+34=", "  7 +5=", "98+7=", "<b>1</b> & 2"]
+OF_TRAINING = ("ratio", "clipped")
 TOKENS = [*"0123456789", " ", "\n", "<script>", "é", "</script>", " the"]
 
 
@@ -17,7 +18,6 @@ def completion(rng: random.Random, script: str, step: int, length: int, last: bo
     """A line of tokens.jsonl without what says where it belongs."""
     tokens = [*rng.choices(TOKENS, k=length - 1), "<|endoftext|>"]
     old = [-abs(x) for x in numbers(rng, length)]
-    updated = not last
     line = {
         "score": rng.choice([0.0, 1.0, None]),
         "finished": rng.random() < 0.9,
@@ -25,20 +25,29 @@ def completion(rng: random.Random, script: str, step: int, length: int, last: bo
         "tokens": tokens,
         "sampler_logprobs": old,
         "old_logprobs": old,
-        "new_logprobs": [float(f"{x + rng.gauss(0, 0.1):.5g}") for x in old] if updated else None,
         "ref_logprobs": [-abs(x) for x in numbers(rng, length)],
         "kl": numbers(rng, length, 0.1 + step / 300),
     }
+    if not last:
+        line["new_logprobs"] = [float(f"{x + rng.gauss(0, 0.1):.5g}") for x in old]
     if script == "ppo":
         line |= {key: numbers(rng, length) for key in ("rewards", "values", "returns")}
         line |= {"advantages": numbers(rng, length)}
         line |= {"ratio": [float(f"{math.exp(x):.5g}") for x in numbers(rng, length, 0.1)]}
-        line |= {"clipped": [abs(x - 1) > 0.2 for x in line["ratio"]]}
+        line |= {"clipped": [float(abs(x - 1) > 0.2) for x in line["ratio"]]}
     else:
-        line |= {"advantages": numbers(rng, 1)[0], "ratio": None, "clipped": None}
+        line |= {"advantages": numbers(rng, 1)[0]}
+    if script == "grpo":  # as one that isn't in the update
+        line |= {"ratio": [None] * length, "clipped": [None] * length}
     if script == "rloo":
-        line |= {"rewards": numbers(rng, 1)[0]}
+        line |= {"ratio": abs(numbers(rng, 1)[0]), "clipped": 0.0}
     return line
+
+
+def completion_lines(folder: Path) -> list[dict]:
+    """The records of tokens.jsonl."""
+    text = (folder / "tokens.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def write_run(
@@ -79,9 +88,11 @@ def write_run(
             for step in range(0, steps + 1, every):
                 for split, count in (("train", generations), ("heldout", 1)):
                     for prompt in range(len(PROMPTS) if split == "heldout" else 2):
-                        for k in range(count if step < steps or split == "heldout" else 0):
+                        for n in range(count if step < steps or split == "heldout" else 0):
                             where = {"step": step, "split": split, "prompt_index": prompt}
-                            where |= {"completion_index": k, "prompt": PROMPTS[prompt]}
+                            where |= {"completion_index": n, "prompt": PROMPTS[prompt]}
                             body = completion(rng, script, step, length, step == steps)
+                            if split == "heldout":
+                                body = {k: v for k, v in body.items() if k not in OF_TRAINING}
                             file.write(json.dumps(where | body) + "\n")
     return folder
