@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -227,7 +226,7 @@ def test_what_is_no_run_is_said_in_one_line(spoil, tmp_path):
 
 def test_where_it_cannot_write_it_says_so(tmp_path):
     folder = write_run(tmp_path)
-    with pytest.raises(InputError, match="--out .*no.html: can't be written"):
+    with pytest.raises(InputError, match=r"--out .*no\.html: can't be written"):
         look.main([str(folder), "--out", str(tmp_path / "no" / "no.html")])
     with pytest.raises(InputError, match="--port 99999: can't be used"):
         look.main([str(folder), "--serve", "--port", "99999"])
@@ -327,6 +326,7 @@ def chromium(tmp_path_factory):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     service = webdriver.ChromeService(DRIVER)
     driver = webdriver.Chrome(options=options, service=service)
+    driver.get("data:,")  # the page that it opens with asks for pages of its own
     yield driver
     driver.quit()
 
@@ -425,6 +425,7 @@ def both(tmp_path_factory) -> Path:
     return folders[0] / "look.html"
 
 
+PLUS, MINUS = '"+"', '"\N{MINUS SIGN}"'
 LEFT, RIGHT, HOME, END, ESCAPE = "\ue012", "\ue014", "\ue011", "\ue010", "\ue00c"
 
 
@@ -448,9 +449,8 @@ def test_keys_buttons_and_clicks_go_from_step_to_step(page, ppo):
     assert page.step == 5
     plot = page.one("#curves .u-over")
     width = plot.size["width"]
-    ActionChains(page.driver).move_to_element_with_offset(
-        plot, int(width * 0.15), 0
-    ).click().perform()
+    to_13 = ActionChains(page.driver).move_to_element_with_offset(plot, int(width * 0.15), 0)
+    to_13.click().perform()
     assert page.step == 13, "a click chooses the step under it, recorded or not"
     assert "step 10" in page.one("#completions").text, "and the newest recorded one is named"
     assert [x.text for x in page.all(".now")] == ["10"]
@@ -463,15 +463,16 @@ def test_keys_buttons_and_clicks_go_from_step_to_step(page, ppo):
     assert page.step == 10
 
 
+NUMBERS = {"kl", "rewards", "values", "returns", "advantages", "ratio", "clipped"}
+
+
 def expected(line: dict) -> list[dict]:
     """What the inspector should show of each token of a completion."""
     tokens = []
     for i in range(len(line["tokens"])):
         row = {}
         for key, x in line.items():
-            if key.endswith("logprobs") or key in {"kl", "ratio", "clipped", "rewards", "values"}:
-                row[key] = x[i] if isinstance(x, list) else x
-            elif key in ("returns", "advantages"):
+            if key.endswith("logprobs") or key in NUMBERS:
                 row[key] = x[i] if isinstance(x, list) else x
         tokens.append(row)
     return tokens
@@ -526,9 +527,9 @@ def test_a_quantity_that_is_chosen_colours_the_tokens_and_its_sign_is_shown_othe
         [getComputedStyle(t, "::after").content, getComputedStyle(t).backgroundColor])""")
     lines = [x for x in completion_lines(ppo) if (x["step"], x["split"]) == (5, "heldout")]
     numbers = [x for line in lines for x in line["advantages"]]
-    assert [sign for sign, _ in signs] == ['"+"' if x > 0 else '"−"' for x in numbers]
-    hues = {sign: {colour for s, colour in signs if s == sign} for sign in ('"+"', '"−"')}
-    assert not hues['"+"'] & hues['"−"']
+    assert [sign for sign, _ in signs] == [PLUS if x > 0 else MINUS for x in numbers]
+    hues = {sign: {colour for s, colour in signs if s == sign} for sign in (PLUS, MINUS)}
+    assert not hues[PLUS] & hues[MINUS]
     # The larger of two numbers has the stronger colour.
     strength = page.run("""return [...document.querySelectorAll("#completions .t")].map((t) =>
         +t.style.getPropertyValue("--a"))""")
@@ -552,32 +553,26 @@ def test_where_there_is_no_number_a_token_is_hatched(page, ppo):
 @pytest.mark.slow
 def test_what_models_wrote_stays_text(page, tmp_path):
     folder = write_run(tmp_path)
-    texts = ["</script><script>window.hacked = 1</script>", "<img src=x onerror=hacked=1>", " a\n"]
-    texts += ["\t", "", "\u202e", "&amp;"]
-    rewrite(
-        folder / "tokens.jsonl", lambda line: line.update(tokens=texts, prompt=f"{texts[1]}\n b")
-    )
+    shown_as = {
+        "</script><script>hacked = 1</script>": "</script><script>hacked␣=␣1</script>",
+        "<img src=x onerror=hacked=1>": "<img␣src=x␣onerror=hacked=1>",
+        " a\n": "␣a↵",
+        "\t": "⇥",
+        "": "∅",
+        "\u202e": "\\u202e",
+        "&amp;": "&amp;",
+    }
+    texts = list(shown_as)
+    prompt = f"{texts[1]}\n b"
+    rewrite(folder / "tokens.jsonl", lambda line: line.update(tokens=texts, prompt=prompt))
     make_page(folder)
     page.open(folder / "look.html")
-    chips = page.texts("#completions .t")[: len(texts)]
-    assert chips == [
-        texts[0].replace(" ", "␣"),
-        "<img␣src=x␣onerror=hacked=1>",
-        "␣a↵",
-        "⇥",
-        "∅",
-    ] + [
-        "\\u202e",
-        "&amp;",
-    ]
-    assert page.texts("#completions .prompt")[0] == f"{texts[1]}\n b"
+    assert page.texts("#completions .t")[: len(texts)] == list(shown_as.values())
+    assert page.texts("#completions .prompt")[0] == prompt
     page.all("#completions .t")[0].click()
     assert page.texts("#inspector code") == [json.dumps(texts[0])]
-    assert page.run("return [window.hacked, document.images.length, document.scripts.length]") == [
-        None,
-        0,
-        3,
-    ]
+    found = page.run("return [window.hacked, document.images.length, document.scripts.length]")
+    assert found == [None, 0, 3]
 
 
 @pytest.mark.slow
@@ -639,7 +634,8 @@ def write_judged_page(folder: Path) -> Path:
 def test_text_can_be_read_on_every_colour_and_the_button_changes_the_theme(scheme, page, both):
     page.open(both, scheme=scheme)
     ratios = """
-        const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+        const canvas = document.createElement("canvas").getContext("2d",
+            {willReadFrequently: true});
         const light = (colour) => {
             canvas.fillStyle = colour;
             canvas.fillRect(0, 0, 1, 1);
@@ -660,7 +656,9 @@ def test_text_can_be_read_on_every_colour_and_the_button_changes_the_theme(schem
         for name in ("advantage", "log-prob"):
             page.choose(name)
             contrast = page.run(ratios, ".t")
-            assert max(float(x.get_attribute("style")[5:9]) for x in page.all(".t")) > 0.9
+            strong = page.run("""return [...document.querySelectorAll(".t")].filter((t) =>
+                +t.style.getPropertyValue("--a") === 1).length""")
+            assert strong > 0, "no token has the colour of the end of the scale"
             assert min(contrast) >= 4.5, (theme, name)
         others = "h1, h2, small, button, select, .run, figcaption, figcaption span, footer, a"
         assert min(page.run(ratios, others)) >= 4.5 - 0.1, theme
@@ -671,8 +669,6 @@ def test_text_can_be_read_on_every_colour_and_the_button_changes_the_theme(schem
 @pytest.mark.slow
 def test_on_a_phone_nothing_is_wider_than_the_page_and_a_finger_gets_the_numbers(page, both):
     page.open(both, PHONE)
-    for name in [b.text for b in page.all("#quantities button")][:1]:
-        assert name == "advantage"
     page.run("document.querySelector('#completions').scrollIntoView()")
     width, inner = page.run("return [document.documentElement.scrollWidth, innerWidth]")
     assert width <= inner == 390
@@ -680,11 +676,9 @@ def test_on_a_phone_nothing_is_wider_than_the_page_and_a_finger_gets_the_numbers
     assert cells[0].rect["x"] == cells[1].rect["x"], "one below the other"
     assert cells[0].text.startswith("ppo-made-up-s0 step 0")
     page.command("Emulation.setTouchEmulationEnabled", {"enabled": True})
-    x, y = (
-        page.run("""const box = document.querySelector("#completions .t").getBoundingClientRect();
-        scrollBy(0, box.top - 300);
-        return [box.left + 8, document.querySelector("#completions .t").getBoundingClientRect().top + 8]""")
-    )
+    x, y = page.run("""const chip = document.querySelector("#completions .t");
+        scrollBy(0, chip.getBoundingClientRect().top - 300);
+        return [chip.getBoundingClientRect().left + 8, chip.getBoundingClientRect().top + 8]""")
     for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
         page.command("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
     deadline = time.monotonic() + 5
@@ -711,7 +705,7 @@ def test_500_steps_and_5_megabytes_open_and_turn_without_lag(page, tmp_path):
     times = sorted(
         page.run("""return [...Array(50)].map(() => {
             const before = performance.now();
-            document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));
+            document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
             document.body.getBoundingClientRect();
             return performance.now() - before;
         })""")
@@ -752,6 +746,8 @@ def test_served_it_follows_a_run_and_keeps_the_readers_place(page, served, tmp_p
     page.keys(LEFT, LEFT)
     page.choose("KL")
     page.all("#completions .t")[1].click()
+    page.one("h1").click()  # the pointer is over no token, what was clicked on is kept
+    page.all("#completions .t")[1].send_keys("\ue007")  # Enter
     page.run("scrollTo(0, 150)")
     mark = page.run("return (window.same = document.querySelector('#completions .t')) !== null")
     time.sleep(3)

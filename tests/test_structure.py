@@ -9,7 +9,8 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = ["ppo", "grpo", "rloo"]
 LOOPS = [*SCRIPTS, "reward_model"]
-TOOLS = ["tools.evaluate", "tools.fit", "tools.inspect_reward", "tools.outgrow", "tools.plot"]
+TOOLS = ["evaluate", "fit", "inspect_reward", "look", "outgrow", "plot"]
+TOOLS = [f"tools.{name}" for name in TOOLS]
 # From the ground up: a file imports files of lower floors alone, none of its own floor.
 FLOORS = [
     ["common"],
@@ -170,6 +171,16 @@ def test_files_of_ours_are_imported_at_the_top_of_a_file_alone():
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_a_file_that_is_read_stays_short(name):
     assert source(name).count("\n") <= MOST_LINES[name]
+
+
+def test_the_page_of_tokens_stays_short_with_its_style_and_its_script():
+    files = [REPOSITORY / "tools" / name for name in ("look.py", "look.html")]
+    lines = [line for f in files for line in f.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) <= 600 and max(map(len, lines)) <= 100
+    ours = {
+        f.name for f in (REPOSITORY / "tools").rglob("*") if f.suffix in (".html", ".js", ".css")
+    }
+    assert ours == {"look.html", "uPlot.min.js", "uPlot.min.css"}, "a library's, or counted above"
 
 
 def test_the_top_level_holds_what_is_read_and_nothing_else():
