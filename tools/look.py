@@ -7,8 +7,6 @@
 The page is one file that needs no network: look.html in the folder of the first run, or --out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
