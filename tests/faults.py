@@ -323,7 +323,7 @@ CASES = [
     Case("CUDA out of memory in the update of step 3", RUN, "is saved up to step 3", 1, during=out_of_memory("policy_loss", 7, "CUDA out of memory."), saved=3),
     Case("no memory left on the CPU", RUN, "step 1: [enforce fail] can't allocate memory", 1, during=out_of_memory("gae", 2, "[enforce fail] can't allocate memory"), saved=1),
     Case("a disk full when a checkpoint is due", RUN, "run/checkpoint/state.pt can't be written", 1, during=lambda: files_of_at_most(30_000)),
-    Case("a disk full at a line of metrics", f"{RUN} --save_every 100", "metrics.jsonl can't be written", 1, during=lambda: files_of_at_most(3_000)),
+    Case("a disk full at a line of metrics", f"{RUN} --save_every 100 --record_tokens false", "metrics.jsonl can't be written", 1, during=lambda: files_of_at_most(3_000)),
     # The other commands
     Case("a plot of no run", "nowhere", "nowhere/metrics.jsonl: can't be read", script=plot),
     Case("a plot of an empty run", "here", "holds no metrics yet", script=plot, files={"here/metrics.jsonl": ""}),

@@ -163,7 +163,7 @@ MUTATIONS = [
     ("ppo.py", "return 0.5 * torch.max(free, bounded)", "return 0.5 * torch.min(free, bounded)", "minimum in the value loss"),
     ("ppo.py", "return 0.5 * torch.max(free, bounded), bounded > free", "return 0.5 * torch.max(free, bounded), free > bounded", "PPO counts the values that the clip leaves alone"),
     ("ppo.py", "        disable_dropout(policy, value_model)", "        disable_dropout(policy)", "dropout left on in the value model"),
-    ("ppo.py", "~on_cpu(rollout).finished", "on_cpu(rollout).finished", "the penalty on those that did end"),
+    ("ppo.py", "scores = scores - config.missing_eos_penalty * ~on_cpu", "scores = scores - config.missing_eos_penalty * on_cpu", "the penalty on those that did end"),
     ("ppo.py", "            advantages = masked_whiten(advantages, mask)\n", "", "advantages not whitened"),
     ("ppo.py", "loss = (loss * m).sum() / num_tokens", "loss = (loss * m).sum() / m.sum()", "PPO normalises by the micro-batch"),
     ("ppo.py", "loss = (loss * m).sum() / num_tokens", "loss = (loss * m).sum() / len(rows)", "PPO sums over tokens and averages over rows"),

@@ -76,7 +76,7 @@ def test_a_run_that_is_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
 
     def stop(self, step, line):
         log(self, step, line)
-        self.signal = 2 if step == 1 else None
+        self.signals.number = 2 if step == 1 else None
 
     with pretended_cuda():
         with monkeypatch.context() as m, pytest.raises(Interrupted):
@@ -185,17 +185,22 @@ def test_other_architectures_agree_with_the_cpu_to_rounding(family, script, tmp_
 def waits_per_step(
     script: str, folder: Path, *flags: str, evaluations: list[Counter] | None = None
 ) -> list[Counter]:
-    """Of each step, without what comes before the first; those of evaluations go to their list."""
+    """Of each step, without what comes before the first; those of evaluations and of the records
+    after them go to a list of their own.
+    """
     found, before = [], {"waits": Counter()}
-    evaluate, log = Run.evaluate, Run.log
+    log = Run.log
     with pretended_cuda() as gpu, pytest.MonkeyPatch.context() as m:
 
-        def evaluated(self, step):
-            start, result = gpu.waits.copy(), evaluate(self, step)
-            before["waits"] = gpu.waits.copy()
-            if evaluations is not None:
-                evaluations.append(gpu.waits - start)
-            return result
+        def apart(method):
+            def wrapped(*args):
+                start, result = gpu.waits.copy(), method(*args)
+                before["waits"] = gpu.waits.copy()
+                if evaluations is not None:
+                    evaluations.append(gpu.waits - start)
+                return result
+
+            return wrapped
 
         def logged(self, step, line):
             log(self, step, line)
@@ -203,7 +208,8 @@ def waits_per_step(
                 found.append(gpu.waits - before["waits"])
             before["waits"] = gpu.waits.copy()
 
-        m.setattr(Run, "evaluate", evaluated)
+        m.setattr(Run, "evaluate", apart(Run.evaluate))
+        m.setattr(Run, "show", apart(Run.show))
         m.setattr(Run, "log", logged)
         train(script, folder, *flags, "--device", "cuda", "--sample_every", "100")
     return found
@@ -225,8 +231,9 @@ def test_a_step_waits_for_the_device_a_few_times_whatever_the_micro_batches(scri
     for step in (*whole, *cut):
         assert 2 < step.total() <= bound, step
     assert [x.total() for x in whole] == [x.total() for x in cut]
-    share = max(x.total() for x in evaluations) / 3  # every third step, as the shortest runs do
-    assert 0 < bound + share <= 20
+    largest = sorted(x.total() for x in evaluations)[-2:]  # an evaluation, and a record after it
+    share = sum(largest) / 3  # every third step, as the shortest runs do
+    assert 0 < bound + share <= 20, largest
 
 
 def test_of_a_long_completion_every_eighth_token_is_waited_for(tmp_path):

@@ -485,7 +485,7 @@ def test_in_rloo_the_score_is_clipped_then_the_kl_of_all_its_tokens_subtracted(
     args = ["--overwrite", f"--model={job.model}", f"--output_dir={job.folder}", "--num_steps=2"]
     args += ["--prompts_per_step=4", "--max_new_tokens=6", "--num_eval_prompts=2", "--kl_coef=0.5"]
     args += [f"--reward={job.folder.parent}/reward.py:spread", "--learning_rate=0.01"]
-    args += ["--temperature=0.7", "--device=cpu", "--bf16=false"]
+    args += ["--temperature=0.7", "--device=cpu", "--bf16=false", "--record_tokens=false"]
     rloo.main(args + (["--reward_clip_range", *map(str, bounds)] if bounds else []))
 
     rollout, policy = rollouts[1], policies[2]
