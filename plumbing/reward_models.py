@@ -110,6 +110,10 @@ def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
         raise InputError(f"--model {name}: its checkpoint has no {lost[0]}")
     check_scores(model.eval(), "--model", name)  # while a new head is still random
     if missing:
+        if any("SequenceClassification" in x for x in model.config.architectures or []):
+            print(
+                f"{name}: a classifier of several labels; its head is replaced by one of one label."
+            )
         heads = [m for n, m in model.named_modules() if not f"{n}.".startswith(prefix)]
         for head in heads:
             if isinstance(head, nn.Linear) and head.out_features == 1:

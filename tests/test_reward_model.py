@@ -268,12 +268,15 @@ def test_a_bert_learns_too(job, tmp_path):
     assert metrics[-1]["eval/loss"] < 0.5
 
 
-def test_a_classifier_with_two_labels_gets_a_new_head(job, tmp_path):
+def test_a_classifier_with_two_labels_gets_a_new_head_and_a_run_says_so(job, tmp_path, capsys):
     config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, num_labels=2, pad_token_id=0)
     save_model(tmp_path / "two", GPT2ForSequenceClassification(config), letter_tokenizer())
     first = job(model=tmp_path / "two", num_steps=1)[0]
     assert first["loss/pairs"] == pytest.approx(math.log(2), abs=1e-6)
     assert RewardModel(str(tmp_path / "run" / "model"), torch.device("cpu")).model.num_labels == 1
+    assert "its head is replaced" in capsys.readouterr().out
+    job(model=tmp_path / "small", num_steps=1)
+    assert "its head is replaced" not in capsys.readouterr().out
 
 
 def test_an_adapter_trains_with_the_head_and_is_merged_into_what_is_saved(job, tmp_path):
