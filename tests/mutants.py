@@ -1,6 +1,7 @@
 """Mutants of an off-the-shelf tool, cosmic-ray, of the mathematics, the scripts and the sampler.
 
   pip install cosmic-ray && python tests/mutants.py    # hours; goes on where it was stopped
+  python tests/mutants.py 500                          # the first 500 of the random order
   python tests/mutants.py grpo.py masked               # those whose file or line has such a word
 
 cosmic-ray finds the places and makes the edits. Where several of its operators fit one place, the
@@ -38,6 +39,8 @@ BitOr_BitAnd Lt_LtE LtE_Lt Gt_GtE GtE_Gt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is In_
 Delete_USub Delete_Invert Delete_Not""".split()
 NEEDS_ARGUMENTS = ("VariableReplacer", "VariableInserter")
 STAGES = "the fast tests of its file", "the other fast tests", "the slow tests"
+# Of the other tests those that see most of what a loop does.
+OF_LOOPS = "test_scripts test_runs test_evaluation test_golden test_resume".split()
 SURVIVED = "survived "  # and the stages so far
 NOT_TRIED = "not tried"
 # Mutants that change nothing that a test could see: the file, a part of the mutant's name, and why.
@@ -119,6 +122,7 @@ def changed_line(before: str, after: str) -> str:
 def try_mutant(mutant: Mutant, stage: int) -> str:
     edit = (mutant.file, (REPOSITORY / mutant.file).read_text(), mutant.code, mutant.name)
     own, others = mutations.quickest_first(mutant.file)
+    others.sort(key=lambda test: not any(name in test for name in OF_LOOPS))
     tests = (["-m", "fast", *own], ["-m", "fast", *others], ["-m", "slow", *own, *others])[stage]
     return mutations.run_tests(edit, tests) or SURVIVED + STAGES[stage]
 
@@ -181,10 +185,13 @@ def main() -> None:
     everything = [mutant for file in FILES for mutant in mutants_of(file)]
     results = {key(m): results[key(m)] for m in everything if key(m) in results}
     chosen = [m for m in everything if why_equivalent(m) is None]
-    if words := sys.argv[1:]:
+    random.Random(0).shuffle(chosen)
+    words = sys.argv[1:]
+    if len(words) == 1 and words[0].isdecimal():
+        chosen = chosen[: int(words[0])]
+    elif words:
         chosen = [m for m in chosen if any(word in key(m) for word in words)]
         results = {name: result for name, result in results.items() if name not in map(key, chosen)}
-    random.Random(0).shuffle(chosen)
     for stage, before in enumerate([None, *(SURVIVED + name for name in STAGES[:-1])]):
         left = [m for m in chosen if results.get(key(m)) == before]
         print(f"{STAGES[stage]}: {len(left)} of {len(everything)} mutants to try", flush=True)

@@ -33,13 +33,14 @@ transformers.models.llama.modeling_llama""".split()
 TESTS = """test_common test_grpo test_rloo test_sampling test_ppo test_groups_by_hand
 test_ppo_by_hand test_reference test_scripts test_pitfalls test_architectures test_golden
 test_config test_properties test_extras test_stopping test_evaluation test_runs test_tasks
-test_prompts test_reward_model test_plot test_fit test_outgrow test_outgrow_verl
+test_prompts test_tokens test_reward_model test_plot test_fit test_outgrow test_outgrow_verl
 test_faults test_resume test_pretended_cuda test_cuda""".split()
 # Which of them catch the bugs of a file soonest, where it isn't the test file of the same name.
 QUICKEST = {
     "ppo": "ppo ppo_by_hand config extras",
     "grpo": "grpo groups_by_hand config extras",
     "rloo": "rloo groups_by_hand config extras",
+    "common": "common reference sampling",
     "forward": "common pretended_cuda",
     "loading": "common",
     "decoding": "sampling pretended_cuda",
@@ -53,6 +54,7 @@ QUICKEST = {
     "checkpoints": "resume",
     "runs": "runs resume",
     "curves": "plot",
+    "tokens": "tokens ppo_by_hand groups_by_hand",
     "reward_models": "reward_model tasks",
     "pairs": "reward_model",
     "judging": "reward_model",
@@ -434,6 +436,24 @@ MUTATIONS = [
     ("plumbing/answers.py", "texts = [re.sub(COMMA, \"\", text_of(c)) for c in completions]", "texts = [text_of(c).replace(\",\", \"\") for c in completions]", "numeric_match joins the numbers of '3,4' to 34"),
     ("tasks.py", "re.fullmatch(r\"-?\\d{1,18}\", str(row.get(\"answer\")))", "re.fullmatch(r\"\\d{1,18}\", str(row.get(\"answer\")))", "prompts with a negative answer are refused"),
     ("plumbing/errors.py", "(str(error).strip().split(\"\\n\") or [\"\"])[0]", "(str(error).split(\"\\n\") or [\"\"])[0]", "an error whose text begins with a line break is shown as nothing"),
+    ("plumbing/tokens.py", "manual_seed(config.seed + 2)", "manual_seed(config.seed + 2 + step)", "held-out completions in tokens.jsonl are drawn with other random numbers each time"),
+    ("plumbing/tokens.py", 'self.sampling | {"generator": generator}', "self.sampling", "to record tokens draws from the generator of the run"),
+    ("plumbing/tokens.py", "with evaluating(model), torch.compiler", "with torch.compiler", "to record tokens draws dropout from the generator of the run"),
+    ("plumbing/tokens.py", "kl_estimate(old_logprobs, ref_logprobs, estimator)", 'kl_estimate(old_logprobs, ref_logprobs, "k1")', "the KL in tokens.jsonl is k1 whatever --kl_estimator says"),
+    ("plumbing/tokens.py", "(i // G, i % G) for i in rows", "(i % G, i // G) for i in rows", "prompt and completion exchanged in tokens.jsonl"),
+    ("plumbing/tokens.py", "key=lambda i: found.places[i][::-1]", "key=lambda i: found.places[i]", "what doesn't fit into tokens.jsonl are the last prompts"),
+    ("plumbing/tokens.py", "rollout.tokens[i, -T - 1 :][: length + 1]", "rollout.tokens[i, -T - 1 :][: length]", "the last token is missing in tokens.jsonl"),
+    ("plumbing/tokens.py", "columns | meter.last_pass", "columns", "ratio and clip of training tokens aren't recorded"),
+    ("plumbing/tokens.py", "if step == config.num_steps else []", "if False else []", "the held-out completions of the last evaluation aren't recorded"),
+    ("plumbing/tokens.py", "if i % G < OF_EACH", "if i < OF_EACH", "the first four held-out completions are recorded, of whatever prompt"),
+    ("plumbing/tokens.py", "self._records(step, waiting, updated)", "self._records(step, waiting, False)", "held-out completions have no log-probs after the update"),
+    ("plumbing/tokens.py", "MOST_BYTES // _times(self.config)", "MOST_BYTES", "tokens.jsonl grows with the number of steps"),
+    ("plumbing/tokens.py", "alone = both.startswith(start)", "alone = False", "the space in front of a token is lost in tokens.jsonl"),
+    ("plumbing/tokens.py", "if math.isfinite(x) else None", "if True else None", "tokens.jsonl has NaN where a number isn't known"),
+    ("plumbing/metrics.py", "torch.nan)\n            self.last_pass", "1.0)\n            self.last_pass", "a completion that is left out of the update has a ratio"),
+    ("grpo.py", "scores + overlong_penalty(rollout, config.overlong_buffer), G, config.scale_rewards\n        ),", "scores, G, config.scale_rewards\n        ),", "the credit of held-out completions leaves the overlong penalty out"),
+    ("ppo.py", "scores = to(device, scores - config.missing_eos_penalty * ~on_cpu(rollout).finished)", "scores = to(device, scores)", "the credit of held-out completions leaves the penalty for a missing EOS out"),
+    ("rloo.py", "rloo_rewards(scores, kl, config), G, config.normalize_advantages\n        ),", "scores, G, config.normalize_advantages\n        ),", "the credit of held-out completions leaves the KL out"),
     ("plumbing/config.py", "max_grad_norm eval_every save_every sample_every\n", "max_grad_norm eval_every save_every\n", "--sample_every 0 isn't refused and divides by zero in the run"),
     ("plumbing/config.py", "value.tiny if config.model == \"tiny\" else value.other", "value.tiny if \"tiny\" in config.model else value.other", "any model with 'tiny' in its name or path gets the embedded model's defaults"),
     ("plumbing/runs.py", "if step > 0 and not (self.config.save_best and self.best > -math.inf):", "if step > 0 and not self.config.save_best:", "--save_best without any known evaluation leaves no model"),

@@ -336,11 +336,16 @@ def test_what_is_recorded_of_tokens_is_what_the_step_did_to_them_or_would_have_d
     # The lines of a prompt stand apart: first the first completion of each.
     by_prompt = [rewards[i::2] for i in range(2)]
     assert [x["prompt_index"] for x in heldout] == [0, 1] * 3
+    advantages = []
     for line, reward in zip(heldout, rewards, strict=True):
         group = by_prompt[line["prompt_index"]]
         advantage = (reward - statistics.mean(group)) * (1 if job.is_grpo else 3 / 2)
         scale = job.flags.get("scale_rewards", "group") if job.is_grpo else "none"
         if scale != "none":
             advantage /= statistics.stdev(rewards if scale == "batch" else group) + 1e-4
-        if not job.flags.get("normalize_advantages"):
-            assert line["advantages"] == pytest.approx(advantage, rel=1e-3, abs=1e-4)
+        advantages.append(advantage)
+    if job.flags.get("normalize_advantages"):
+        std = statistics.stdev(advantages) + 1e-4
+        advantages = [advantage / std for advantage in advantages]
+    found = [line["advantages"] for line in heldout]
+    assert found == pytest.approx(advantages, rel=1e-3, abs=1e-4)

@@ -67,6 +67,27 @@ def test_the_steps_are_those_of_evaluations_and_samples_and_the_prompts_held_out
     assert places[:3] == [(0, 0), (1, 0), (0, 1)]  # what doesn't fit is the end of each group
 
 
+def test_held_out_completions_are_drawn_with_the_same_random_numbers_each_time(make_job):
+    job = make_job(ppo)
+    job(record_tokens=True, num_steps=3, eval_every=1, learning_rate=1e-12)
+    lines = [line for line in lines_of(job.folder) if line["split"] == "heldout"]
+    drawn = [[x["tokens"] for x in lines if x["step"] == step] for step in range(4)]
+    assert drawn[0] == drawn[1] == drawn[2] == drawn[3] and len(drawn[0]) == 6
+    assert drawn[0][0] != drawn[0][3], "the two completions of a prompt are one"
+
+
+def test_the_overlong_penalty_counts_in_the_credit_of_held_out_completions(make_job, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def one(completions):\n    return [1] * len(completions)\n"
+    )
+    job = make_job(grpo)
+    for buffer in (0, 6):
+        flags = dict(reward=f"{tmp_path}/reward.py:one", overlong_buffer=buffer, temperature=2)
+        job(record_tokens=True, **flags)
+        advantages = {x["advantages"] for x in lines_of(job.folder) if x["split"] == "heldout"}
+        assert (advantages == {0}) == (buffer == 0)
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_rows_that_are_left_out_of_the_update_have_no_ratio(name, make_job, tmp_path):
     (tmp_path / "reward.py").write_text(
