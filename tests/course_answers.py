@@ -934,7 +934,7 @@ LOOPS = {
 WRONG = [
     ("kl_estimate", "    d = logprobs - ref_logprobs\n", "    d = (logprobs - ref_logprobs).detach()\n", "a KL without gradient"),
     ("reference", "return contextlib.nullcontext(copy_of(policy).eval()", "return contextlib.nullcontext(copy_of(policy.eval())", "the policy is left in evaluation mode"),
-    ("rloo_loop", "            clip = config.reward_clip_range\n", "            clip, kl = config.reward_clip_range, torch.zeros(mask.shape)\n", "an unknown KL is 0"),
+    ("rloo_loop", "            if config.kl_coef > 0:\n                kl = kl_est", "            kl = torch.zeros(mask.shape)\n            if config.kl_coef > 0:\n                kl = kl_est", "an unknown KL is 0"),
     ("grpo_loop", "config.max_grad_norm", "1.0", "a norm of the reader's own"),
     ("grpo_loop", "torch.randperm(B, generator=shuffler)", "torch.arange(B)", "the rows in their order"),
     ("kl_estimate", 'raise ValueError(f"unknown KL', 'return ValueError(f"unknown KL', "an unknown estimator is returned"),
