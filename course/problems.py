@@ -234,8 +234,8 @@ PROBLEMS = [
         (
             "In RLOO the KL is part of the reward, summed over the completion.",
             "The order matters: the score is clipped, the KL is not.",
-            "kl by k1 where there is a reference, None else; rloo_rewards makes rewards of scores and"
-            " KL; rloo_advantages, with normalize where asked for.",
+            "kl by k1 where there is a reference, None else; rloo_rewards makes rewards of scores"
+            " and KL; rloo_advantages, with normalize where asked for.",
         ),
         steps=("4",),
     ),

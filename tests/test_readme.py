@@ -13,7 +13,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from tools import evaluate, fit, inspect_reward, plot
+from tools import evaluate, fit, inspect_reward, look, plot
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -21,10 +21,11 @@ PAGES = README + (REPOSITORY / "docs" / "running.md").read_text(encoding="utf-8"
 MAINS = {
     "ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "plot": plot.main,
     "inspect_reward": inspect_reward.main, "fit": fit.main,
-    "evaluate": evaluate.main, "reward_model": reward_model.main,
+    "evaluate": evaluate.main, "reward_model": reward_model.main, "look": look.main,
 }  # fmt: skip
 SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 2 --max_new_tokens 4".split()
 SAYS = {"inspect_reward": "scores: mean", "fit": "80 GB", "evaluate": "2 prompts: eval/reward"}
+SAYS |= {"look": "look.html"}
 EVALUATE = "--num_eval_prompts 2 --max_new_tokens 4".split()
 JUDGE = "--num_steps 1 --pairs_per_step 2 --num_eval_pairs 2".split()
 PAIR = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
@@ -63,6 +64,10 @@ def test_each_command_runs(command, tmp_path, monkeypatch, capsys):
     if script == "plot":
         ppo.main(SHORT)
         flags = [str(path) for flag in flags for path in tmp_path.glob(flag)]
+    if script == "look":
+        ppo.main(SHORT)
+        grpo.main(SHORT)
+        flags = ["runs/ppo-tiny-add-s0" if flag == "RUN" else flag for flag in flags]
     if "--reward_model" in flags:
         reward_model.main([*JUDGE, "--num_pairs", "2"])
     Path("my_pairs.jsonl").write_text(PAIR * 2)
@@ -70,6 +75,7 @@ def test_each_command_runs(command, tmp_path, monkeypatch, capsys):
     more = {
         "reward_model": judge,
         "plot": [],
+        "look": [],
         "inspect_reward": INSPECT,
         "fit": [],
         "evaluate": EVALUATE,
