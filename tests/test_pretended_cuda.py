@@ -29,11 +29,17 @@ SMALL = "--num_steps 2 --prompts_per_step 4 --num_eval_prompts 8 --eval_every 2 
 
 
 def train(script: str, folder: Path, *flags: str) -> tuple[list[dict], str]:
-    """The metrics without what is measured, and the samples, of a run into the folder."""
+    """The metrics without what is measured, and the samples, of a run into the folder; the records
+    of tokens, where the flags ask for them, are among the metrics.
+    """
+    if "--record_tokens" not in flags:
+        flags = (*flags, "--record_tokens", "false")
     SCRIPTS[script].main([*SMALL, *flags, "--output_dir", str(folder)])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Decoding rounds otherwise in tensors of one shape: the log-probs as drawn differ by that.
-    left_out = (*MEASURED, "val/sampler")
+    left_out = (*MEASURED, "val/sampler", "sampler_logprobs")
+    if (tokens := folder / "tokens.jsonl").exists():
+        lines += [json.loads(line) for line in tokens.read_text().splitlines()]
     lines = [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
     return lines, (folder / "samples.jsonl").read_text()
 
@@ -43,12 +49,12 @@ def train(script: str, folder: Path, *flags: str) -> tuple[list[dict], str]:
     [
         "ppo --lora_r 2 --num_epochs 2 --num_mini_batches 2 --micro_batch_size 3",
         "grpo --disable_dropout false --num_mini_batches 2 --micro_batch_tokens 40",
-        "rloo --gradient_checkpointing --num_mini_batches 2 --rollout_batch_size 8",
+        "rloo --gradient_checkpointing --num_mini_batches 2 --rollout_batch_size 8 --record_tokens",
         *(
             pytest.param(command, marks=pytest.mark.slow)
             for command in (
-                "ppo",
-                "grpo",
+                "ppo --record_tokens",
+                "grpo --record_tokens",
                 "rloo",
                 "rloo --lora_r 2 --merge_adapter --save_best",
                 "grpo --kl_coef 0 --num_epochs 2 --num_mini_batches 2 --loss_type dapo",
@@ -65,7 +71,7 @@ def test_a_run_on_the_device_equals_one_on_the_cpu_to_the_bit(command, tmp_path)
         found = train(script, tmp_path / "cuda", *flags, "--device", "cuda")
     assert found[0] == expected[0] and found[1] == expected[1]
     assert gpu.replays > 10, "the decode loop ran without CUDA graphs"
-    assert len(found[0]) == 3 and found[0][0]["grad_norm"] > 0
+    assert len([x for x in found[0] if "eval/reward" in x]) == 2 and found[0][0]["grad_norm"] > 0
 
 
 def test_a_run_that_is_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
@@ -211,7 +217,9 @@ def waits_per_step(
         m.setattr(Run, "evaluate", apart(Run.evaluate))
         m.setattr(Run, "show", apart(Run.show))
         m.setattr(Run, "log", logged)
-        train(script, folder, *flags, "--device", "cuda", "--sample_every", "100")
+        train(
+            script, folder, *flags, "--device", "cuda", "--sample_every", "100", "--record_tokens"
+        )
     return found
 
 
