@@ -528,8 +528,11 @@ def test_a_quantity_that_is_chosen_colours_the_tokens_and_its_sign_is_shown_othe
     lines = [x for x in completion_lines(ppo) if (x["step"], x["split"]) == (5, "heldout")]
     numbers = [x for line in lines for x in line["advantages"]]
     assert [sign for sign, _ in signs] == [PLUS if x > 0 else MINUS for x in numbers]
-    hues = {sign: {colour for s, colour in signs if s == sign} for sign in (PLUS, MINUS)}
-    assert not hues[PLUS] & hues[MINUS]
+    # In oklab(L a b) the sign of b parts blue from orange.
+    blue = [float(re.findall(r"[-\d.e]+", colour)[2]) < 0 for _, colour in signs]
+    strong = [i for i, x in enumerate(numbers) if abs(x) > 1]
+    assert [blue[i] for i in strong] == [numbers[i] > 0 for i in strong]
+    assert {blue[i] for i in strong} == {True, False}
     # The larger of two numbers has the stronger colour.
     strength = page.run("""return [...document.querySelectorAll("#completions .t")].map((t) =>
         +t.style.getPropertyValue("--a"))""")
@@ -701,6 +704,8 @@ def test_500_steps_and_5_megabytes_open_and_turn_without_lag(page, tmp_path):
     page.open(folder / "look.html")
     assert len(page.all("#completions .t")) == 4 * 45
     opened = time.monotonic() - started
+    rows = [int(text) for text in page.texts("#rows .at")]
+    assert len(rows) == 40 and rows[0] == 0 and rows[-1] == 500
     # The time from the key to the end of the layout that it asks for.
     times = sorted(
         page.run("""return [...Array(50)].map(() => {
