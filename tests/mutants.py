@@ -61,6 +61,17 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("ppo.py", "fused=False", "the same steps, slower"),
     ("grpo.py", "fused=False", "the same steps, slower"),
     ("rloo.py", "fused=False", "the same steps, slower"),
+    *(
+        (
+            f"{x}.py",
+            f'"entropy_grad"] = config.entropy_coef {y}',
+            "times 0: slower, the same gradient",
+        )
+        for x in ("ppo", "grpo", "rloo")
+        for y in (">= 0", "> -1")
+    ),
+    ("grpo.py", "(entropy / m).sum()", "NaN off the mask, where no gradient comes from"),
+    ("rloo.py", "(entropy / m).sum()", "NaN off the mask, where no gradient comes from"),
     ("grpo.py", "logprobs.masked_fill(~mask, ", "what is off the mask counts nowhere"),
     ("grpo.py", "is not None or kl_coef != 0", "the loop gives both or none, and KL times 0 is 0"),
     ("grpo.py", "kl_coef != -1", "KL times 0 is 0, and a negative coefficient is refused"),

@@ -35,7 +35,7 @@ def by_prompt(prompts, completions, **columns):
 """
 RUNS = {
     "grpo": (grpo, {}),
-    "dr_grpo": (grpo, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dr_grpo": (grpo, {"loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.4}),
     "dapo": (
         grpo,
         {"loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch"}
@@ -43,7 +43,7 @@ RUNS = {
     ),
     "cispo": (grpo, {"loss_type": "cispo", "cispo_bound": 1.02}),
     "gspo": (grpo, {"importance_sampling_level": "sequence", "clip_range": 0.01}),
-    "rloo": (rloo, {}),
+    "rloo": (rloo, {"entropy_coef": 0.4}),
     "rloo, normalised and clipped": (
         rloo,
         {"normalize_advantages": True, "reward_clip_range": [2.0, 4.0]},
@@ -153,8 +153,10 @@ class Job:
             mean, std = statistics.mean(self.advantages), statistics.stdev(self.advantages)
             self.advantages = [(a - mean) / (std + 1e-4) for a in self.advantages]
 
-    def loss(self, model, rows: list[int]) -> tuple[torch.Tensor, dict[str, list[float]]]:
-        """The loss of a minibatch by its definition, and the numbers that are logged."""
+    def loss(self, model, rows: list[int]) -> tuple[torch.Tensor, ...]:
+        """The loss of a minibatch by its definition, without and with the bonus for the entropy of
+        its tokens, and the numbers that are logged.
+        """
         log = {name: [] for name in ("clipped", "ratio", "kl", "entropy", "row")}
         low, high = 1 - self.flags["clip_range"], 1 + self.flags["clip_range"]
         high = 1 + self.flags.get("clip_range_high", self.flags["clip_range"])
@@ -162,12 +164,14 @@ class Job:
         if kind == "cispo":
             low, high = 0.0, 1.02
         losses = []  # a list of the losses of its tokens for each row, or of the row in RLOO
+        entropies = []
         for i in rows:
             logprobs, entropy = self.forward(model, i)
             if self.flags.get("mask_truncated_completions") and EOS not in self.ids[i][1]:
                 losses.append([])
                 continue
             log["entropy"] += entropy.tolist()
+            entropies.append(entropy)
             d, a = logprobs - self.old[i], self.advantages[i]
             log["kl"] += (0.5 * d**2).tolist()
             if not self.is_grpo:
@@ -196,8 +200,11 @@ class Job:
             losses.append(row)
         total = sum(map(sum, losses)) + 0 * entropy.sum()  # a tensor also if all rows are masked
         if kind == "grpo":  # and RLOO, whose rows are one action
-            return sum(sum(row) / len(row) for row in losses) / len(rows), log
-        return total / (len(rows) * 5 if kind == "dr_grpo" else max(1, sum(map(len, losses)))), log
+            loss = sum(sum(row) / len(row) for row in losses) / len(rows)
+        else:
+            loss = total / (len(rows) * 5 if kind == "dr_grpo" else max(1, sum(map(len, losses))))
+        bonus = self.flags.get("entropy_coef", 0) * torch.cat([*entropies, entropy * 0]).sum()
+        return loss, loss - bonus / max(1, len(log["entropy"])), log
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -214,8 +221,8 @@ def naive(job) -> list[tuple]:
     results = []
     for (model, *_), rows in zip(job.updates[UPDATES:], chosen, strict=True):
         parameters = list(model.eval().parameters())
-        loss, log = job.loss(model, rows)
-        results.append((loss.item(), torch.autograd.grad(loss, parameters), log))
+        loss, whole, log = job.loss(model, rows)
+        results.append((loss.item(), torch.autograd.grad(whole, parameters), log))
     return results
 
 
