@@ -70,6 +70,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         for x in ("ppo", "grpo", "rloo")
         for y in (">= 0", "> -1")
     ),
+    ("rloo.py", ".sum().clamp(min= 0)", "every completion has a token"),
     ("grpo.py", "(entropy / m).sum()", "NaN off the mask, where no gradient comes from"),
     ("rloo.py", "(entropy / m).sum()", "NaN off the mask, where no gradient comes from"),
     ("grpo.py", "logprobs.masked_fill(~mask, ", "what is off the mask counts nowhere"),

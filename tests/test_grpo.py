@@ -444,3 +444,12 @@ def test_clip_range_high_is_an_epsilon_and_cispo_has_a_bound_of_its_own(make_job
         job(cispo_bound=0.9, loss_type="cispo")
     with pytest.raises(InputError, match=r"--clip_range_high 0\.0: must be greater than 0"):
         job(clip_range_high=0)
+
+
+def test_a_minibatch_whose_completions_are_all_cut_trains_nothing_even_with_an_entropy_bonus(
+    make_job,
+):
+    job = make_job(grpo)
+    flags = dict(mask_truncated_completions=True, max_new_tokens=1, entropy_coef=0.1, kl_coef=0)
+    metrics = job(num_mini_batches=4, learning_rate=0.1, **flags)[0]
+    assert metrics["length/truncated_frac"] == 1 and metrics["grad_norm"] == 0
