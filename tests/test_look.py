@@ -694,6 +694,16 @@ def test_on_a_phone_nothing_is_wider_than_the_page_and_a_finger_gets_the_numbers
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [PHONE, WIDE])
+def test_four_runs_are_no_wider_than_the_page(page, tmp_path, size):
+    runs = [write_run(tmp_path / str(i), "ppo", steps=30) for i in range(4)]
+    make_page(*runs)
+    page.open(runs[0] / "look.html", size)
+    width, inner = page.run("return [document.documentElement.scrollWidth, innerWidth]")
+    assert width <= inner == size[0]
+
+
+@pytest.mark.slow
 def test_500_steps_and_5_megabytes_open_and_turn_without_lag(page, tmp_path):
     folder = write_run(tmp_path, steps=500, every=5, generations=4, length=45)
     size = (folder / "tokens.jsonl").stat().st_size
