@@ -23,6 +23,7 @@ from plumbing.scoring import encode_prompts, score
 from sampling import sample
 
 HELDOUT_PROMPTS, OF_EACH = 4, 4  # held-out prompts, completions of each that are recorded
+MOST_TOKENS = 400  # of all held-out completions: fewer prompts where these are long or many
 TRAINED = 8  # completions of a training step that are recorded
 MOST_BYTES = 5_000_000  # of the file
 MOST_CHARACTERS = 500  # of a prompt
@@ -70,8 +71,9 @@ class TokenRecorder:
         """
         if not self.is_on:
             return []
-        config, prompts = self.config, self.task.heldout[:HELDOUT_PROMPTS]
-        G = max(2, config.num_generations)
+        config, G = self.config, max(2, self.config.num_generations)
+        count = max(1, min(HELDOUT_PROMPTS, MOST_TOKENS // (G * config.max_new_tokens)))
+        prompts = self.task.heldout[:count]
         # Random numbers of their own, the same every time: to record changes no run, and what
         # differs between two steps is the policy alone.
         generator = torch.Generator(self.policy.device).manual_seed(config.seed + 2)

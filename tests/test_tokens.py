@@ -76,6 +76,15 @@ def test_held_out_completions_are_drawn_with_the_same_random_numbers_each_time(m
     assert drawn[0][0] != drawn[0][3], "the two completions of a prompt are one"
 
 
+def test_of_long_completions_fewer_prompts_are_recorded(make_job):
+    job, found = make_job(grpo), []
+    for longest in (6, 40, 55):
+        job(record_tokens=True, max_new_tokens=longest)
+        lines = lines_of(job.folder)
+        found.append({x["prompt_index"] for x in lines if x["split"] == "heldout"})
+    assert found == [{0, 1, 2}, {0, 1}, {0}]
+
+
 def test_the_overlong_penalty_counts_in_the_credit_of_held_out_completions(make_job, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def one(completions):\n    return [1] * len(completions)\n"
