@@ -201,7 +201,7 @@ def main(args: list[str] | None = None) -> None:
         sampling=sampling,
         optimizer=optimizer,
         shuffler=shuffler,
-        credit=lambda rollout, scores, *_: group_advantages(
+        credit=lambda rollout, scores, *_: group_advantages(  # step 4, for tokens.jsonl
             scores + overlong_penalty(rollout, config.overlong_buffer), G, config.scale_rewards
         ),
     ) as run:

@@ -169,7 +169,7 @@ def main(args: list[str] | None = None) -> None:
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
-    # Step 4 for completions of held-out prompts, which tools/look.py shows; not whitened.
+    # tokens.jsonl shows held-out completions with the credit that step 4 would give them.
     def credit(rollout: Rollout, scores: Tensor, kl: Tensor, values: Tensor) -> dict[str, Tensor]:
         scores = to(device, scores - config.missing_eos_penalty * ~on_cpu(rollout).finished)
         mask = rollout.completion_mask

@@ -157,7 +157,7 @@ def main(args: list[str] | None = None) -> None:
         sampling=sampling,
         optimizer=optimizer,
         shuffler=shuffler,
-        credit=lambda rollout, scores, kl, _: rloo_advantages(
+        credit=lambda rollout, scores, kl, _: rloo_advantages(  # step 4, for tokens.jsonl
             rloo_rewards(scores, kl, config), G, config.normalize_advantages
         ),
     ) as run:

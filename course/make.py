@@ -24,8 +24,8 @@ from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
 COURSE = Path(__file__).parent
 FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
 tools/inspect_reward.py tools/look.py tools/look.html tools/vendor/uPlot.min.js
-tools/vendor/uPlot.min.css tools/vendor/uPlot-LICENSE.txt tiny/make.py tiny/temperature.py
-requirements.txt LICENSE""".split()
+tools/vendor/uPlot.min.css tools/vendor/uPlot-LICENSE.txt docs/metrics.md tiny/make.py
+tiny/temperature.py requirements.txt LICENSE""".split()
 FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
          "tokenizer_config.json"]  # fmt: skip

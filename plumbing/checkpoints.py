@@ -23,10 +23,10 @@ from plumbing.errors import Fault, InputError, first_line
 # The settings that a resumed run may change.
 FREE_ON_RESUME = """resume overwrite output_dir device num_steps eval_every save_every sample_every
 save_best tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size
-gradient_checkpointing compile""".split()
+gradient_checkpointing compile record_tokens""".split()
 
-FIELDS = """weights optimizer generators torch cuda step metrics samples first_metrics best
-warned""".split()  # of a checkpoint
+FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
+best warned""".split()  # of a checkpoint
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

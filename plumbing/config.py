@@ -161,7 +161,7 @@ class RunConfig(TaskConfig, TrainConfig):
     importance_cap: float | None = _update(None, "highest weight policy / sampler of a token")
     sample_every: int = _run(50, "steps between samples from training")
     record_tokens: bool = _run(
-        True, "tokens.jsonl, for tools/look.py: what each token of a few got"
+        True, "write tokens.jsonl, the credit of tokens of a few completions"
     )
     num_eval_prompts: int = _run(ByModel(tiny=1024, other=24), "held-out prompts per evaluation")
     eval_generations: int = _run(1, "completions per held-out prompt, K, for pass@1 and pass@K")

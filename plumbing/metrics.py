@@ -68,10 +68,12 @@ class Meter:
             # Of rows that are left out of the update, those with which they were drawn.
             self.old_logprobs = rollout.logprobs.to(old_logprobs.dtype, copy=True)
         self.old_logprobs[rows] = old_logprobs
+        used = mask if ratio.dim() == 2 else mask.any(1)
         for name, x in (("ratio", ratio.detach()), ("clipped", clipped.to(ratio.dtype))):
-            # NaN for rows that are left out.
-            whole = x.new_full((len(rollout.tokens), *x.shape[1:]), torch.nan)
-            self.last_pass.setdefault(name, whole)[rows] = x
+            if name not in self.last_pass:  # NaN for what is left out of the update
+                whole = (len(rollout.tokens), *x.shape[1:])
+                self.last_pass[name] = x.new_full(whole, torch.nan)
+            self.last_pass[name][rows] = x.masked_fill(~used, torch.nan)
         self.add("policy/approxkl_avg", 0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)
         self.add("policy/entropy_avg", entropy, mask)
         where = mask if ratio.dim() == 2 else None

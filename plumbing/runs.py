@@ -84,7 +84,6 @@ class Run:
         self.optimizer.register_step_pre_hook(self._note_move)
         models = (self.policy, self.value_model, self.ref, self.tokenizer)
         self.recorder = TokenRecorder(config, *models, self.task, self.sampling, self.credit)
-        self.names = FILES if self.recorder.is_on else FILES[:2]
         trackers.check_installed(config)
         state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
@@ -92,8 +91,8 @@ class Run:
                 _move_old_run(folder, config.overwrite)
             folder.mkdir(parents=True, exist_ok=True)
             # First metrics.jsonl, which marks the folder as a run's.
-            ends = state or dict.fromkeys(self.names, 0)
-            self.files = {x: _opened(folder / f"{x}.jsonl", ends[x]) for x in self.names}
+            ends = state or dict.fromkeys(FILES, 0)
+            self.files = {x: _opened(folder / f"{x}.jsonl", ends[x]) for x in FILES}
             settings = {"script": config.script} | asdict(config)
             write_text(folder / "config.json", json.dumps(settings, indent=2))
         except OSError as e:
@@ -118,8 +117,7 @@ class Run:
             if str(e) != str(error):
                 failure = f"; saving to {self.folder} failed: {first_line(e)}"
         for file in self.files.values():
-            with contextlib.suppress(OSError):  # a full disk, again
-                file.close()
+            _close(file)
         if error is None and failure:
             raise Fault(failure.removeprefix("; "))
         before, after = f"step {self.state['step']}: ", failure
@@ -171,7 +169,7 @@ class Run:
             title, file = "samples from training", self.files["samples"]
             _record(file, step, "train", title, rows, texts, scores.tolist())
         found = self.recorder.after_update(step, rows, rollout, scores, meter, columns)
-        _append(self.files.get("tokens"), found)
+        _append(self.files["tokens"], found)
 
     def evaluate(self, step: int) -> dict[str, float | None]:
         """Evaluate the policy on the held-out prompts, record the samples, print a few."""
@@ -182,7 +180,7 @@ class Run:
         self.first_metrics = self.first_metrics or metrics
         title = headline(step, metrics, self.first_metrics, self.config.eval_generations)
         _record(self.files["samples"], step, "heldout", title, rows, texts, scores)
-        _append(self.files.get("tokens"), self.recorder.at_evaluation(step))
+        _append(self.files["tokens"], self.recorder.at_evaluation(step))
         value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
         self._save_if_best(value)
         return metrics
@@ -239,9 +237,9 @@ class Run:
         if state["step"] > self.config.num_steps:
             steps = f"{self.folder} has {state['step']} steps already"
             raise InputError(f"--num_steps {self.config.num_steps}: {steps}")
-        for name in self.names:
+        for name in FILES:
             path = self.folder / f"{name}.jsonl"
-            if not path.exists() or path.stat().st_size < state[name]:
+            if state[name] > (path.stat().st_size if path.exists() else 0):
                 raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
         checkpoints.restore(state, self.weights, self.optimizer, self.generators)
         self.first_step = self.saved_step = state["step"]
@@ -348,7 +346,15 @@ def _opened(path: Path, length: int) -> BinaryIO:
     return file
 
 
-def _append(file: BinaryIO | None, records: list[dict], sync: bool = False) -> None:
+def _close(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # a full disk, again
+        file.close()
+    path = Path(file.name)
+    if path.name == "tokens.jsonl" and path.stat().st_size == 0:  # nothing was to be recorded
+        path.unlink()
+
+
+def _append(file: BinaryIO, records: list[dict], sync: bool = False) -> None:
     """Append records, as JSON lines; with `sync` all lines outlive a power cut. Raises Fault."""
     if not records and not sync:
         return

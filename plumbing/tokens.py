@@ -74,8 +74,8 @@ class TokenRecorder:
         config, G = self.config, max(2, self.config.num_generations)
         count = max(1, min(HELDOUT_PROMPTS, MOST_TOKENS // (G * config.max_new_tokens)))
         prompts = self.task.heldout[:count]
-        # Random numbers of their own, the same every time: to record changes no run, and what
-        # differs between two steps is the policy alone.
+        # Random numbers of their own, the same every time: to record takes none of the run's, and
+        # what differs between two steps is the policy alone.
         generator = torch.Generator(self.policy.device).manual_seed(config.seed + 2)
         options = {"num_generations": G, "max_rows": max(G, config.rollout_batch_size)}
         options |= self.sampling | {"generator": generator}

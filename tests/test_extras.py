@@ -334,6 +334,7 @@ def test_a_run_replaces_flat_groups_and_logs_what_it_dropped(make_job, tmp_path)
     options = dict(reward=f"{tmp_path}/r.py:some", num_steps=2, num_generations=2)
     plain, more = job(**options), job(dynamic_sampling=3, **options)
     assert "reward/groups_dropped" not in plain[0] and more[0]["reward/groups_dropped"] > 0
+    assert job(dynamic_sampling=1, **options)[0]["reward/groups_dropped"] > 0
     for a, b in zip(plain[:2], more[:2]):
         assert b["reward/frac_flat_groups"] < a["reward/frac_flat_groups"]
     rows = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()

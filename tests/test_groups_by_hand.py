@@ -321,7 +321,9 @@ def test_what_is_recorded_of_tokens_is_what_the_step_did_to_them_or_would_have_d
         expected = {"old_logprobs": job.old[row], "new_logprobs": new, "kl": job.kl[row]}
         expected |= {"ref_logprobs": job.ref[row], "advantages": [job.advantages[row]]}
         logs = [log for _, _, log in naive[2:] if row in log["row"]]  # of the last epoch
-        for log in logs:  # none of a completion that is masked
+        if not logs:  # a completion that is masked
+            assert set(line["ratio"]) == set(line["clipped"]) == {None}
+        for log in logs:
             at = [k for k, i in enumerate(log["row"]) if i == row]
             expected |= {name: [log[name][k] for k in at] for name in ("ratio", "clipped")}
         assert_equal(line, expected)

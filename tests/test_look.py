@@ -777,3 +777,33 @@ def test_served_it_follows_a_run_and_keeps_the_readers_place(page, served, tmp_p
     # Each question that nobody answers is a line in the console.
     found = page.driver.get_log("browser")
     assert all("data.json" in x["message"] for x in found)
+
+
+@pytest.mark.slow
+def test_the_keyboard_keeps_its_token_and_its_button_while_the_page_is_drawn_anew(page, both):
+    page.open(both)
+    page.run("document.querySelector('#completions .t').focus()")
+    focused = "const x = document.activeElement; return [x.className, x.textContent]"
+    for keys in ("q", RIGHT):
+        page.keys(keys)
+        assert page.run(focused)[0].startswith("t"), keys
+        assert page.one("#inspector").is_displayed(), keys
+    page.run("document.querySelectorAll('#quantities button')[1].focus()")
+    name = page.run(focused)[1]
+    page.keys("\ue007")  # Enter
+    assert page.run(focused)[1] == name
+
+
+@pytest.mark.slow
+def test_long_completions_over_many_steps_are_fewer_rows(page, tmp_path):
+    folder = write_run(tmp_path, steps=45, every=1, generations=1, length=1000)
+    make_page(folder)
+    page.open(folder / "look.html")
+    assert 1000 < len(page.all("#rows .t")) <= 4000
+
+
+def test_a_file_that_ends_in_half_a_character_is_read_up_to_it(tmp_path):
+    folder = write_run(tmp_path)
+    with (folder / "tokens.jsonl").open("ab") as file:
+        file.write('{"step": 3, "tokens": ["\N{REPLACEMENT CHARACTER}'.encode()[:-1])
+    make_page(folder)

@@ -482,7 +482,7 @@ def test_half_an_update_is_no_checkpoint_and_its_model_is_said_to_be_that(here, 
 
 FREE = """resume overwrite output_dir device num_steps eval_every save_every sample_every save_best
 tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size gradient_checkpointing
-compile""".split()
+compile record_tokens""".split()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -171,3 +171,14 @@ def test_texts_of_tokens_keep_the_space_in_front_and_show_special_tokens():
 def test_halves_of_a_character_are_shown_as_such_and_none_is_lost():
     texts = token_texts(sentencepiece(), [1, 4, 5, 2])
     assert len(texts) == 3 and "�" in texts[0] and texts[2] == " cat"
+
+
+def test_a_run_goes_on_without_recording_and_with_it_again(make_job):
+    job = make_job(rloo)
+    flags = dict(num_steps=4, eval_every=1, sample_every=1, save_every=1, resume="true")
+    job(record_tokens=True, **flags | {"num_steps": 1, "resume": "false"})
+    args = dict(overwrite="false", **flags)
+    job(record_tokens=False, **args | {"num_steps": 2})
+    job(record_tokens=True, **args)
+    steps = {x["step"] for x in lines_of(job.folder)}
+    assert steps == {0, 2, 3, 4}  # step 1 was done without

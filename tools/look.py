@@ -38,7 +38,7 @@ def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             # What isn't a number in JSON (NaN, Infinity) becomes unknown, as null is.
             record = json.loads(line, parse_constant=lambda name: None)
             if not isinstance(record, dict) or not {"step", *needed} <= set(record):
@@ -86,7 +86,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         curves.append({"title": title, "lines": [curve(name) for name in names]})
     path, lines = folder / "tokens.jsonl", []
     if path.is_file():
-        lines = read_lines(path, "split", "prompt_index", "completion_index", "tokens", "score")
+        lines = read_lines(path, *"split prompt prompt_index completion_index tokens score".split())
         note = "" if lines else "No tokens are recorded yet."
     elif judge:
         note = "A reward model judges whole texts: there are no tokens to show."
@@ -189,8 +189,8 @@ def main(args: list[str] | None = None) -> None:
     link = Path(os.path.relpath(METRICS_MD, out.resolve().parent)).as_posix()
     try:
         write_text(out, page(data, quote(link)))
-    except OSError as e:
-        raise InputError(f"--out {out}: can't be written ({e.strerror})") from e
+    except (OSError, ValueError) as e:  # of a name like "."
+        raise InputError(f"--out {out}: can't be written ({first_line(e)})") from e
     print(out)
 
 
