@@ -153,7 +153,7 @@ def page(everything: list[Mutant], results: dict[str, str]) -> str:
         "# Mutants of cosmic-ray",
         "",
         "Made by `python tests/mutants.py`. Mutants with which no test starts count neither as",
-        "caught nor as alive.",
+        "caught nor as alive. They are tried in a random order: those tried so far are a sample.",
         "",
         "| file | mutants | not tried | don't start | equivalent | caught | of the rest |",
         "|---|---|---|---|---|---|---|",
