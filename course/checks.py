@@ -49,6 +49,8 @@ except ImportError:  # Windows
 
 NAN = math.nan
 MEMORY = 4 * 2**30  # bytes a problem may take; none of ours needs a fifth of it
+FILE_SIZE = 64 * 2**20  # bytes a file that it writes may have; a saved model of ours has 3 MB
+MESSAGE = 500  # characters of a fault that are told
 
 
 @dataclass
@@ -1329,13 +1331,19 @@ def fault_of(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
+def shortened(text: str) -> str:
+    """The text, cut where it is longer than a message may be."""
+    more = len(text) - MESSAGE
+    return text if more <= 0 else f"{text[:MESSAGE]} ... ({more:,} characters more)"
+
+
 def run_check(item: Check, file: str, path: Path, number: int) -> str:
     """'' if the submission in `path`, of the repository's `file`, passes, else why not."""
     torch.manual_seed(0)
     try:
         item.run(load(path, f"student_{path.stem}_{number}"), solution_of(file))
     except (Exception, SystemExit) as e:
-        return fault_of(e, path) or "it fails"
+        return shortened(fault_of(e, path)) or "it fails"
     return ""
 
 
@@ -1343,9 +1351,10 @@ def main() -> None:
     problem, path, results = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     sys.path.append(sys.argv[4])  # last: modules of the submission replace no library's
     torch.set_num_threads(1)
-    if resource is not None:  # a loop that collects without end must not fill the machine
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    if resource is not None:  # a loop that collects or writes without end must not fill the machine
+        for limit, size in ((resource.RLIMIT_DATA, MEMORY), (resource.RLIMIT_FSIZE, FILE_SIZE)):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(limit, (size, size))
     with results.open("a") as file:
         for number, item in enumerate(CHECKS[problem]):
             fault = run_check(item, BY_NAME[problem].file, path, number)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from checks import CHECKS
+from checks import CHECKS, shortened
 from problems import BY_NAME, PROBLEMS, REPOSITORY, NotFound, Problem, splice
 
 
@@ -64,7 +64,7 @@ def grade(
     """Run the checks of a problem in a process of its own."""
     checks, verdicts, (source, ending) = CHECKS[problem.name], [], prepared
     if source:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path, results = Path(folder, problem.file), Path(folder, "results.jsonl")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(source, encoding="utf-8")
@@ -73,8 +73,10 @@ def grade(
             command += [problem.name, str(path), str(results), str(submission.resolve())]
             ending = run(command, folder, time_limit)
             for line in results.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):  # half a line
-                    verdicts.append(json.loads(line)["fault"])
+                # Half a line, or one that the submission has written.
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    if isinstance(fault := json.loads(line)["fault"], str):
+                        verdicts.append(shortened(fault))
     verdicts += [ending or "the process ended before this check"] * (len(checks) - len(verdicts))
     lost = [
         (item.name, item.points, fault, item.advice)
@@ -86,8 +88,11 @@ def grade(
 
 
 def run(command: list[str], folder: str, time_limit: float) -> str:
-    """Run the checks; how they ended, '' if by themselves."""
+    """Run the checks; how they ended, '' if by themselves. What they have started ends with them,
+    and what they leave in a temporary folder lies in `folder`.
+    """
     environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
     errors = Path(folder, "stderr")
     with errors.open("wb") as file:
         process = subprocess.Popen(
@@ -97,15 +102,25 @@ def run(command: list[str], folder: str, time_limit: float) -> str:
         try:
             process.wait(timeout=time_limit)
         except subprocess.TimeoutExpired:
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
-            process.kill()
-            process.wait()
             return f"not done after {time_limit:g} seconds, look for a loop that doesn't end"
+        finally:
+            end_group(process)
     if process.returncode == 0:
         return ""
-    last = errors.read_bytes()[-4000:].decode("utf-8", "replace").strip().split("\n")[-1]
-    return f"the process ended with code {process.returncode}: {last}"
+    with errors.open("rb") as file:
+        file.seek(max(0, errors.stat().st_size - 2**16))
+        last = file.read().decode("utf-8", "replace").strip().split("\n")[-1]
+    return f"the process ended with code {process.returncode}: {shortened(last)}"
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it has started in its group."""
+    if hasattr(os, "killpg"):
+        # No group is left where nothing was started; macOS refuses where all have ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
 
 
 def reasons(result: Result) -> list[str]:

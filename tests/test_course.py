@@ -504,3 +504,103 @@ def test_a_hunt_has_one_bug_a_picture_and_a_sealed_answer(tmp_path, capsys):
     again = tmp_path / "again"
     assert bughunt.main([str(again), "--seed", "0"]) == 0
     assert (again / changed[0]).exists() and bughunt.main([str(again)]) == 2
+
+
+# --- What a submission may use up ---
+
+
+def graded(tmp_path: Path, body: str, *flags: str, problem: str = "kl_estimate") -> dict:
+    """The grader's verdict, as Gradescope reads it, on one function with this body."""
+    (tmp_path / "hand_in").mkdir()
+    arguments = ast.unparse(function_of(solution(BY_NAME[problem]), problem).args)
+    text = f"def {problem}({arguments}):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
+    (tmp_path / "hand_in" / BY_NAME[problem].file).write_text(text)
+    options = ["--problems", problem, "--json", str(tmp_path / "r.json"), *flags]
+    assert grade.main([str(tmp_path / "hand_in"), *options]) == 0
+    [test] = json.loads((tmp_path / "r.json").read_text())["tests"]
+    return test
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that init hasn't taken away yet has ended.
+    status = Path(f"/proc/{pid}/stat")
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are those of POSIX")
+def test_a_process_that_a_submission_starts_ends_with_the_grading(tmp_path):
+    noted = tmp_path / "pids"
+    body = f"""
+    import subprocess
+    process = subprocess.Popen(["sleep", "300"])
+    with open({str(noted)!r}, "a") as file:
+        print(process.pid, file=file)
+    """
+    assert graded(tmp_path, body)["score"] == 0
+    pids = [int(line) for line in noted.read_text().split()]
+    assert len(pids) == len(CHECKS["kl_estimate"])
+    assert not any(map(is_running, pids))
+
+
+LONG = {
+    "a verdict": ["raise RuntimeError('x' * 3_000_000)"],
+    "stderr": ["import os", "os.write(2, b'x' * 3_000_000)", "os._exit(3)"],
+    "verdicts written by itself": [
+        "import os, sys", "with open(sys.argv[3], 'a') as file:",
+        "    file.write('{\"fault\": \"' + 'x' * 3_000_000 + '\"}\\n')", "os._exit(3)"
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", LONG)
+def test_a_message_of_megabytes_is_cut_and_that_is_said(way, tmp_path, capsys):
+    test = graded(tmp_path, "\n".join(LONG[way]))
+    assert test["score"] == 0 and "x" * 100 in test["output"]
+    assert len(test["output"]) < 5000 and "characters more" in test["output"]
+    assert len(capsys.readouterr().out) < 8000
+
+
+ODD_VERDICTS = ["[" * 100_000, "7", "{}", '{"fault": 7}', '{"fault": ["x"]}']
+
+
+@pytest.mark.parametrize("line", ODD_VERDICTS, ids=lambda line: line[:20])
+def test_a_submission_that_writes_verdicts_of_another_form_breaks_nothing(line, tmp_path):
+    body = f"""
+    import os, sys
+    with open(sys.argv[3], "a") as file:
+        file.write({line!r} + "\\n")
+    os._exit(3)
+    """
+    assert "ended with code 3" in graded(tmp_path, body)["output"]
+
+
+@pytest.mark.skipif(checks.resource is None, reason="limits are those of POSIX")
+def test_a_submission_that_writes_gigabytes_is_stopped(tmp_path):
+    noted = tmp_path / "sizes"
+    body = f"""
+    import os, sys, tempfile
+    for file in (sys.stderr, tempfile.NamedTemporaryFile("w", delete=False)):
+        try:
+            for _ in range(300):
+                file.write("x" * 2**20)
+                file.flush()
+        except OSError:
+            pass
+        with open({str(noted)!r}, "a") as sizes:
+            print(os.fstat(file.fileno()).st_size, file.name, file=sizes)
+    """
+    graded(tmp_path, body)
+    lines = [line.split() for line in noted.read_text().splitlines()]
+    assert all(int(size) <= checks.FILE_SIZE < 300 * 2**20 for size, _ in lines)
+    # And what is left in the temporary folder goes with the grading.
+    assert not any(Path(name).exists() for _, name in lines if name != "<stderr>")
+
+
+@pytest.mark.skipif(checks.resource is None, reason="limits are those of POSIX")
+def test_a_submission_that_takes_all_memory_is_stopped(tmp_path):
+    body = "return torch.zeros(6 * 2**30, dtype=torch.uint8)"
+    assert "DefaultCPUAllocator" in graded(tmp_path, body)["output"]
