@@ -399,6 +399,7 @@ def top_level(source: str) -> list[tuple[ast.stmt, str]]:
 def _parses(source: str) -> bool:
     try:
         ast.parse(source)
+        symtable.symtable(source, "submission", "exec")  # also two arguments of one name
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True

@@ -1,6 +1,7 @@
 """The course kit: nothing of the solution is given away, and points go where they belong."""
 
 import ast
+import csv
 import json
 import os
 import re
@@ -8,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -604,3 +606,205 @@ def test_a_submission_that_writes_gigabytes_is_stopped(tmp_path):
 def test_a_submission_that_takes_all_memory_is_stopped(tmp_path):
     body = "return torch.zeros(6 * 2**30, dtype=torch.uint8)"
     assert "DefaultCPUAllocator" in graded(tmp_path, body)["output"]
+
+
+# --- Where the files of a submission lie, and where the results go ---
+
+
+def test_results_that_can_not_be_written_are_one_line_before_anything_is_graded(
+    tmp_path, capsys, monkeypatch
+):
+    def refuse(*args):
+        raise AssertionError("graded")
+
+    monkeypatch.setattr(grade, "grade", refuse)
+    for path in (tmp_path / "nowhere" / "r.json", tmp_path):
+        for flag in ("--json", "--class"):
+            assert grade.main([str(tmp_path), flag, str(path)]) == 2
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert len(lines) == 4 and all(line.startswith("error: --") for line in lines)
+    assert "nowhere" in lines[0] and "no folder" in lines[0]
+
+
+def test_a_submission_one_folder_deeper_is_found(tmp_path, capsys):
+    deeper = tmp_path / "ps3"
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / ".git").mkdir()
+    (deeper / "tests").mkdir(parents=True)
+    for folder in (deeper, tmp_path / "__MACOSX", tmp_path / ".git"):
+        (folder / "common.py").write_text(solution(BY_NAME["kl_estimate"]))
+    (deeper / "mine.py").write_text("half = 0.5\n")
+    text = solution(BY_NAME["kl_estimate"]).replace("d**2 / 2", "half * d**2")
+    assert "half * d" in text
+    (deeper / "common.py").write_text(f"from mine import half\n{text}")
+    assert grade.main([str(tmp_path), "--problems", "kl_estimate"]) == 0
+    assert capsys.readouterr().out.endswith("\n5 of 5 points\n")
+
+
+def test_a_submission_in_two_folders_is_one_line_that_names_them(tmp_path, capsys):
+    for name in ("draft", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.py").write_text(solution(BY_NAME["kl_estimate"]))
+    results = tmp_path / "r.json"
+    assert grade.main([str(tmp_path), "--json", str(results)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "draft" in error and "final" in error
+    # On Gradescope a student sees nothing but this file.
+    told = json.loads(results.read_text())
+    assert told["score"] == 0 and "draft" in told["output"]
+    # Files at the top are the submission, whatever lies below.
+    (tmp_path / "common.py").write_text(solution(BY_NAME["kl_estimate"]))
+    assert grade.main([str(tmp_path), "--problems", "kl_estimate"]) == 0
+    assert capsys.readouterr().out.endswith("\n5 of 5 points\n")
+
+
+ODD_FILES = {
+    "a pipe": (lambda path: os.mkfifo(path), "is no file"),
+    "a folder": (lambda path: path.mkdir(), "is no file"),
+    "a large file": (lambda path: path.write_text("#" * 2_000_000), "larger than 1 MB"),
+    "a function with one name twice": (
+        lambda path: path.write_text("def kl_estimate(a, a):\n    return a\n"),
+        "kl_estimate doesn't parse",
+    ),
+    "depth": (
+        lambda path: path.write_text(f"def kl_estimate(a):\n    return {'-' * 60_000}1\n"),
+        "kl_estimate doesn't parse",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ODD_FILES)
+def test_a_file_that_is_none_or_has_no_end_costs_its_own_problems(way, tmp_path, capsys):
+    make_it, said = ODD_FILES[way]
+    if way == "a pipe" and not hasattr(os, "mkfifo"):
+        pytest.skip("pipes of POSIX")
+    make_it(tmp_path / "common.py")
+    (tmp_path / "rloo.py").write_text(solution(BY_NAME["rloo_loss"]))
+    assert grade.main([str(tmp_path), "--problems", "kl_estimate", "rloo_loss"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "0 of 5 kl_estimate" in output and said in output
+    assert "5 of 5 rloo_loss" in output
+
+
+# --- A class ---
+
+
+def zipped(path: Path, **entries: str) -> zipfile.ZipFile:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in entries.items():
+            archive.writestr(name.replace("__", "/") + ".py", text)
+    return archive
+
+
+def rows_of(path: Path) -> dict[str, dict[str, str]]:
+    with path.open(newline="") as file:
+        return {row["student"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture
+def hand_ins(tmp_path) -> Path:
+    """Those of a class of which most have gone wrong."""
+    folder = tmp_path / "class"
+    right, common = solution(BY_NAME["rloo_loss"]), solution(BY_NAME["kl_estimate"])
+    for name in ("ada", "both", "both/one", "both/two", "crash", ".git"):
+        (folder / name).mkdir(parents=True)
+    for name in ("ada", "crash", "both/one", "both/two"):
+        (folder / name / "rloo.py").write_text(right)
+    (folder / "ada" / "common.py").write_text(common)
+    (folder / "crash" / "common.py").write_text(FAULTY["kl_estimate"])
+    zipped(folder / "bob.zip", ps3__rloo=right, ps3__common=common.replace("torch.expm1(-d)", "d"))
+    zipped(folder / "out.zip", common=common, **{"..__..__evil": "1"})
+    zipped(folder / "huge.zip", common=common, rloo="#" * 300 * 2**20)
+    (folder / "broken.zip").write_bytes(b"PK no more")
+    (folder / "carol.rar").write_bytes(b"Rar!")
+    with zipfile.ZipFile(folder / "link.zip", "w") as archive:
+        info = zipfile.ZipInfo("common.py")
+        info.external_attr = 0o120777 << 16
+        archive.writestr(info, "/etc/passwd")
+    return folder
+
+
+REFUSED = {
+    "both": "several folders (one, two)", "out": "leads out", "huge": "unpacks to more than",
+    "broken": "can't be unpacked", "carol.rar": "neither a folder nor a zip", "link": "is a link",
+}  # fmt: skip
+TWO = ["--problems", "kl_estimate", "rloo_loss"]
+
+
+def test_a_class_gets_a_row_for_each_student_whatever_the_others_hand_in(hand_ins, tmp_path):
+    results = hand_ins / "results.csv"  # no student of that name
+    assert grade.main([str(hand_ins), "--class", str(results), *TWO]) == 0
+    rows = rows_of(results)
+    assert set(rows) == {"ada", "bob", "crash", *REFUSED}
+    points = {name: [row[x] for x in ("total", *TWO[1:])] for name, row in rows.items()}
+    assert points["ada"] == ["10", "5", "5"] and points["crash"] == ["5", "0", "5"]
+    assert points["bob"] == ["8", "3", "5"] and rows["ada"]["went wrong"] == ""
+    assert "kl_estimate: k3: expected" in rows["bob"]["went wrong"]
+    assert "kl_estimate: " in rows["crash"]["went wrong"]
+    for name, said in REFUSED.items():
+        assert points[name] == ["0", "0", "0"] and said in rows[name]["went wrong"], name
+    assert not list(tmp_path.rglob("evil*")) and not Path("/evil.py").exists()
+
+
+def fake_grade(calls: list) -> Callable:
+    """A grader that gives all points, and notes who got them."""
+
+    def run(problem, prepared, submission, time_limit):
+        calls.append(submission.name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        if submission.name == "odd":
+            raise RuntimeError("of the grader itself")
+        return grade.Result(problem, 5, [])
+
+    return run
+
+
+def test_a_class_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    names, calls = ("ada", "bob", "cleo", "dan"), []
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.py").write_text("\n")
+    monkeypatch.setattr(grade, "grade", fake_grade(calls))
+    results = tmp_path / "results.csv"
+    command = [str(tmp_path), "--class", str(results), "--problems", "kl_estimate"]
+    assert grade.main(command) == 130
+    assert list(rows_of(results)) == ["ada", "bob"]  # nothing that was computed is lost
+    assert "run it again" in capsys.readouterr().err
+    with results.open("a") as file:
+        file.write("cleo,5")  # half a row, of a computer that was switched off
+    assert grade.main(command) == 0
+    assert calls == ["ada", "bob", "cleo", "cleo", "dan"] and list(rows_of(results)) == [*names]
+    assert grade.main(command) == 0 and len(calls) == 5
+    other = [*command[:-1], "gae"]
+    assert grade.main(other) == 2
+    error = capsys.readouterr().err
+    assert "other columns" in error and "--overwrite" in error and error.count("\n") == 1
+    assert grade.main([*other, "--overwrite"]) == 0
+    assert calls[5:] == [*names] and "gae" in rows_of(results)["dan"]
+
+
+def test_a_fault_of_the_grader_itself_leaves_the_row_without_points(tmp_path, monkeypatch):
+    for name in ("odd", "zoe"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.py").write_text("\n")
+    monkeypatch.setattr(grade, "grade", fake_grade([]))
+    results = tmp_path / "results.csv"
+    command = [str(tmp_path), "--class", str(results), "--problems", "kl_estimate"]
+    assert grade.main(command) == 1
+    rows = rows_of(results)
+    assert rows["odd"]["total"] == "" and "of the grader itself" in rows["odd"]["went wrong"]
+    assert rows["zoe"]["total"] == "5"
+
+
+def test_a_folder_that_holds_no_class_is_one_line(tmp_path, capsys):
+    (tmp_path / "common.py").write_text("\n")
+    (tmp_path / "empty").mkdir()
+    results = ["--class", str(tmp_path / "results.csv")]
+    assert grade.main([str(tmp_path), *results]) == 2
+    assert grade.main([str(tmp_path / "empty"), *results]) == 2
+    assert grade.main([str(tmp_path), *results, "--json", str(tmp_path / "r.json")]) == 2
+    errors = capsys.readouterr().err.strip().split("\n")
+    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+    assert "one submission" in errors[0] and not (tmp_path / "results.csv").exists()
