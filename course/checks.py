@@ -1349,7 +1349,8 @@ def run_check(item: Check, file: str, path: Path, number: int) -> str:
 
 def main() -> None:
     problem, path, results = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    sys.path.append(sys.argv[4])  # last: modules of the submission replace no library's
+    # Last: modules of the submission replace no library's. Beside the results lie its helpers.
+    sys.path += [str(results.parent), sys.argv[4]]
     torch.set_num_threads(1)
     if resource is not None:  # a loop that collects or writes without end must not fill the machine
         for limit, size in ((resource.RLIMIT_DATA, MEMORY), (resource.RLIMIT_FSIZE, FILE_SIZE)):

@@ -30,8 +30,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from checks import CHECKS, shortened
-from problems import BY_NAME, PROBLEMS, REPOSITORY, NotFound, Problem, splice
-from submissions import FILES, Refused, folder_of, source_of, unpack
+from problems import BY_NAME, PROBLEMS, NotFound, Problem, splice_files
+from submissions import FILES, Refused, folder_of, sources_of, unpack
 
 
 @dataclass
@@ -47,30 +47,34 @@ class Result:
         return sum(item.points for item in CHECKS[self.problem.name])
 
 
-def prepare(problem: Problem, submission: Path) -> tuple[str, str]:
-    """(the solution's file with the submission's function, '') or ('', why that can't be made)."""
+@dataclass
+class Prepared:
+    """The files that a problem is graded on, by their paths, or why there are none."""
+
+    files: dict[str, str]
+    fault: str = ""
+
+
+def prepare(problem: Problem, submission: Path) -> Prepared:
+    """The solution's file with the submission's function, and helpers from its other files."""
+    texts, faults = sources_of(submission)
+    if problem.file in faults:
+        return Prepared({}, faults[problem.file])
     try:
-        text = source_of(submission / problem.file)
-        solution = (REPOSITORY / problem.file).read_text(encoding="utf-8")
-        return splice(solution, text, problem.function), ""
-    except OSError as e:
-        return "", f"{problem.file} can't be read ({e.strerror})"
-    except Refused as e:
-        return "", f"{problem.file} {e}"
+        return Prepared(splice_files(texts, problem))
     except NotFound as e:
-        return "", f"{problem.file}: {e}"
+        return Prepared({}, f"{problem.file}: {e}")
 
 
-def grade(
-    problem: Problem, prepared: tuple[str, str], submission: Path, time_limit: float
-) -> Result:
+def grade(problem: Problem, prepared: Prepared, submission: Path, time_limit: float) -> Result:
     """Run the checks of a problem in a process of its own."""
-    checks, verdicts, (source, ending) = CHECKS[problem.name], [], prepared
-    if source:
+    checks, verdicts, ending = CHECKS[problem.name], [], prepared.fault
+    if not ending:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path, results = Path(folder, problem.file), Path(folder, "results.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source, encoding="utf-8")
+            for name, text in prepared.files.items():
+                Path(folder, name).parent.mkdir(exist_ok=True)
+                Path(folder, name).write_text(text, encoding="utf-8", errors="replace")
             results.touch()
             command = [sys.executable, str(Path(__file__).with_name("checks.py"))]
             command += [problem.name, str(path), str(results), str(submission.resolve())]
@@ -168,8 +172,8 @@ def grade_all(submission: Path, options: argparse.Namespace) -> list[Result]:
     # Not in the threads: ast.parse of Python 3.11 fails where two run at once.
     prepared = [prepare(problem, folder) for problem in chosen]
 
-    def run_one(problem: Problem, source: tuple[str, str]) -> Result:
-        return grade(problem, source, folder, options.time_limit)
+    def run_one(problem: Problem, files: Prepared) -> Result:
+        return grade(problem, files, folder, options.time_limit)
 
     with ThreadPoolExecutor(max(1, options.workers)) as pool:
         return list(pool.map(run_one, chosen, prepared))

@@ -37,6 +37,19 @@ def _has_files(folder: Path) -> bool:
     return any((folder / file).exists() for file in FILES)
 
 
+def sources_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """{file: its text} of the files of the problems, and {file: why it can't be read}."""
+    texts, faults = {}, {}
+    for file in FILES:
+        try:
+            texts[file] = source_of(folder / file)
+        except OSError as e:
+            faults[file] = f"{file} can't be read ({e.strerror})"
+        except Refused as e:
+            faults[file] = f"{file} {e}"
+    return texts, faults
+
+
 def source_of(path: Path) -> str:
     """The text of a file of code, whatever editor wrote it. Raises OSError, Refused."""
     size = path.stat().st_size

@@ -342,11 +342,11 @@ def test_a_right_answer_in_an_unusual_file_gets_all_points(way, tmp_path):
     for old, new in OWN_WAYS[way]:
         submission = submission.replace(old, new) if old else f"{submission}\n{new}"
     (tmp_path / "common.py").write_bytes(submission.encode())
-    source, fault = grade.prepare(BY_NAME["gae"], tmp_path)
-    assert not fault
+    prepared = grade.prepare(BY_NAME["gae"], tmp_path)
+    assert not prepared.fault
     path = tmp_path / "spliced" / "common.py"
     path.parent.mkdir()
-    path.write_text(source)
+    path.write_text(prepared.files["common.py"])
     faults = [checks.run_check(c, "common.py", path, 0) for c in CHECKS["gae"]]
     assert not any(faults), faults
 
@@ -808,3 +808,70 @@ def test_a_folder_that_holds_no_class_is_one_line(tmp_path, capsys):
     errors = capsys.readouterr().err.strip().split("\n")
     assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
     assert "one submission" in errors[0] and not (tmp_path / "results.csv").exists()
+
+
+# --- Helpers of one file that another imports ---
+
+# What a student might put at the end of common.py: helpers that need an import, a constant, each
+# other, and what the file has; and functions of the file written anew, and wrong.
+SHARED_HELPERS = """
+import math as m
+from sampling import nothing_left_out
+
+NOTHING = m.log(1.0)
+
+
+def row_sums(x, mask):
+    return _filled(x, mask).sum(1) + 0 * masked_mean(x, mask)
+
+
+def _filled(x, mask):
+    return nothing_left_out(at_least_float32(x)).masked_fill(~mask.bool(), NOTHING)
+
+
+def constant(log_ratio):
+    return log_ratio * 0
+
+
+def policy_ratio(log_ratio):
+    return log_ratio * 0
+"""
+LOG_RATIO = "(logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)"
+IMPORTED = {
+    "beside what the file imports": (
+        "from common import kl_estimate, row_sums", "row_sums(logprobs - old_logprobs, mask)"
+    ),
+    "under another name": (
+        "from common import row_sums as of_rows", "of_rows(logprobs - old_logprobs, mask)"
+    ),
+    "a function of the file doesn't change": ("from common import policy_ratio", LOG_RATIO),
+    "nor can a helper take its place": (
+        "from common import row_sums, constant as policy_ratio",
+        "row_sums(logprobs - old_logprobs, mask)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", IMPORTED)
+def test_a_helper_of_one_file_comes_along_where_another_imports_it(way, tmp_path, capsys):
+    imports, expression = IMPORTED[way]
+    text = solution(BY_NAME["rloo_loss"])
+    assert text.count(LOG_RATIO) == 1
+    text = text.replace(LOG_RATIO, expression)
+    text = text.replace("\nfrom common import", f"\n{imports}\nfrom common import", 1)
+    (tmp_path / "rloo.py").write_text(text)
+    (tmp_path / "common.py").write_text(solution(BY_NAME["gae"]) + SHARED_HELPERS)
+    own = "def nothing_left_out(x):\n    return x\n"
+    (tmp_path / "sampling.py").write_text(solution(BY_NAME["generate"]) + own)
+    assert grade.main([str(tmp_path), "--problems", "rloo_loss"]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("\n5 of 5 points\n"), output
+
+
+def test_a_helper_that_is_nowhere_costs_what_needs_it_and_is_named(tmp_path, capsys):
+    text = solution(BY_NAME["rloo_loss"]).replace(LOG_RATIO, "row_sums(logprobs, mask)")
+    (tmp_path / "rloo.py").write_text(f"from common import row_sums\n{text}")
+    assert grade.main([str(tmp_path), "--problems", "rloo_loss", "rloo_advantages"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "0 of 5 rloo_loss" in output and "name 'row_sums' is not defined" in output
+    assert "4 of 4 rloo_advantages" in output
