@@ -875,3 +875,25 @@ def test_a_helper_that_is_nowhere_costs_what_needs_it_and_is_named(tmp_path, cap
     output = " ".join(capsys.readouterr().out.split())
     assert "0 of 5 rloo_loss" in output and "name 'row_sums' is not defined" in output
     assert "4 of 4 rloo_advantages" in output
+
+
+# --- Labs on a starter in which something isn't written yet ---
+
+
+def test_an_experiment_names_the_function_that_is_not_written_yet(tmp_path):
+    bare = tmp_path / "bare"
+    assert make.main([str(bare), "--problems", "kl_estimate", "generate", "rloo_loop"]) == 0
+    said = {}
+    for name in ("estimators", "dropout"):
+        command = [sys.executable, "labs.py", name]
+        run = subprocess.run(command, cwd=bare, capture_output=True, text=True)
+        assert run.returncode == 2
+        lines = [x for x in run.stderr.splitlines() if x and "Loading weights" not in x]
+        assert len(lines) == 1, run.stderr  # and no warning of what a process has left behind
+        said[name] = lines[0]
+        text = solution(BY_NAME["generate"])
+        (bare / "sampling.py").write_text(text)
+    start = "error: {} needs a function that is not written yet: {}"
+    assert said["estimators"] == start.format("estimators", "generate in sampling.py")
+    what = "main in rloo.py, set "
+    assert said["dropout"].startswith(start.format("dropout", what)), said["dropout"]
