@@ -891,9 +891,56 @@ def test_an_experiment_names_the_function_that_is_not_written_yet(tmp_path):
         lines = [x for x in run.stderr.splitlines() if x and "Loading weights" not in x]
         assert len(lines) == 1, run.stderr  # and no warning of what a process has left behind
         said[name] = lines[0]
-        text = solution(BY_NAME["generate"])
-        (bare / "sampling.py").write_text(text)
+        for problem in ("generate", "kl_estimate"):
+            (bare / BY_NAME[problem].file).write_text(solution(BY_NAME[problem]))
     start = "error: {} needs a function that is not written yet: {}"
     assert said["estimators"] == start.format("estimators", "generate in sampling.py")
     what = "main in rloo.py, set "
     assert said["dropout"].startswith(start.format("dropout", what)), said["dropout"]
+
+
+# --- A mistake costs the check that is about it ---
+
+ALONE = {
+    "no half in the value loss": ("value_loss", {
+        "return 0.5 * torch.max(free, bounded)": "return torch.max(free, bounded)"
+    }, {"half the larger of two squared errors"}),
+    "the value loss ignores the range": ("value_loss", {
+        "old_values - clip_range_value, old_values + clip_range_value":
+        "old_values - 0.2, old_values + 0.2"
+    }, {"the clip range is used", "clipped says where the clipped prediction decides"}),
+    "padding leaks into the advantages": ("gae", {
+        "rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)": "rewards, values"
+    }, {"an episode ends with its last real token"}),
+    "no discount in the delta": ("gae", {
+        "rewards[:, t] + gamma * next_value": "rewards[:, t] + next_value"
+    }, {"the discounted sum of deltas"}),
+    "returns that aren't 0 off the mask": ("gae", {
+        "def gae(": "def _gae(",
+        "return advantages, advantages + values": "return advantages, advantages + values\n\n\n"
+        "def gae(rewards, values, mask, gamma, lam):\n"
+        "    advantages, _ = _gae(rewards, values, mask, gamma, lam)\n"
+        "    return advantages, advantages + values"
+    }, {"an episode ends with its last real token"}),
+    "returns without the value": ("gae", {
+        "return advantages, advantages + values": "return advantages, advantages"
+    }, {"returns are advantages plus values"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ALONE)
+def test_a_mistake_costs_the_checks_that_are_about_it(mistake, tmp_path):
+    name, edits, expected = ALONE[mistake]
+    text = solution(BY_NAME[name])
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    assert {check for check, _ in faults(BY_NAME[name], text, tmp_path)} == expected
+
+
+def test_advantages_that_are_no_sum_earn_no_points_for_padding(tmp_path):
+    text = "def gae(rewards, values, mask, gamma, lam):\n    mask = mask.bool()\n"
+    text += "    found = rewards.masked_fill(~mask, 0)\n"
+    text += "    return found, (found + values).masked_fill(~mask, 0)\n"
+    lost = {check for check, _ in faults(BY_NAME["gae"], text, tmp_path)}
+    assert lost >= {"the discounted sum of deltas", "an episode ends with its last real token"}
