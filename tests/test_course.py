@@ -944,3 +944,45 @@ def test_advantages_that_are_no_sum_earn_no_points_for_padding(tmp_path):
     text += "    return found, (found + values).masked_fill(~mask, 0)\n"
     lost = {check for check, _ in faults(BY_NAME["gae"], text, tmp_path)}
     assert lost >= {"the discounted sum of deltas", "an episode ends with its last real token"}
+
+
+# --- The answer of a hunt ---
+
+
+def test_each_bug_of_the_hunt_has_a_reason_for_its_curve():
+    measured = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
+    assert set(bughunt.REASONS) == set(measured)
+    assert all(len(text) > 60 and text.endswith(".") for text in bughunt.REASONS.values())
+
+
+def test_a_hunt_is_revealed_with_the_line_that_is_sealed(tmp_path, capsys):
+    measured = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
+    for seed in (2, 20231234):
+        out = tmp_path / f"hunt{seed}"
+        assert bughunt.main([str(out), "--seed", str(seed)]) == 0
+        capsys.readouterr()
+        assert bughunt.main(["--reveal", str(out)]) == 0
+        text = capsys.readouterr().out
+        assert bughunt.main(["--reveal", str(out / "answer.json")]) == 0
+        assert capsys.readouterr().out == text
+        place, bug = re.match(r"(\S+:\d+): (.+)", text).groups()
+        assert bughunt.main([str(out), "--check", place]) == 0
+        about = measured[bug]
+        assert about["metric"] in text and bughunt.REASONS[bug] in " ".join(text.split())
+        file, line = place.split(":")
+        wrong = (out / file).read_text().split("\n")[int(line) - 1]
+        assert wrong.strip() in text
+        gone = set((REPOSITORY / file).read_text().split("\n"))
+        gone -= set((out / file).read_text().split("\n"))
+        assert gone and all(right.strip() in text for right in gone)
+
+
+def test_what_is_no_hunt_or_of_another_version_is_one_line(tmp_path, capsys):
+    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    (tmp_path / "answer.json").write_text("{}")
+    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    (tmp_path / "answer.json").write_text('{"salt": "0", "seed": 3, "sealed": []}')
+    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    errors = capsys.readouterr().err.strip().split("\n")
+    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+    assert "holds no hunt" in errors[0] and "another version" in errors[2]
