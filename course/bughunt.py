@@ -12,6 +12,7 @@ seeds of the right code do. The seal is a salted hash: it keeps from looking, no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -278,7 +279,9 @@ def reveal(path: Path) -> str:
     it is. Raises ValueError for one of another version, OSError without a hunt.
     """
     file = path / "answer.json" if path.is_dir() else path
-    sealed = json.loads(file.read_text(encoding="utf-8"))
+    sealed = None
+    with contextlib.suppress(ValueError):
+        sealed = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(sealed, dict) or not {"salt", "sealed"} <= sealed.keys():
         raise ValueError(f"{file} is no answer of a hunt")
     measured = json.loads(SYMPTOMS.read_text())

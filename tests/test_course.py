@@ -979,10 +979,12 @@ def test_a_hunt_is_revealed_with_the_line_that_is_sealed(tmp_path, capsys):
 
 def test_what_is_no_hunt_or_of_another_version_is_one_line(tmp_path, capsys):
     assert bughunt.main(["--reveal", str(tmp_path)]) == 2
-    (tmp_path / "answer.json").write_text("{}")
-    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    for text in ("{}", "no json"):
+        (tmp_path / "answer.json").write_text(text)
+        assert bughunt.main(["--reveal", str(tmp_path)]) == 2
     (tmp_path / "answer.json").write_text('{"salt": "0", "seed": 3, "sealed": []}')
     assert bughunt.main(["--reveal", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.strip().split("\n")
-    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
-    assert "holds no hunt" in errors[0] and "another version" in errors[2]
+    assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
+    assert "holds no hunt" in errors[0] and "another version" in errors[3]
+    assert all("answer.json is no answer" in line for line in errors[1:3])
