@@ -2,6 +2,7 @@
 
   python course/bughunt.py OUT --seed 3              # the same number, the same bug
   python course/bughunt.py OUT --check ppo.py:212    # is this the line? or plumbing/forward.py:12
+  python course/bughunt.py --reveal OUT              # the answer, for whoever handed it out
   python course/bughunt.py --measure                 # which bugs show, in what: symptoms.json
 
 The bugs are those of tests/mutations.py that show in a metric of a short run: outside of what five
@@ -11,6 +12,7 @@ seeds of the right code do. The seal is a salted hash: it keeps from looking, no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +32,7 @@ sys.path[:0] = [str(COURSE), str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from labs import T_99
 from make import FILES, copy_files
+from reasons import REASONS
 
 SYMPTOMS = COURSE / "symptoms.json"
 # Short runs whose flags bring out what the defaults leave at rest.
@@ -193,6 +197,21 @@ def seal(salt: str, file: str, line: int) -> str:
     return hashlib.sha256(f"{salt} {file}:{line}".encode()).hexdigest()
 
 
+def salt_of(seed: int, bug: str) -> str:
+    return hashlib.sha256(f"{seed} {bug}".encode()).hexdigest()[:16]
+
+
+def sealed_lines(salt: str, file: str, before: str, after: str) -> list[str]:
+    return [seal(salt, file, line) for line in changed_lines(before, after)]
+
+
+def planted(bug: str) -> tuple[str, str, str]:
+    """(file, its text, its text with the bug)."""
+    [(file, old, new)] = [(f, old, new) for b, _, f, old, new in candidates() if b == bug]
+    before = (REPOSITORY / file).read_text(encoding="utf-8")
+    return file, before, before.replace(old, new)
+
+
 def make(out: Path, seed: int) -> None:
     """Write the hunt number `seed` into the new folder `out`."""
     measured = json.loads(SYMPTOMS.read_text())
@@ -200,15 +219,12 @@ def make(out: Path, seed: int) -> None:
     random.Random(0).shuffle(names)
     bug = names[seed % len(names)]
     about = measured["bugs"][bug]
-    [edit] = [(f, old, new) for b, _, f, old, new in candidates() if b == bug]
-    file, old, new = edit
     copy_files(out, [], 0)
-    before = (out / file).read_text(encoding="utf-8")
-    after = before.replace(old, new)
+    file, before, after = planted(bug)
     (out / file).write_text(after, encoding="utf-8")
-    salt = hashlib.sha256(f"{seed} {bug}".encode()).hexdigest()[:16]
-    hashes = [seal(salt, file, line) for line in changed_lines(before, after)]
-    (out / "answer.json").write_text(json.dumps({"salt": salt, "sealed": hashes}) + "\n")
+    answer = {"seed": seed, "salt": salt_of(seed, bug)}
+    answer["sealed"] = sealed_lines(answer["salt"], file, before, after)
+    (out / "answer.json").write_text(json.dumps(answer) + "\n")
     draw(about, measured["right"][about["script"]][about["metric"]], out / "symptom.png")
     where = [f"{about['script']}.py", *SHARED]
     (out / "README.md").write_text(
@@ -258,6 +274,45 @@ def is_right(out: Path, answer: str) -> bool:
     return seal(sealed["salt"], found[0], int(line)) in sealed["sealed"]
 
 
+def reveal(path: Path) -> str:
+    """What a hunt, or its answer.json, has sealed: the line, the right one, and why the curve is as
+    it is. Raises ValueError for one of another version, OSError without a hunt.
+    """
+    file = path / "answer.json" if path.is_dir() else path
+    sealed = None
+    with contextlib.suppress(ValueError):
+        sealed = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(sealed, dict) or not {"salt", "sealed"} <= sealed.keys():
+        raise ValueError(f"{file} is no answer of a hunt")
+    measured = json.loads(SYMPTOMS.read_text())
+    # Hunts of earlier versions don't have their number.
+    seeds = [sealed["seed"]] if "seed" in sealed else range(10_000)
+    for bug, about in measured["bugs"].items():
+        if any(salt_of(seed, bug) == sealed["salt"] for seed in seeds):
+            place, before, after = planted(bug)
+            if sealed_lines(sealed["salt"], place, before, after) == sealed["sealed"]:
+                right = measured["right"][about["script"]][about["metric"]]
+                return explained(bug, about, right, (place, before, after))
+    raise ValueError(f"{file} was made from another version of this repository: reveal it there")
+
+
+def explained(bug: str, about: dict, right: list, edit: tuple[str, str, str]) -> str:
+    file, before, after = edit
+    numbers = changed_lines(before, after)
+    lines = [f"{file}:{numbers[0]}: {bug}", "", "What it says, and what it should say:", ""]
+    pair = before.split("\n"), after.split("\n")
+    matcher = difflib.SequenceMatcher(None, *pair, autojunk=False)
+    for kind, start, end, new_start, new_end in matcher.get_opcodes():
+        if kind != "equal":
+            lines += [f"  - {line}".rstrip() for line in pair[1][new_start:new_end]]
+            lines += [f"  + {line}".rstrip() for line in pair[0][start:end]]
+    (first, last), runs = ends(about["curve"]), [ends(run) for run in right]
+    bounds = [f"{min(x):.3g} to {max(x):.3g}" for x in zip(*runs)]
+    told = f"{about['metric']} is {first:.3g} in the first three steps (right: {bounds[0]}) and"
+    told += f" {last:.3g} in the last five (right: {bounds[1]}). {REASONS[bug]}"
+    return "\n".join([*lines, "", *textwrap.wrap(told, 92)])
+
+
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -265,13 +320,24 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the hunt")
     parser.add_argument("--seed", type=int, default=0, help="which bug (0)")
     parser.add_argument("--check", metavar="FILE:LINE", help="is this the line?")
+    parser.add_argument(
+        "--reveal", type=Path, metavar="HUNT", help="the answer: of a folder, or of its answer.json"
+    )
     parser.add_argument("--measure", action="store_true", help="run all bugs, write symptoms.json")
     options = parser.parse_args(args)
     if options.measure:
         measure()
         return 0
     fault = ""
-    if options.out is None:
+    if options.reveal:
+        try:
+            print(reveal(options.reveal))
+            return 0
+        except OSError:
+            fault = f"{options.reveal} holds no hunt"
+        except ValueError as e:
+            fault = str(e)
+    elif options.out is None:
         fault = "give a folder"
     elif options.check:
         try:

@@ -49,6 +49,8 @@ except ImportError:  # Windows
 
 NAN = math.nan
 MEMORY = 4 * 2**30  # bytes a problem may take; none of ours needs a fifth of it
+FILE_SIZE = 64 * 2**20  # bytes a file that it writes may have; a saved model of ours has 3 MB
+MESSAGE = 500  # characters of a fault that are told
 
 
 @dataclass
@@ -624,22 +626,31 @@ def the_discounted_sum_of_deltas(student, right):
 @check("gae", 2)
 def an_episode_ends_with_its_last_real_token(student, right):
     """The value model also says something at padding: it must not leak into the last token's
-    delta, nor may there be advantages after it."""
+    delta, nor may there be advantages or returns after it."""
     r, v = randn(*SHAPE), randn(*SHAPE, seed=1)
-    expected = brute_gae(r, v, MASK, 0.9, 0.8)
+    # Against the student's own with padding of 0: whether the sum is right is for another check.
+    expected, _ = student.gae(junk(r, MASK, 0.0), junk(v, MASK, 0.0), MASK, 0.9, 0.8)
+    expected = expected.masked_fill(~MASK, 0)
     for value in (3.0, NAN):
-        found, _ = student.gae(junk(r, MASK, value), junk(v, MASK, value), MASK, 0.9, 0.8)
+        dirty = junk(r, MASK, value), junk(v, MASK, value)
+        found, returns = student.gae(*dirty, MASK, 0.9, 0.8)
         same(found, expected, f"advantages with {value} at padding")
+        same(returns.masked_fill(MASK, 0), torch.zeros(SHAPE), "returns at padding")
+    # Or a function that looks at no other token would pass.
+    r[0, -1] += 1
+    found, _ = student.gae(junk(r, MASK, 0.0), junk(v, MASK, 0.0), MASK, 0.9, 0.8)
+    assert found[0, 0] != expected[0, 0], "the last reward doesn't reach the first advantage"
 
 
 @check("gae", 1)
 def returns_are_advantages_plus_values(student, right):
-    """The targets of the value model are A + V, 0 off the mask, with A as it is, not whitened."""
+    """The targets of the value model are A + V at real tokens, with the A that is returned, not
+    whitened."""
     r, v = randn(*SHAPE), randn(*SHAPE, seed=1)
     advantages, returns = student.gae(r, v, MASK, 0.9, 0.8)
-    expected = brute_gae(r, v, MASK, 0.9, 0.8)
-    same(advantages, expected, "advantages")
-    same(returns, expected + junk(v, MASK, 0.0), "returns")
+    # Whether those advantages are right is for other checks.
+    expected = (advantages + v).masked_fill(~MASK, 0)
+    same(returns.masked_fill(~MASK, 0), expected, "returns")
 
 
 @check("gae", 1)
@@ -647,8 +658,9 @@ def the_inputs_stay_as_they_are(student, right):
     """A mask of 0 and 1 does as well as one of bool, and no input is changed."""
     r, v = randn(*SHAPE), randn(*SHAPE, seed=1)
     unchanged(lambda r, v: student.gae(r, v, MASK, 0.9, 0.8), r, v)
+    expected, _ = student.gae(r, v, MASK, 0.9, 0.8)
     found, _ = student.gae(r, v, MASK.long(), 0.9, 0.8)
-    same(found, brute_gae(r, v, MASK, 0.9, 0.8), "advantages with a mask of integers")
+    same(found, expected, "advantages with a mask of integers")
 
 
 # --- policy_loss ---
@@ -714,19 +726,29 @@ def half_the_larger_of_two_squared_errors(student, right):
 
 @check("value_loss", 1)
 def the_clip_range_is_used(student, right):
-    """With a huge range nothing is clipped: half of the squared error."""
+    """With a huge range nothing is clipped: the loss is that of a value that hasn't moved from the
+    old one. With a narrow one it isn't."""
     v, old, R = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
-    same(loss_of(student.value_loss(v, old, R, 100.0)), 0.5 * (v - R) ** 2, "loss")
+    # Against the student's own loss: whether it has its factor is for another check.
+    unmoved = loss_of(student.value_loss(v, v, R, 0.2))
+    same(loss_of(student.value_loss(v, old, R, 100.0)), unmoved, "loss with range 100")
+    clipped = loss_of(student.value_loss(v, old, R, 0.2))
+    assert not torch.allclose(clipped, unmoved), "a range of 0.2 clips nothing"
 
 
 @check("value_loss", 1)
 def no_gradient_where_the_clipped_error_decides(student, right):
     """A value that has moved away from the old one, past the clip, towards the return, has no
     gradient."""
-    v = torch.tensor([[1.0, 0.1, -1.0]], requires_grad=True)
-    old, R = torch.zeros(1, 3), torch.full((1, 3), 2.0)
-    loss_of(student.value_loss(v, old, R, 0.2)).sum().backward()
-    same(v.grad, torch.tensor([[0.0, -1.9, -3.0]]), "gradient")
+    R, gradients = torch.full((1, 3), 2.0), []
+    for moved in (False, True):
+        v = torch.tensor([[1.0, 0.1, -1.0]], requires_grad=True)
+        old = torch.zeros(1, 3) if moved else v.detach().clone()
+        loss_of(student.value_loss(v, old, R, 0.2)).sum().backward()
+        gradients.append(v.grad)
+    assert (gradients[0] < 0).all(), "values below the return aren't raised"
+    expected = gradients[0] * torch.tensor([[0.0, 1.0, 1.0]])
+    same(gradients[1], expected, "gradient, of which the first is clipped")
 
 
 @check("value_loss", 1)
@@ -1329,23 +1351,31 @@ def fault_of(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
+def shortened(text: str) -> str:
+    """The text, cut where it is longer than a message may be."""
+    more = len(text) - MESSAGE
+    return text if more <= 0 else f"{text[:MESSAGE]} ... ({more:,} characters more)"
+
+
 def run_check(item: Check, file: str, path: Path, number: int) -> str:
     """'' if the submission in `path`, of the repository's `file`, passes, else why not."""
     torch.manual_seed(0)
     try:
         item.run(load(path, f"student_{path.stem}_{number}"), solution_of(file))
     except (Exception, SystemExit) as e:
-        return fault_of(e, path) or "it fails"
+        return shortened(fault_of(e, path)) or "it fails"
     return ""
 
 
 def main() -> None:
     problem, path, results = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    sys.path.append(sys.argv[4])  # last: modules of the submission replace no library's
+    # Last: modules of the submission replace no library's. Beside the results lie its helpers.
+    sys.path += [str(results.parent), sys.argv[4]]
     torch.set_num_threads(1)
-    if resource is not None:  # a loop that collects without end must not fill the machine
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    if resource is not None:  # a loop that collects or writes without end must not fill the machine
+        for limit, size in ((resource.RLIMIT_DATA, MEMORY), (resource.RLIMIT_FSIZE, FILE_SIZE)):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(limit, (size, size))
     with results.open("a") as file:
         for number, item in enumerate(CHECKS[problem]):
             fault = run_check(item, BY_NAME[problem].file, path, number)

@@ -2,6 +2,7 @@
 
   python course/grade.py SUBMISSION                       # a folder with the student's files
   python course/grade.py SUBMISSION --json results.json   # as Gradescope reads it
+  python course/grade.py FOLDER --class results.csv       # of a folder or a zip file per student
 
 Each problem runs in a process of its own with a time limit, on the repository's files with the one
 function of the submission put in its place: whatever happens there costs no other problem, and
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
+import io
 import json
 import os
 import signal
@@ -26,8 +29,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from checks import CHECKS
-from problems import BY_NAME, PROBLEMS, REPOSITORY, NotFound, Problem, splice
+from checks import CHECKS, shortened
+from problems import BY_NAME, PROBLEMS, NotFound, Problem, splice_files
+from submissions import FILES, Refused, folder_of, sources_of, unpack
 
 
 @dataclass
@@ -43,38 +47,43 @@ class Result:
         return sum(item.points for item in CHECKS[self.problem.name])
 
 
-def prepare(problem: Problem, submission: Path) -> tuple[str, str]:
-    """(the solution's file with the submission's function, '') or ('', why that can't be made)."""
+@dataclass
+class Prepared:
+    """The files that a problem is graded on, by their paths, or why there are none."""
+
+    files: dict[str, str]
+    fault: str = ""
+
+
+def prepare(problem: Problem, submission: Path) -> Prepared:
+    """The solution's file with the submission's function, and helpers from its other files."""
+    texts, faults = sources_of(submission)
+    if problem.file in faults:
+        return Prepared({}, faults[problem.file])
     try:
-        data = (submission / problem.file).read_bytes()
-        # What PowerShell's > writes is UTF-16.
-        encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        text = data.decode(encoding, "replace").replace("\r\n", "\n").replace("\r", "\n")
-        solution = (REPOSITORY / problem.file).read_text(encoding="utf-8")
-        return splice(solution, text.replace("\0", ""), problem.function), ""
-    except OSError as e:
-        return "", f"{problem.file} can't be read ({e.strerror})"
+        return Prepared(splice_files(texts, problem))
     except NotFound as e:
-        return "", f"{problem.file}: {e}"
+        return Prepared({}, f"{problem.file}: {e}")
 
 
-def grade(
-    problem: Problem, prepared: tuple[str, str], submission: Path, time_limit: float
-) -> Result:
+def grade(problem: Problem, prepared: Prepared, submission: Path, time_limit: float) -> Result:
     """Run the checks of a problem in a process of its own."""
-    checks, verdicts, (source, ending) = CHECKS[problem.name], [], prepared
-    if source:
-        with tempfile.TemporaryDirectory() as folder:
+    checks, verdicts, ending = CHECKS[problem.name], [], prepared.fault
+    if not ending:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path, results = Path(folder, problem.file), Path(folder, "results.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source, encoding="utf-8")
+            for name, text in prepared.files.items():
+                Path(folder, name).parent.mkdir(exist_ok=True)
+                Path(folder, name).write_text(text, encoding="utf-8", errors="replace")
             results.touch()
             command = [sys.executable, str(Path(__file__).with_name("checks.py"))]
             command += [problem.name, str(path), str(results), str(submission.resolve())]
             ending = run(command, folder, time_limit)
             for line in results.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):  # half a line
-                    verdicts.append(json.loads(line)["fault"])
+                # Half a line, or one that the submission has written.
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    if isinstance(fault := json.loads(line)["fault"], str):
+                        verdicts.append(shortened(fault))
     verdicts += [ending or "the process ended before this check"] * (len(checks) - len(verdicts))
     lost = [
         (item.name, item.points, fault, item.advice)
@@ -86,8 +95,11 @@ def grade(
 
 
 def run(command: list[str], folder: str, time_limit: float) -> str:
-    """Run the checks; how they ended, '' if by themselves."""
+    """Run the checks; how they ended, '' if by themselves. What they have started ends with them,
+    and what they leave in a temporary folder lies in `folder`.
+    """
     environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
     errors = Path(folder, "stderr")
     with errors.open("wb") as file:
         process = subprocess.Popen(
@@ -97,15 +109,25 @@ def run(command: list[str], folder: str, time_limit: float) -> str:
         try:
             process.wait(timeout=time_limit)
         except subprocess.TimeoutExpired:
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
-            process.kill()
-            process.wait()
             return f"not done after {time_limit:g} seconds, look for a loop that doesn't end"
+        finally:
+            end_group(process)
     if process.returncode == 0:
         return ""
-    last = errors.read_bytes()[-4000:].decode("utf-8", "replace").strip().split("\n")[-1]
-    return f"the process ended with code {process.returncode}: {last}"
+    with errors.open("rb") as file:
+        file.seek(max(0, errors.stat().st_size - 2**16))
+        last = file.read().decode("utf-8", "replace").strip().split("\n")[-1]
+    return f"the process ended with code {process.returncode}: {shortened(last)}"
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it has started in its group."""
+    if hasattr(os, "killpg"):
+        # No group is left where nothing was started; macOS refuses where all have ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
 
 
 def reasons(result: Result) -> list[str]:
@@ -143,37 +165,168 @@ def for_gradescope(results: list[Result]) -> dict:
     return {"score": sum(result.points for result in results), "tests": tests}
 
 
+def grade_all(submission: Path, options: argparse.Namespace) -> list[Result]:
+    """The results of a submission, a problem each. Raises Refused."""
+    folder = folder_of(submission)
+    chosen = [p for p in PROBLEMS if p.name in (options.problems or BY_NAME)]
+    # Not in the threads: ast.parse of Python 3.11 fails where two run at once.
+    prepared = [prepare(problem, folder) for problem in chosen]
+
+    def run_one(problem: Problem, files: Prepared) -> Result:
+        return grade(problem, files, folder, options.time_limit)
+
+    with ThreadPoolExecutor(max(1, options.workers)) as pool:
+        return list(pool.map(run_one, chosen, prepared))
+
+
+# --- A class: a row for each student ---
+
+
+def students_of(folder: Path, results: Path) -> dict[str, Path]:
+    """{name: what that student has handed in} of all that lies in a folder but the results."""
+    paths = [p for p in sorted(folder.iterdir()) if not p.name.startswith((".", "__"))]
+    paths = [p for p in paths if p.resolve() != results.resolve()]
+    found = {p.name: p for p in paths if p.suffix.lower() != ".zip" or p.is_dir()}
+    for path in paths:
+        if path not in found.values():
+            # Both ada and ada.zip: two rows.
+            found[path.name if path.stem in found else path.stem] = path
+    return dict(sorted(found.items()))
+
+
+def results_of(path: Path, options: argparse.Namespace) -> list[Result]:
+    """The results of a folder or a zip file. Raises Refused."""
+    if path.is_dir():
+        return grade_all(path, options)
+    if path.suffix.lower() != ".zip":
+        raise Refused(f"{path.name} is neither a folder nor a zip file")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        unpacked = Path(folder, path.stem)
+        unpack(path, unpacked)
+        return grade_all(unpacked, options)
+
+
+def in_a_word(results: list[Result]) -> str:
+    """What went wrong first in each problem; once what is the same for several."""
+    names = {}
+    for result in results:
+        for *_, fault, _ in result.lost[:1]:
+            names.setdefault(fault, []).append(result.problem.name)
+    text = "; ".join(f"{', '.join(problems)}: {fault}" for fault, problems in names.items())
+    return " ".join(shortened(text).split())
+
+
+def names_done(path: Path, header: list[str]) -> set[str]:
+    """The students that have a row in an earlier file, from which half a row at its end is taken
+    away. Raises Refused where it has other columns.
+    """
+    if not path.exists():
+        return set()
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    text = text[: text.rfind("\n") + 1]
+    rows = list(csv.reader(io.StringIO(text, newline="")))
+    if rows and rows[0] != header:
+        raise Refused(f"{path} has other columns: choose another file, or --overwrite")
+    path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+    return {row[0] for row in rows[1:] if row}
+
+
+def grade_class(options: argparse.Namespace) -> int:
+    """Write the rows of the students that have none yet, each as soon as it is known."""
+    chosen = [p.name for p in PROBLEMS if p.name in (options.problems or BY_NAME)]
+    header = ["student", "total", *chosen, "went wrong"]
+    path, code = options.class_file, 0
+    students = students_of(options.submission, path)
+    if options.overwrite:
+        path.unlink(missing_ok=True)
+    done = names_done(path, header)
+    with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not path.stat().st_size:
+            writer.writerow(header)
+        for name in [name for name in students if name not in done]:
+            points, word = [0] * len(chosen), ""
+            try:
+                results = results_of(students[name], options)
+                points, word = [result.points for result in results], in_a_word(results)
+            except Refused as e:
+                word = str(e)
+            except Exception as e:  # the others are graded all the same
+                points, word, code = [""] * len(chosen), f"the grader failed: {e!r}", 1
+            total = "" if "" in points else sum(points)
+            writer.writerow([name, total, *points, word])
+            file.flush()
+            say(f"{total:>3}  {name}" + f": {word}" * bool(word))
+    return code
+
+
+# --- The command ---
+
+
+def fault_of(options: argparse.Namespace) -> str:
+    """What is wrong with the flags, '' if nothing."""
+    unknown = sorted(set(options.problems or ()) - set(BY_NAME))
+    if unknown:
+        return f"--problems {unknown[0]}: choose from {', '.join(BY_NAME)}"
+    folder = options.submission
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    if options.json and options.class_file:
+        return "--json is for one submission, --class for many: choose one"
+    for flag, path in (("--json", options.json), ("--class", options.class_file)):
+        if path and path.is_dir():
+            return f"{flag} {path} is a folder: give a file"
+        if path and not path.parent.is_dir():
+            return f"{flag} {path}: there is no folder {path.parent}"
+        if path and not os.access(path.parent, os.W_OK):
+            return f"{flag} {path}: {path.parent} can't be written to"
+    if options.class_file and any((folder / file).is_file() for file in FILES):
+        return f"{folder} is one submission: leave --class away, or give the folder above it"
+    if options.class_file and not students_of(folder, options.class_file):
+        return f"{folder} is empty: --class wants a folder or a zip file for each student"
+    return ""
+
+
+def say(text: str) -> None:
+    """Print it; a student's text may hold what the terminal can't show."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("submission", type=Path, help="folder with the student's files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write Gradescope's results.json")
+    parser.add_argument(
+        "--class", type=Path, metavar="FILE", dest="class_file",
+        help="SUBMISSION has a folder or zip file per student: a row of this CSV file for each",
+    )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="grade those with a row again")
     parser.add_argument("--problems", nargs="+", metavar="NAME", help="these alone")
     parser.add_argument("--time_limit", type=float, default=120, help="seconds a problem (120)")
     parser.add_argument("--workers", type=int, default=2, help="problems at a time (2)")
     options = parser.parse_args(args)
-    unknown = sorted(set(options.problems or ()) - set(BY_NAME))
-    fault = f"{options.submission} is not a folder" if not options.submission.is_dir() else ""
-    if unknown:
-        fault = f"--problems {unknown[0]}: choose from {', '.join(BY_NAME)}"
-    if fault:
+    if fault := fault_of(options):
         print(f"error: {fault}", file=sys.stderr)
         return 2
-    chosen = [p for p in PROBLEMS if p.name in (options.problems or BY_NAME)]
-    # Not in the threads: ast.parse of Python 3.11 fails where two run at once.
-    prepared = [prepare(problem, options.submission) for problem in chosen]
-
-    def run_one(problem: Problem, source: tuple[str, str]) -> Result:
-        return grade(problem, source, options.submission, options.time_limit)
-
-    with ThreadPoolExecutor(max(1, options.workers)) as pool:
-        results = list(pool.map(run_one, chosen, prepared))
+    try:
+        if options.class_file:
+            return grade_class(options)
+        results = grade_all(options.submission, options)
+    except Refused as e:
+        if options.json:
+            options.json.write_text(json.dumps({"score": 0, "output": str(e)}) + "\n")
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        again = "; run it again for the rest" if options.class_file else ""
+        print(f"error: stopped{again}", file=sys.stderr)
+        return 130
     if options.json:
         options.json.write_text(json.dumps(for_gradescope(results), indent=2) + "\n")
-    # A student's text may hold what the terminal can't show.
-    encoding = sys.stdout.encoding or "utf-8"
-    print(report(results).encode(encoding, "backslashreplace").decode(encoding))
+    say(report(results))
     return 0
 
 

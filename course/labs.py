@@ -18,12 +18,14 @@ import importlib.util
 import io
 import json
 import multiprocessing
+import multiprocessing.pool
 import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -659,9 +661,24 @@ def train(module: ModuleType, flags: str, seed: int) -> tuple[list[dict], list[s
     return metrics, [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in last[:4]]
 
 
+class NotWritten(Exception):
+    """A function of a starter repository, and its file, that an experiment needs."""
+
+
 def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], list, list[str]]:
-    """(figures, curve, samples) of a variant of an experiment with a seed."""
-    name, index, seed = job
+    """(figures, curve, samples) of a variant of an experiment with a seed. Raises NotWritten."""
+    try:
+        return _run_variant(*job)
+    except NotImplementedError as e:
+        place = traceback.extract_tb(e.__traceback__)[-1]
+        if not Path(place.filename).resolve().is_relative_to(ROOT):
+            raise  # of a library
+        file = Path(place.filename).resolve().relative_to(ROOT).as_posix()
+        what = f", {e}" if str(e) else ""
+        raise NotWritten(f"{place.name} in {file}{what}") from None
+
+
+def _run_variant(name: str, index: int, seed: int) -> tuple[dict[str, float], list, list[str]]:
     experiment = EXPERIMENTS[name]
     variant = experiment.variants[index]
     if variant.measure is not None:
@@ -688,14 +705,23 @@ def run(name: str, seeds: int) -> dict[str, dict]:
     found = {variant.label: {"figures": [], "curves": []} for variant in variants}
     # Processes of one thread each: two runs at a time are faster than one on two threads.
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for (_, index, _), (figures, curve, samples) in zip(jobs, pool.imap(run_variant, jobs)):
-            part = found[variants[index].label]
-            part["figures"].append(figures)
-            part["curves"].append(curve)
-            part.setdefault("samples", samples)
-        pool.close()
-        pool.join()  # a pool that is only left terminates its processes
+        try:
+            for (_, index, _), (figures, curve, samples) in zip(jobs, pool.imap(run_variant, jobs)):
+                part = found[variants[index].label]
+                part["figures"].append(figures)
+                part["curves"].append(curve)
+                part.setdefault("samples", samples)
+        except NotWritten:
+            _leave(pool)
+            raise
+        _leave(pool)
     return found
+
+
+def _leave(pool: multiprocessing.pool.Pool) -> None:
+    """Let its processes end: a pool that is only left ends them at once, and semaphores leak."""
+    pool.close()
+    pool.join()
 
 
 def curves_of(name: str, found: dict[str, dict]) -> dict[str, list]:
@@ -802,7 +828,7 @@ def main() -> int:
     for name in names:
         try:
             found = run(name, options.seeds)
-        except NotImplementedError as e:
+        except NotWritten as e:
             print(f"error: {name} needs a function that is not written yet: {e}", file=sys.stderr)
             return 2
         print(table(name, found, {} if options.update else expected), flush=True)

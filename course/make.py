@@ -103,11 +103,12 @@ adds two-digit numbers and forgets to carry: it gets 44% of the sums right when 
 PROBLEMS
 
 TOTAL points. The grader has more checks than the tests here. It takes each function by its name
-and puts it among the right ones, so an error in one costs no other; helpers of your own in the same
-file come along. Don't change names and arguments. Three rules hold everywhere: a mask may be of
-bool or of 0 and 1; what stands off the mask may be anything, even NaN, and has no influence; no
-input is changed. Where a docstring names the values that an argument may have, any other is a
-ValueError.
+and puts it among the right ones, so an error in one costs no other. Helpers of your own come along,
+also from common.py to another file that has `from common import my_helper` at its top; a function
+that common.py had from the beginning is ours there. Don't change names and arguments. Three rules
+hold everywhere: a mask may be of bool or of 0 and 1; what stands off the mask may be anything, even
+NaN, and has no influence; no input is changed. Where a docstring names the values that an argument
+may have, any other is a ValueError.
 
 Hand in FILES.
 All else in plumbing/, tools/ and tiny/ stays as it is and may be left away.

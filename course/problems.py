@@ -7,6 +7,7 @@ no marker clutters the solution, which is the repository itself.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import symtable
@@ -399,6 +400,7 @@ def top_level(source: str) -> list[tuple[ast.stmt, str]]:
 def _parses(source: str) -> bool:
     try:
         ast.parse(source)
+        symtable.symtable(source, "submission", "exec")  # also two arguments of one name
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
@@ -439,18 +441,80 @@ def splice(solution: str, submission: str, function: str) -> str:
     are new, and those that have been changed, but no other problem's function; nothing else of the
     submission is run. So a fault in one function can't cost the points of another. Raises NotFound.
     """
+    text, _ = _splice(solution, submission, function)
+    return text
+
+
+def splice_files(texts: dict[str, str], problem: Problem) -> dict[str, str]:
+    """{path: text} of the file of a problem, see `splice`, and of modules beside it with what it
+    imports from other files of the submission, whose texts are given by their paths.
+
+    Only names that the repository's file lacks come from there: a function of the solution stays
+    as it is, here and for whoever imports it.
+    """
+    text, missing = _splice(_repository(problem.file), texts[problem.file], problem.function)
+    found, asked = {problem.file: text}, {}
+    while missing:
+        module, names = missing.popitem()
+        file = MODULES[module]
+        if file not in texts or names <= asked.setdefault(module, set()):
+            continue
+        asked[module] |= names
+        theirs = top_level(texts[file])
+        taken = _with_helpers(_repository(file), theirs, set(), asked[module], "")
+        parts, more = _texts(_repository(file), theirs, taken)
+        head = f"import {module} as _original\n\nglobals().update("
+        head += 'dict(item for item in vars(_original).items() if item[0][:2] != "__"))'
+        found[f"{beside(module)}.py"] = "\n\n\n".join([head, *parts]) + "\n"
+        for name in more:
+            missing[name] = missing.get(name, set()) | more[name]
+    return found
+
+
+MODULES = {p.file.removesuffix(".py").replace("/", "."): p.file for p in PROBLEMS}
+
+
+def beside(module: str) -> str:
+    """The module with what a submission has in `module` and the repository has not."""
+    return f"submitted_{module.replace('.', '_')}"
+
+
+@functools.cache
+def _repository(file: str) -> str:
+    return (REPOSITORY / file).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _meanings(source: str) -> dict[str, str]:
+    """{name: what gives it its meaning} of the top level of a file."""
+    return {name: ast.dump(node) for node, _ in top_level(source) for name in names_of(node)}
+
+
+Parts = list[tuple[ast.stmt, str]]
+
+
+def _splice(solution: str, submission: str, function: str) -> tuple[str, dict[str, set[str]]]:
+    """`splice`, and {module: names} of what is to be had from other files of the submission."""
     theirs = top_level(submission)
     found = [i for i, (node, _) in enumerate(theirs) if function in names_of(node)]
     if not found:
         if re.search(rf"^def {function}\b", submission, re.MULTILINE):
             raise NotFound(f"{function} doesn't parse, python says where: check its syntax")
         raise NotFound(f"there is no function {function}")
-    ours = {}
-    for node, _ in top_level(solution):
-        ours |= {name: ast.dump(node) for name in names_of(node)}
-    others = {problem.function for problem in PROBLEMS} - {function}
-    taken, wanted = {found[-1]}, globals_of(theirs[found[-1]][1])
-    grown = True
+    wanted = globals_of(theirs[found[-1]][1])
+    taken = _with_helpers(solution, theirs, {found[-1]}, wanted, function)
+    parts, missing = _texts(solution, theirs, taken)
+    return "\n\n\n".join([solution.rstrip(), *parts]) + "\n", missing
+
+
+def _with_helpers(
+    solution: str, theirs: Parts, taken: set[int], wanted: set[str], function: str
+) -> set[int]:
+    """`taken`, and the places of the statements that the names in `wanted` need, directly or not,
+    and that the solution hasn't got like that. None is of `function`, or of another problem.
+    """
+    ours, others = _meanings(solution), {p.function for p in PROBLEMS} - {function}
+    taken, wanted, grown = set(taken), set(wanted), True
     while grown:
         grown = False
         for index, (node, text) in enumerate(theirs):
@@ -460,11 +524,36 @@ def splice(solution: str, submission: str, function: str) -> str:
                 taken.add(index)
                 wanted |= globals_of(text)
                 grown = True
-    parts = []
+    return taken
+
+
+def _texts(solution: str, theirs: Parts, taken: set[int]) -> tuple[list[str], dict[str, set[str]]]:
+    """The statements to be put after the solution, and {module: names} of what they import that is
+    in the submission's file of that module alone.
+    """
+    parts, missing = [], {}
     for index in sorted(taken):
         node, text = theirs[index]
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            # Where it fails, a name stays undefined, and that is said where it is used.
-            text = f"try:\n{textwrap.indent(text, '    ')}\nexcept Exception:\n    pass"
-        parts.append(text)
-    return "\n\n\n".join([solution.rstrip(), *parts]) + "\n"
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            parts.append(text)
+            continue
+        texts = [text]
+        if new := _new_names(node):
+            protected = _meanings(solution).keys() | {p.function for p in PROBLEMS}
+            kept = [a for a in node.names if a not in new]
+            new = [a for a in new if (a.asname or a.name) not in protected]
+            missing.setdefault(node.module, set()).update(a.name for a in new)
+            pairs = [(node.module, kept), (beside(node.module), new)]
+            texts = [ast.unparse(ast.ImportFrom(m, names, 0)) for m, names in pairs if names]
+        # Where it fails, a name stays undefined, and that is said where it is used.
+        for text in texts:
+            parts.append(f"try:\n{textwrap.indent(text, '    ')}\nexcept Exception:\n    pass")
+    return parts, missing
+
+
+def _new_names(node: ast.stmt) -> list[ast.alias]:
+    """What an import asks of a file of the submission that the repository's file hasn't got."""
+    if not isinstance(node, ast.ImportFrom) or node.level or node.module not in MODULES:
+        return []
+    known = _meanings(_repository(MODULES[node.module]))
+    return [a for a in node.names if a.name not in known and a.name != "*"]

@@ -1,6 +1,7 @@
 """The course kit: nothing of the solution is given away, and points go where they belong."""
 
 import ast
+import csv
 import json
 import os
 import re
@@ -8,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -340,11 +342,11 @@ def test_a_right_answer_in_an_unusual_file_gets_all_points(way, tmp_path):
     for old, new in OWN_WAYS[way]:
         submission = submission.replace(old, new) if old else f"{submission}\n{new}"
     (tmp_path / "common.py").write_bytes(submission.encode())
-    source, fault = grade.prepare(BY_NAME["gae"], tmp_path)
-    assert not fault
+    prepared = grade.prepare(BY_NAME["gae"], tmp_path)
+    assert not prepared.fault
     path = tmp_path / "spliced" / "common.py"
     path.parent.mkdir()
-    path.write_text(source)
+    path.write_text(prepared.files["common.py"])
     faults = [checks.run_check(c, "common.py", path, 0) for c in CHECKS["gae"]]
     assert not any(faults), faults
 
@@ -504,3 +506,485 @@ def test_a_hunt_has_one_bug_a_picture_and_a_sealed_answer(tmp_path, capsys):
     again = tmp_path / "again"
     assert bughunt.main([str(again), "--seed", "0"]) == 0
     assert (again / changed[0]).exists() and bughunt.main([str(again)]) == 2
+
+
+# --- What a submission may use up ---
+
+
+def graded(tmp_path: Path, body: str, *flags: str, problem: str = "kl_estimate") -> dict:
+    """The grader's verdict, as Gradescope reads it, on one function with this body."""
+    (tmp_path / "hand_in").mkdir()
+    arguments = ast.unparse(function_of(solution(BY_NAME[problem]), problem).args)
+    text = f"def {problem}({arguments}):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
+    (tmp_path / "hand_in" / BY_NAME[problem].file).write_text(text)
+    options = ["--problems", problem, "--json", str(tmp_path / "r.json"), *flags]
+    assert grade.main([str(tmp_path / "hand_in"), *options]) == 0
+    [test] = json.loads((tmp_path / "r.json").read_text())["tests"]
+    return test
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that init hasn't taken away yet has ended.
+    status = Path(f"/proc/{pid}/stat")
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are those of POSIX")
+def test_a_process_that_a_submission_starts_ends_with_the_grading(tmp_path):
+    noted = tmp_path / "pids"
+    body = f"""
+    import subprocess
+    process = subprocess.Popen(["sleep", "300"])
+    with open({str(noted)!r}, "a") as file:
+        print(process.pid, file=file)
+    """
+    assert graded(tmp_path, body)["score"] == 0
+    pids = [int(line) for line in noted.read_text().split()]
+    assert len(pids) == len(CHECKS["kl_estimate"])
+    assert not any(map(is_running, pids))
+
+
+LONG = {
+    "a verdict": ["raise RuntimeError('x' * 3_000_000)"],
+    "stderr": ["import os", "os.write(2, b'x' * 3_000_000)", "os._exit(3)"],
+    "verdicts written by itself": [
+        "import os, sys", "with open(sys.argv[3], 'a') as file:",
+        "    file.write('{\"fault\": \"' + 'x' * 3_000_000 + '\"}\\n')", "os._exit(3)"
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", LONG)
+def test_a_message_of_megabytes_is_cut_and_that_is_said(way, tmp_path, capsys):
+    test = graded(tmp_path, "\n".join(LONG[way]))
+    assert test["score"] == 0 and "x" * 100 in test["output"]
+    assert len(test["output"]) < 5000 and "characters more" in test["output"]
+    assert len(capsys.readouterr().out) < 8000
+
+
+ODD_VERDICTS = ["[" * 100_000, "7", "{}", '{"fault": 7}', '{"fault": ["x"]}']
+
+
+@pytest.mark.parametrize("line", ODD_VERDICTS, ids=lambda line: line[:20])
+def test_a_submission_that_writes_verdicts_of_another_form_breaks_nothing(line, tmp_path):
+    body = f"""
+    import os, sys
+    with open(sys.argv[3], "a") as file:
+        file.write({line!r} + "\\n")
+    os._exit(3)
+    """
+    assert "ended with code 3" in graded(tmp_path, body)["output"]
+
+
+@pytest.mark.skipif(checks.resource is None, reason="limits are those of POSIX")
+def test_a_submission_that_writes_gigabytes_is_stopped(tmp_path):
+    noted = tmp_path / "sizes"
+    body = f"""
+    import os, sys, tempfile
+    for file in (sys.stderr, tempfile.NamedTemporaryFile("w", delete=False)):
+        try:
+            for _ in range(300):
+                file.write("x" * 2**20)
+                file.flush()
+        except OSError:
+            pass
+        with open({str(noted)!r}, "a") as sizes:
+            print(os.fstat(file.fileno()).st_size, file.name, file=sizes)
+    """
+    graded(tmp_path, body)
+    lines = [line.split() for line in noted.read_text().splitlines()]
+    assert all(int(size) <= checks.FILE_SIZE < 300 * 2**20 for size, _ in lines)
+    # And what is left in the temporary folder goes with the grading.
+    assert not any(Path(name).exists() for _, name in lines if name != "<stderr>")
+
+
+@pytest.mark.skipif(checks.resource is None, reason="limits are those of POSIX")
+def test_a_submission_that_takes_all_memory_is_stopped(tmp_path):
+    body = "return torch.zeros(6 * 2**30, dtype=torch.uint8)"
+    assert "DefaultCPUAllocator" in graded(tmp_path, body)["output"]
+
+
+# --- Where the files of a submission lie, and where the results go ---
+
+
+def test_results_that_can_not_be_written_are_one_line_before_anything_is_graded(
+    tmp_path, capsys, monkeypatch
+):
+    def refuse(*args):
+        raise AssertionError("graded")
+
+    monkeypatch.setattr(grade, "grade", refuse)
+    for path in (tmp_path / "nowhere" / "r.json", tmp_path):
+        for flag in ("--json", "--class"):
+            assert grade.main([str(tmp_path), flag, str(path)]) == 2
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert len(lines) == 4 and all(line.startswith("error: --") for line in lines)
+    assert "nowhere" in lines[0] and "no folder" in lines[0]
+
+
+def test_a_submission_one_folder_deeper_is_found(tmp_path, capsys):
+    deeper = tmp_path / "ps3"
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / ".git").mkdir()
+    (deeper / "tests").mkdir(parents=True)
+    for folder in (deeper, tmp_path / "__MACOSX", tmp_path / ".git"):
+        (folder / "common.py").write_text(solution(BY_NAME["kl_estimate"]))
+    (deeper / "mine.py").write_text("half = 0.5\n")
+    text = solution(BY_NAME["kl_estimate"]).replace("d**2 / 2", "half * d**2")
+    assert "half * d" in text
+    (deeper / "common.py").write_text(f"from mine import half\n{text}")
+    assert grade.main([str(tmp_path), "--problems", "kl_estimate"]) == 0
+    assert capsys.readouterr().out.endswith("\n5 of 5 points\n")
+
+
+def test_a_submission_in_two_folders_is_one_line_that_names_them(tmp_path, capsys):
+    for name in ("draft", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.py").write_text(solution(BY_NAME["kl_estimate"]))
+    results = tmp_path / "r.json"
+    assert grade.main([str(tmp_path), "--json", str(results)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "draft" in error and "final" in error
+    # On Gradescope a student sees nothing but this file.
+    told = json.loads(results.read_text())
+    assert told["score"] == 0 and "draft" in told["output"]
+    # Files at the top are the submission, whatever lies below.
+    (tmp_path / "common.py").write_text(solution(BY_NAME["kl_estimate"]))
+    assert grade.main([str(tmp_path), "--problems", "kl_estimate"]) == 0
+    assert capsys.readouterr().out.endswith("\n5 of 5 points\n")
+
+
+ODD_FILES = {
+    "a pipe": (lambda path: os.mkfifo(path), "is no file"),
+    "a folder": (lambda path: path.mkdir(), "is no file"),
+    "a large file": (lambda path: path.write_text("#" * 2_000_000), "larger than 1 MB"),
+    "a function with one name twice": (
+        lambda path: path.write_text("def kl_estimate(a, a):\n    return a\n"),
+        "kl_estimate doesn't parse",
+    ),
+    "depth": (
+        lambda path: path.write_text(f"def kl_estimate(a):\n    return {'-' * 60_000}1\n"),
+        "kl_estimate doesn't parse",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ODD_FILES)
+def test_a_file_that_is_none_or_has_no_end_costs_its_own_problems(way, tmp_path, capsys):
+    make_it, said = ODD_FILES[way]
+    if way == "a pipe" and not hasattr(os, "mkfifo"):
+        pytest.skip("pipes of POSIX")
+    make_it(tmp_path / "common.py")
+    (tmp_path / "rloo.py").write_text(solution(BY_NAME["rloo_loss"]))
+    assert grade.main([str(tmp_path), "--problems", "kl_estimate", "rloo_loss"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "0 of 5 kl_estimate" in output and said in output
+    assert "5 of 5 rloo_loss" in output
+
+
+# --- A class ---
+
+
+def zipped(path: Path, **entries: str) -> zipfile.ZipFile:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in entries.items():
+            archive.writestr(name.replace("__", "/") + ".py", text)
+    return archive
+
+
+def rows_of(path: Path) -> dict[str, dict[str, str]]:
+    with path.open(newline="") as file:
+        return {row["student"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture
+def hand_ins(tmp_path) -> Path:
+    """Those of a class of which most have gone wrong."""
+    folder = tmp_path / "class"
+    right, common = solution(BY_NAME["rloo_loss"]), solution(BY_NAME["kl_estimate"])
+    for name in ("ada", "both", "both/one", "both/two", "crash", ".git"):
+        (folder / name).mkdir(parents=True)
+    for name in ("ada", "crash", "both/one", "both/two"):
+        (folder / name / "rloo.py").write_text(right)
+    (folder / "ada" / "common.py").write_text(common)
+    (folder / "crash" / "common.py").write_text(FAULTY["kl_estimate"])
+    zipped(folder / "bob.zip", ps3__rloo=right, ps3__common=common.replace("torch.expm1(-d)", "d"))
+    zipped(folder / "out.zip", common=common, **{"..__..__evil": "1"})
+    zipped(folder / "huge.zip", common=common, rloo="#" * 300 * 2**20)
+    (folder / "broken.zip").write_bytes(b"PK no more")
+    (folder / "carol.rar").write_bytes(b"Rar!")
+    with zipfile.ZipFile(folder / "link.zip", "w") as archive:
+        info = zipfile.ZipInfo("common.py")
+        info.external_attr = 0o120777 << 16
+        archive.writestr(info, "/etc/passwd")
+    return folder
+
+
+REFUSED = {
+    "both": "several folders (one, two)", "out": "leads out", "huge": "unpacks to more than",
+    "broken": "can't be unpacked", "carol.rar": "neither a folder nor a zip", "link": "is a link",
+}  # fmt: skip
+TWO = ["--problems", "kl_estimate", "rloo_loss"]
+
+
+def test_a_class_gets_a_row_for_each_student_whatever_the_others_hand_in(hand_ins, tmp_path):
+    results = hand_ins / "results.csv"  # no student of that name
+    assert grade.main([str(hand_ins), "--class", str(results), *TWO]) == 0
+    rows = rows_of(results)
+    assert set(rows) == {"ada", "bob", "crash", *REFUSED}
+    points = {name: [row[x] for x in ("total", *TWO[1:])] for name, row in rows.items()}
+    assert points["ada"] == ["10", "5", "5"] and points["crash"] == ["5", "0", "5"]
+    assert points["bob"] == ["8", "3", "5"] and rows["ada"]["went wrong"] == ""
+    assert "kl_estimate: k3: expected" in rows["bob"]["went wrong"]
+    assert "kl_estimate: " in rows["crash"]["went wrong"]
+    for name, said in REFUSED.items():
+        assert points[name] == ["0", "0", "0"] and said in rows[name]["went wrong"], name
+    assert not list(tmp_path.rglob("evil*")) and not Path("/evil.py").exists()
+
+
+def fake_grade(calls: list) -> Callable:
+    """A grader that gives all points, and notes who got them."""
+
+    def run(problem, prepared, submission, time_limit):
+        calls.append(submission.name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        if submission.name == "odd":
+            raise RuntimeError("of the grader itself")
+        return grade.Result(problem, 5, [])
+
+    return run
+
+
+def test_a_class_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    names, calls = ("ada", "bob", "cleo", "dan"), []
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.py").write_text("\n")
+    monkeypatch.setattr(grade, "grade", fake_grade(calls))
+    results = tmp_path / "results.csv"
+    command = [str(tmp_path), "--class", str(results), "--problems", "kl_estimate"]
+    assert grade.main(command) == 130
+    assert list(rows_of(results)) == ["ada", "bob"]  # nothing that was computed is lost
+    assert "run it again" in capsys.readouterr().err
+    with results.open("a") as file:
+        file.write("cleo,5")  # half a row, of a computer that was switched off
+    assert grade.main(command) == 0
+    assert calls == ["ada", "bob", "cleo", "cleo", "dan"] and list(rows_of(results)) == [*names]
+    assert grade.main(command) == 0 and len(calls) == 5
+    other = [*command[:-1], "gae"]
+    assert grade.main(other) == 2
+    error = capsys.readouterr().err
+    assert "other columns" in error and "--overwrite" in error and error.count("\n") == 1
+    assert grade.main([*other, "--overwrite"]) == 0
+    assert calls[5:] == [*names] and "gae" in rows_of(results)["dan"]
+
+
+def test_a_fault_of_the_grader_itself_leaves_the_row_without_points(tmp_path, monkeypatch):
+    for name in ("odd", "zoe"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.py").write_text("\n")
+    monkeypatch.setattr(grade, "grade", fake_grade([]))
+    results = tmp_path / "results.csv"
+    command = [str(tmp_path), "--class", str(results), "--problems", "kl_estimate"]
+    assert grade.main(command) == 1
+    rows = rows_of(results)
+    assert rows["odd"]["total"] == "" and "of the grader itself" in rows["odd"]["went wrong"]
+    assert rows["zoe"]["total"] == "5"
+
+
+def test_a_folder_that_holds_no_class_is_one_line(tmp_path, capsys):
+    (tmp_path / "common.py").write_text("\n")
+    (tmp_path / "empty").mkdir()
+    results = ["--class", str(tmp_path / "results.csv")]
+    assert grade.main([str(tmp_path), *results]) == 2
+    assert grade.main([str(tmp_path / "empty"), *results]) == 2
+    assert grade.main([str(tmp_path), *results, "--json", str(tmp_path / "r.json")]) == 2
+    errors = capsys.readouterr().err.strip().split("\n")
+    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+    assert "one submission" in errors[0] and not (tmp_path / "results.csv").exists()
+
+
+# --- Helpers of one file that another imports ---
+
+# What a student might put at the end of common.py: helpers that need an import, a constant, each
+# other, and what the file has; and functions of the file written anew, and wrong.
+SHARED_HELPERS = """
+import math as m
+from sampling import nothing_left_out
+
+NOTHING = m.log(1.0)
+
+
+def row_sums(x, mask):
+    return _filled(x, mask).sum(1) + 0 * masked_mean(x, mask)
+
+
+def _filled(x, mask):
+    return nothing_left_out(at_least_float32(x)).masked_fill(~mask.bool(), NOTHING)
+
+
+def constant(log_ratio):
+    return log_ratio * 0
+
+
+def policy_ratio(log_ratio):
+    return log_ratio * 0
+"""
+LOG_RATIO = "(logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)"
+IMPORTED = {
+    "beside what the file imports": (
+        "from common import kl_estimate, row_sums", "row_sums(logprobs - old_logprobs, mask)"
+    ),
+    "under another name": (
+        "from common import row_sums as of_rows", "of_rows(logprobs - old_logprobs, mask)"
+    ),
+    "a function of the file doesn't change": ("from common import policy_ratio", LOG_RATIO),
+    "nor can a helper take its place": (
+        "from common import row_sums, constant as policy_ratio",
+        "row_sums(logprobs - old_logprobs, mask)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", IMPORTED)
+def test_a_helper_of_one_file_comes_along_where_another_imports_it(way, tmp_path, capsys):
+    imports, expression = IMPORTED[way]
+    text = solution(BY_NAME["rloo_loss"])
+    assert text.count(LOG_RATIO) == 1
+    text = text.replace(LOG_RATIO, expression)
+    text = text.replace("\nfrom common import", f"\n{imports}\nfrom common import", 1)
+    (tmp_path / "rloo.py").write_text(text)
+    (tmp_path / "common.py").write_text(solution(BY_NAME["gae"]) + SHARED_HELPERS)
+    own = "def nothing_left_out(x):\n    return x\n"
+    (tmp_path / "sampling.py").write_text(solution(BY_NAME["generate"]) + own)
+    assert grade.main([str(tmp_path), "--problems", "rloo_loss"]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("\n5 of 5 points\n"), output
+
+
+def test_a_helper_that_is_nowhere_costs_what_needs_it_and_is_named(tmp_path, capsys):
+    text = solution(BY_NAME["rloo_loss"]).replace(LOG_RATIO, "row_sums(logprobs, mask)")
+    (tmp_path / "rloo.py").write_text(f"from common import row_sums\n{text}")
+    assert grade.main([str(tmp_path), "--problems", "rloo_loss", "rloo_advantages"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "0 of 5 rloo_loss" in output and "name 'row_sums' is not defined" in output
+    assert "4 of 4 rloo_advantages" in output
+
+
+# --- Labs on a starter in which something isn't written yet ---
+
+
+def test_an_experiment_names_the_function_that_is_not_written_yet(tmp_path):
+    bare = tmp_path / "bare"
+    assert make.main([str(bare), "--problems", "kl_estimate", "generate", "rloo_loop"]) == 0
+    said = {}
+    for name in ("estimators", "dropout"):
+        command = [sys.executable, "labs.py", name]
+        run = subprocess.run(command, cwd=bare, capture_output=True, text=True)
+        assert run.returncode == 2
+        lines = [x for x in run.stderr.splitlines() if x and "Loading weights" not in x]
+        assert len(lines) == 1, run.stderr  # and no warning of what a process has left behind
+        said[name] = lines[0]
+        for problem in ("generate", "kl_estimate"):
+            (bare / BY_NAME[problem].file).write_text(solution(BY_NAME[problem]))
+    start = "error: {} needs a function that is not written yet: {}"
+    assert said["estimators"] == start.format("estimators", "generate in sampling.py")
+    what = "main in rloo.py, set "
+    assert said["dropout"].startswith(start.format("dropout", what)), said["dropout"]
+
+
+# --- A mistake costs the check that is about it ---
+
+ALONE = {
+    "no half in the value loss": ("value_loss", {
+        "return 0.5 * torch.max(free, bounded)": "return torch.max(free, bounded)"
+    }, {"half the larger of two squared errors"}),
+    "the value loss ignores the range": ("value_loss", {
+        "old_values - clip_range_value, old_values + clip_range_value":
+        "old_values - 0.2, old_values + 0.2"
+    }, {"the clip range is used", "clipped says where the clipped prediction decides"}),
+    "padding leaks into the advantages": ("gae", {
+        "rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)": "rewards, values"
+    }, {"an episode ends with its last real token"}),
+    "no discount in the delta": ("gae", {
+        "rewards[:, t] + gamma * next_value": "rewards[:, t] + next_value"
+    }, {"the discounted sum of deltas"}),
+    "returns that aren't 0 off the mask": ("gae", {
+        "def gae(": "def _gae(",
+        "return advantages, advantages + values": "return advantages, advantages + values\n\n\n"
+        "def gae(rewards, values, mask, gamma, lam):\n"
+        "    advantages, _ = _gae(rewards, values, mask, gamma, lam)\n"
+        "    return advantages, advantages + values"
+    }, {"an episode ends with its last real token"}),
+    "returns without the value": ("gae", {
+        "return advantages, advantages + values": "return advantages, advantages"
+    }, {"returns are advantages plus values"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ALONE)
+def test_a_mistake_costs_the_checks_that_are_about_it(mistake, tmp_path):
+    name, edits, expected = ALONE[mistake]
+    text = solution(BY_NAME[name])
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    assert {check for check, _ in faults(BY_NAME[name], text, tmp_path)} == expected
+
+
+def test_advantages_that_are_no_sum_earn_no_points_for_padding(tmp_path):
+    text = "def gae(rewards, values, mask, gamma, lam):\n    mask = mask.bool()\n"
+    text += "    found = rewards.masked_fill(~mask, 0)\n"
+    text += "    return found, (found + values).masked_fill(~mask, 0)\n"
+    lost = {check for check, _ in faults(BY_NAME["gae"], text, tmp_path)}
+    assert lost >= {"the discounted sum of deltas", "an episode ends with its last real token"}
+
+
+# --- The answer of a hunt ---
+
+
+def test_each_bug_of_the_hunt_has_a_reason_for_its_curve():
+    measured = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
+    assert set(bughunt.REASONS) == set(measured)
+    assert all(len(text) > 60 and text.endswith(".") for text in bughunt.REASONS.values())
+
+
+def test_a_hunt_is_revealed_with_the_line_that_is_sealed(tmp_path, capsys):
+    measured = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
+    for seed in (2, 20231234):
+        out = tmp_path / f"hunt{seed}"
+        assert bughunt.main([str(out), "--seed", str(seed)]) == 0
+        capsys.readouterr()
+        assert bughunt.main(["--reveal", str(out)]) == 0
+        text = capsys.readouterr().out
+        assert bughunt.main(["--reveal", str(out / "answer.json")]) == 0
+        assert capsys.readouterr().out == text
+        place, bug = re.match(r"(\S+:\d+): (.+)", text).groups()
+        assert bughunt.main([str(out), "--check", place]) == 0
+        about = measured[bug]
+        assert about["metric"] in text and bughunt.REASONS[bug] in " ".join(text.split())
+        file, line = place.split(":")
+        wrong = (out / file).read_text().split("\n")[int(line) - 1]
+        assert wrong.strip() in text
+        gone = set((REPOSITORY / file).read_text().split("\n"))
+        gone -= set((out / file).read_text().split("\n"))
+        assert gone and all(right.strip() in text for right in gone)
+
+
+def test_what_is_no_hunt_or_of_another_version_is_one_line(tmp_path, capsys):
+    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    for text in ("{}", "no json"):
+        (tmp_path / "answer.json").write_text(text)
+        assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    (tmp_path / "answer.json").write_text('{"salt": "0", "seed": 3, "sealed": []}')
+    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    errors = capsys.readouterr().err.strip().split("\n")
+    assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
+    assert "holds no hunt" in errors[0] and "another version" in errors[3]
+    assert all("answer.json is no answer" in line for line in errors[1:3])

@@ -1,0 +1,92 @@
+"""Where the files of a submission lie: in its folder, one folder deeper, or in a zip file."""
+
+from __future__ import annotations
+
+import stat
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+
+from problems import PROBLEMS
+
+FILES = sorted({problem.file for problem in PROBLEMS})
+SOURCE_SIZE = 2**20  # bytes of a file of code; the longest of ours has 50,000
+UNPACKED_SIZE = 200 * 2**20  # bytes of all that a zip file holds
+ENTRIES = 10_000
+
+
+class Refused(Exception):
+    """A submission that can't be graded, or not safely: one line that says why."""
+
+
+def folder_of(submission: Path) -> Path:
+    """The folder that has the files of the problems: `submission`, or the one in it that has any.
+    Raises Refused where several have.
+    """
+    if _has_files(submission):
+        return submission
+    inner = [f for f in sorted(submission.iterdir()) if f.is_dir() and _has_files(f)]
+    inner = [f for f in inner if not f.name.startswith((".", "__"))]  # __MACOSX, __pycache__
+    if len(inner) > 1:
+        names = ", ".join(f.name for f in inner)
+        raise Refused(f"{submission.name} has the files in several folders ({names}): keep one")
+    return inner[0] if inner else submission
+
+
+def _has_files(folder: Path) -> bool:
+    return any((folder / file).exists() for file in FILES)
+
+
+def sources_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """{file: its text} of the files of the problems, and {file: why it can't be read}."""
+    texts, faults = {}, {}
+    for file in FILES:
+        try:
+            texts[file] = source_of(folder / file)
+        except OSError as e:
+            faults[file] = f"{file} can't be read ({e.strerror})"
+        except Refused as e:
+            faults[file] = f"{file} {e}"
+    return texts, faults
+
+
+def source_of(path: Path) -> str:
+    """The text of a file of code, whatever editor wrote it. Raises OSError, Refused."""
+    size = path.stat().st_size
+    if not path.is_file():
+        raise Refused("is no file")  # a pipe would be read for ever
+    if size > SOURCE_SIZE:
+        raise Refused("is larger than 1 MB")
+    data = path.read_bytes()
+    # What PowerShell's > writes is UTF-16.
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    text = data.decode(encoding, "replace").replace("\r\n", "\n").replace("\r", "\n")
+    return text.replace("\0", "")
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """A zip file into a folder. Raises Refused for one that is broken, too large, or leads out."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                _refuse_entry(info)
+            if len(archive.infolist()) > ENTRIES:
+                raise Refused(f"{path.name} has more than {ENTRIES:,} entries")
+            # No more than this is written: zipfile reads no entry past the size that it states.
+            if sum(info.file_size for info in archive.infolist()) > UNPACKED_SIZE:
+                raise Refused(f"{path.name} unpacks to more than {UNPACKED_SIZE // 2**20} MB")
+            archive.extractall(folder)
+    # An encrypted one is a RuntimeError.
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as e:
+        raise Refused(f"{path.name} can't be unpacked ({e})") from e
+
+
+def _refuse_entry(info: zipfile.ZipInfo) -> None:
+    name = PurePosixPath(info.filename.replace("\\", "/"))
+    if name.is_absolute() or ".." in name.parts or ":" in "".join(name.parts[:1]):
+        raise Refused(f"the entry {info.filename} leads out of its folder")
+    if stat.S_ISLNK(info.external_attr >> 16):
+        raise Refused(f"the entry {info.filename} is a link")
+    # Of the others a few bytes may become gigabytes in a single read.
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise Refused(f"the entry {info.filename} isn't compressed by deflate")
