@@ -208,7 +208,7 @@ def test_the_starter_keeps_names_arguments_and_docstrings_and_hints_of_the_depth
 
 def test_what_a_step_has_to_set_is_said(starter):
     text = (starter / "ppo.py").read_text()
-    assert 'raise NotImplementedError("set advantages, returns")' in text
+    assert 'raise NotImplementedError("set advantages, returns, rewards")' in text
     # What measures and tidies up is there.
     assert 'watch.lap("time/rollout")' in text
     text = (starter / "grpo.py").read_text()
