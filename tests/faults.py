@@ -316,12 +316,12 @@ CASES = [
     Case("resume, the checkpoint cut off", f"{RUN} --resume", "run/checkpoint/state.pt is damaged", before=damage(cut=True)),
     Case("resume, metrics cut off", f"{RUN} --resume", "has lost lines", before=lambda: (run_again()(), Path("run/metrics.jsonl").write_text(""))),
     # Faults on the way: what was computed is kept
-    Case("a reward that raises at step 3", f"{RUN} --reward reward.py:from_step_3", "step 3: the reward function from_step_3 raised KeyError", saved=3),
+    Case("a reward that raises at step 3", f"{RUN} --reward reward.py:from_step_3 --record_tokens false", "step 3: the reward function from_step_3 raised KeyError", saved=3),
     Case("a gradient that isn't finite", f"{RUN} --reward reward.py:huge", "lower --learning_rate", 1, rloo),
     Case("weights that aren't finite", f"{RUN}{NAN}", "--learning_rate", 1),
     Case("CUDA out of memory in the rollout of step 3", RUN, "step 3: CUDA out of memory; lower --micro_batch_tokens", 1, during=out_of_memory("sample", 4, "CUDA out of memory."), saved=3),
     Case("CUDA out of memory in the update of step 3", RUN, "is saved up to step 3", 1, during=out_of_memory("policy_loss", 7, "CUDA out of memory."), saved=3),
-    Case("no memory left on the CPU", RUN, "step 1: [enforce fail] can't allocate memory", 1, during=out_of_memory("gae", 2, "[enforce fail] can't allocate memory"), saved=1),
+    Case("no memory left on the CPU", RUN, "step 1: [enforce fail] can't allocate memory", 1, during=out_of_memory("masked_whiten", 2, "[enforce fail] can't allocate memory"), saved=1),
     Case("a disk full when a checkpoint is due", RUN, "run/checkpoint/state.pt can't be written", 1, during=lambda: files_of_at_most(30_000)),
     Case("a disk full at a line of metrics", f"{RUN} --save_every 100 --record_tokens false", "metrics.jsonl can't be written", 1, during=lambda: files_of_at_most(3_000)),
     # The other commands

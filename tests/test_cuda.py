@@ -97,7 +97,7 @@ def test_a_step_waits_for_the_device_a_few_times(script, tmp_path, monkeypatch):
         monkeypatch.setattr(Run, "log", logged)
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            train(script, tmp_path / "r", "--sample_every", "100")
+            train(script, tmp_path / "r", "--sample_every", "100", "--record_tokens", "false")
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert 2 <= min(waits[1:-1]) <= max(waits[1:-1]) <= 12
@@ -110,7 +110,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(script, tmp_pa
 
     def stop(self, step, line):
         log(self, step, line)
-        self.signal = 2 if step == 1 else None
+        self.signals.number = 2 if step == 1 else None
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(Run, "log", stop)

@@ -249,7 +249,10 @@ class Served:
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "tools/look.py", str(folder), "--serve", "--port", "0"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # A shell makes what it runs in the background ignore Ctrl-C, and children inherit that.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes)
+        signal.signal(signal.SIGINT, handler)
         self.url = self.process.stdout.readline().split()[0]
 
     def get(self, path: str, host: str | None = None) -> tuple[int, str]:

@@ -412,7 +412,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_whole(here, monkeypatch
 
 def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(here, monkeypatch):
     assert run(ppo, [*FLAGS, "--output_dir", "whole"])[0] == 0
-    original, calls = ppo.gae, []
+    original, calls = ppo.masked_whiten, []  # once a step
 
     def twice(*args):
         calls.append(None)
@@ -430,7 +430,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_step_and_keeps_what_there_is(h
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as m:
-            m.setattr(ppo, "gae", twice)
+            m.setattr(ppo, "masked_whiten", twice)
             code, lines = run(ppo, FLAGS)
     finally:
         signal.signal(signal.SIGINT, handler)
