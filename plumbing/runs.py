@@ -347,11 +347,11 @@ def _opened(path: Path, length: int) -> BinaryIO:
 
 
 def _close(file: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # a full disk, again
+    with contextlib.suppress(OSError):  # a full disk, again, or a folder that is gone
         file.close()
-    path = Path(file.name)
-    if path.name == "tokens.jsonl" and path.stat().st_size == 0:  # nothing was to be recorded
-        path.unlink()
+        path = Path(file.name)
+        if path.name == "tokens.jsonl" and path.stat().st_size == 0:  # nothing was to be recorded
+            path.unlink()
 
 
 def _append(file: BinaryIO, records: list[dict], sync: bool = False) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import ppo
 import rloo
-from plumbing import tokens
+from plumbing import runs, tokens
 from plumbing.tokens import fitting, token_texts
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
@@ -182,3 +182,11 @@ def test_a_run_goes_on_without_recording_and_with_it_again(make_job):
     job(record_tokens=True, **args)
     steps = {x["step"] for x in lines_of(job.folder)}
     assert steps == {0, 2, 3, 4}  # step 1 was done without
+
+
+def test_a_folder_that_is_gone_when_a_file_is_closed_is_no_second_error(tmp_path):
+    path = tmp_path / "tokens.jsonl"
+    file = path.open("ab")
+    path.unlink()
+    runs._close(file)
+    assert file.closed
