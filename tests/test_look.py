@@ -334,6 +334,13 @@ def chromium(tmp_path_factory):
     driver.quit()
 
 
+def wait_for(what) -> None:
+    deadline = time.monotonic() + 30
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert what()
+
+
 class Page:
     """The page in the browser."""
 
@@ -750,12 +757,6 @@ def test_served_it_follows_a_run_and_keeps_the_readers_place(page, served, tmp_p
             for line in completion_lines(folder)[:4]:
                 file.write(json.dumps(line | {"step": step, "split": "heldout"}) + "\n")
 
-    def wait_for(what) -> None:
-        deadline = time.monotonic() + 20
-        while not what() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert what()
-
     page.open(served.url)
     assert page.step == 20, "a run that goes on is shown at its end"
     wait_for(lambda: page.one("#live").text == "● following")
@@ -802,6 +803,8 @@ def test_long_completions_over_many_steps_are_fewer_rows(page, tmp_path):
     folder = write_run(tmp_path, steps=45, every=1, generations=1, length=1000)
     make_page(folder)
     page.open(folder / "look.html")
+    # 5 MB are read before the first row is drawn.
+    wait_for(lambda: page.all("#rows .t"))
     assert 1000 < len(page.all("#rows .t")) <= 4000
 
 
