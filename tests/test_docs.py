@@ -168,6 +168,22 @@ def test_the_page_of_seeds_is_made_from_the_runs_and_all_of_them_learn(monkeypat
     assert seeds.largest_drop([0.4, 0.5]) == 0
 
 
+def test_the_tables_of_bugs_and_of_faults_have_every_one_of_their_lists():
+    import faults
+    import mutations
+
+    evidence = REPOSITORY / "docs" / "evidence"
+    text = (evidence / "errors.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ", 2) for line in text.splitlines() if line[:2] == "| "][1:]
+    assert [row[:2] for row in rows] == [[case.what, str(case.code)] for case in faults.CASES]
+    for (what, _, line), case in zip(rows, faults.CASES, strict=True):
+        assert case.message in line.replace("\\|", "|"), f"{what}: python tests/faults.py"
+    bugs = [(file, bug) for file, _, _, bug in mutations.MUTATIONS]
+    there = mutations.earlier()
+    assert [row for row in there if row in bugs] == bugs, "python tests/mutations.py WORD"
+    assert set(mutations.PAIRS) <= set(there)
+
+
 def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import speed
