@@ -126,6 +126,12 @@ def test_each_detail_has_a_line_and_a_test_under_its_number():
         assert TEST.search(entry), f"entry {number} names no test"
 
 
+def test_the_pages_that_are_read_have_15000_words_at_most():
+    """Those of docs/evidence/ are looked up, not read."""
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("*.md")}
+    assert sum(words.values()) <= 15_000, words
+
+
 def test_each_link_of_each_page_leads_to_a_file():
     pages = [p for p in REPOSITORY.rglob("*.md") if "runs" not in p.relative_to(REPOSITORY).parts]
     links = 0
