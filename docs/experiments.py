@@ -58,7 +58,7 @@ FINDINGS = {
 its small spread is no merit. k3 is never negative, and varies more than k1 here: where the
 policy has made a token much rarer than the reference, a single draw of it counts a lot. In a
 reward take k1: what acts there is the mean of k grad log pi, with k1 the gradient of the KL,
-with k2 and k3 nearly nothing close to the reference ([details.md](details.md), 32).""",
+with k2 and k3 nearly nothing close to the reference ([details.md](details.md#kl)).""",
     "dropout": """Before the first update the policy is the reference, so the KL is 0, and it
 sampled what it scores, so no ratio is clipped. With dropout left on nearly half of the
 completions are clipped at once and the KL is -1.4: they were sampled without dropout, and the

@@ -381,6 +381,19 @@ def line_of(case: Case) -> str:
     return lines[0].removeprefix("error: ")
 
 
+INTRODUCTION = """# Bad inputs and faults
+
+Each row is a mistake of a user or a fault of the machine, and the line that the run ends with. There
+are {count} of them. `python tests/faults.py` makes each one, reads what is printed, and writes this
+page; tests/test_faults.py makes each one again. All print one line on stderr, `error: ` and the text
+below, without a traceback. The exit code is 2 for a bad input and 1 for a fault. Memory that runs out
+and a full disk are imitated. Warnings are not here: [metrics.md](../metrics.md) has them.
+
+| what | code | line |
+|---|---|---|
+"""
+
+
 def main() -> None:
     rows = []
     for case in CASES:
@@ -388,11 +401,7 @@ def main() -> None:
             line = line_of(case).replace(f"{Path.cwd()}/", "").replace("|", "\\|")
         rows.append(f"| {case.what} | {case.code} | {line} |")
         print(rows[-1], flush=True)
-    head = (
-        "# Bad inputs and faults\n\nMade by `python tests/faults.py`, and tested one by one: each"
-        f" of these {len(rows)} gets one line on stderr, `error: ` and the text below, no traceback,"
-        " and the exit code 2 (bad input) or 1 (fault).\n\n| what | code | line |\n|---|---|---|\n"
-    )
+    head = INTRODUCTION.format(count=len(rows))
     (REPOSITORY / "docs" / "evidence" / "errors.md").write_text(head + "\n".join(rows) + "\n")
 
 

@@ -148,16 +148,21 @@ def why_equivalent(mutant: Mutant) -> str | None:
     return next(reasons, None)
 
 
+INTRODUCTION = """# Mutants of cosmic-ray
+
+cosmic-ray, an off-the-shelf tool, makes small edits of the code: `+` becomes `-`, 0 becomes 1. Each
+edit should make a test fail. `python tests/mutants.py` tries them in a random order, keeps the
+results in [mutants.json](mutants.json) and writes this page. Those tried so far are a sample;
+nothing is said of the rest, nor of files that are not in the table. With some edits no test starts:
+they count neither as caught nor as alive. Equivalent ones change nothing that a test could see.
+
+| file | mutants | not tried | don't start | equivalent | caught | of the rest |
+|---|---|---|---|---|---|---|
+"""
+
+
 def page(everything: list[Mutant], results: dict[str, str]) -> str:
-    lines = [
-        "# Mutants of cosmic-ray",
-        "",
-        "Made by `python tests/mutants.py`. Mutants with which no test starts count neither as",
-        "caught nor as alive. They are tried in a random order: those tried so far are a sample.",
-        "",
-        "| file | mutants | not tried | don't start | equivalent | caught | of the rest |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = INTRODUCTION.splitlines()
     alive, total = [], Counter()
     for file in FILES:
         count = Counter()
@@ -178,7 +183,7 @@ def page(everything: list[Mutant], results: dict[str, str]) -> str:
         lines.append(row(file, count))
     lines += [row("all", total), "", "Alive:", ""]
     lines += [f"- {m.file}: `{m.name}`: {results[key(m)]}" for m in alive] or ["none."]
-    lines += ["", "Equivalent, so not tried:", ""]
+    lines += ["", "Equivalent, so not tried, and why:", ""]
     reasons = [(m, why) for m in everything if (why := why_equivalent(m))]
     lines += [f"- {m.file}: `{m.name}`: {why}" for m, why in reasons]
     return "\n".join(lines) + "\n"

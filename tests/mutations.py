@@ -749,8 +749,12 @@ def main() -> None:
     lines = [
         "# Planted bugs, and the tests that catch them",
         "",
-        f"Made by `python tests/mutations.py`: {number_caught} of {len(rows)} are caught. "
-        "Without a bug all the tests pass; tests that don't start or don't end catch nothing.",
+        "Each row is a bug, which is one edit of one place in the code, and the first test that fails",
+        f"with it: {number_caught} of {len(rows)} are caught. `python tests/mutations.py` plants",
+        "them in a copy of the code, one after the other, and writes this page but for its last",
+        "section. Without a bug all tests pass; tests that don't start or don't end catch nothing. The",
+        "tests were written to this list, so the share says little about bugs that nobody thought of:",
+        "the last section is about those.",
         "",
         "| file | bug | caught by |",
         "|---|---|---|",

@@ -1,6 +1,5 @@
-"""The pages against the code: line references of docs/details.md and docs/from-trl-ppo.md, named
-tests of docs/details.md, names, files and tests of docs/architecture.md, the tables of
-docs/compare.md, every link, and the headers of the scripts.
+"""The pages against the code: references to lines, names and tests in docs/, their length, tables
+that are made from data, every link, and the headers of the scripts.
 
 After lines have moved,
 
@@ -18,15 +17,19 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-PAGE = REPOSITORY / "docs" / "details.md"
-NUMBERED = [PAGE, REPOSITORY / "docs" / "from-trl-ppo.md"]  # pages with line references
-ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
-ENTRY = re.compile(r"^### (\d+)\. \S.*$", re.MULTILINE)
+DOCS = REPOSITORY / "docs"
+DETAILS, EVIDENCE = DOCS / "details.md", DOCS / "evidence" / "details.md"
+NUMBERED = [path for path in sorted(DOCS.rglob("*.md")) if ".py#L" in path.read_text("utf-8")]
+ARCHITECTURE = DOCS / "architecture.md"
+ENTRY = re.compile(r"^### (\d+)\. (\S.*)$", re.MULTILINE)
+# `name`, `name` and `name` in [file.py](../folder/file.py); [`file.name`](../folder/file.py)
+NAMES = re.compile(r"((?:`\w+`(?:, | and ))*`\w+`) in \[[\w.]+\]\(\.\./([\w/.]+)\)")
+PLACE = re.compile(r"\[`(\w+)\.(\w+)`\]\(\.\./((?:\w+/)*\1\.py)\)")
 # `text of a line` in [ppo.py, line 171](../ppo.py#L171), with a new line for a space anywhere
 # but in the snippet.
 REFERENCE = re.compile(
     r"`(?P<snippet>[^`\n]+)`(?P<link>\s+in\s+\[(?P<file>[\w/.]+),\s+line\s+(?P<line>\d+)\]"
-    r"\(\.\./(?P<path>[\w/.]+)#L(?P<anchor>\d+)\))"
+    r"\((?:\.\./)+(?P<path>[\w/.]+)#L(?P<anchor>\d+)\))"
 )
 TEST = re.compile(r"`(tests/\w+\.py)::(test_\w+)`")
 
@@ -65,7 +68,7 @@ def test_each_reference_names_the_line_that_its_snippet_is_on(path):
         assert lines_with(match["snippet"], match["path"]) == [int(match["line"])], hint
 
 
-@pytest.mark.parametrize("path", [PAGE, ARCHITECTURE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [EVIDENCE, ARCHITECTURE], ids=lambda path: path.parent.stem)
 def test_each_test_that_is_named_exists(path):
     page = path.read_text(encoding="utf-8")
     named = TEST.findall(page)
@@ -74,29 +77,59 @@ def test_each_test_that_is_named_exists(path):
         assert lines_with(f"def {name}(", file), f"{file} has no {name}"
 
 
-def test_the_page_of_the_architecture_names_every_file_and_each_name_is_defined_where_it_says():
+@pytest.mark.parametrize("path", [DETAILS, ARCHITECTURE], ids=lambda path: path.stem)
+def test_each_name_is_defined_in_the_file_that_the_page_says(path):
+    page = path.read_text(encoding="utf-8")
+    found = [(name, file) for _, name, file in PLACE.findall(page)]
+    assert len(found) == page.count("[`"), "a place in another form is not checked"
+    for several, file in NAMES.findall(page):
+        found += [(name, file) for name in re.findall(r"`(\w+)`", several)]
+    assert len(found) > 20
+    for name, file in found:
+        text = (REPOSITORY / file).read_text(encoding="utf-8")
+        defined = rf"^(def {name}\(|class {name}\b|{name} = )"
+        assert re.search(defined, text, re.MULTILINE), f"{file} does not define {name}"
+
+
+def test_the_page_of_the_architecture_names_every_file():
     page = ARCHITECTURE.read_text(encoding="utf-8")
     assert len(page.split("\n")) <= 90
     program = [p for part in ("", "plumbing/", "tools/") for p in REPOSITORY.glob(f"{part}*.py")]
     missing = [p.name for p in program if p.name not in page and p.name != "__init__.py"]
     assert program and not missing, missing
-    # `name`, `name` in [file.py](../folder/file.py)
-    names = re.findall(r"((?:`\w+`(?:, | and ))*`\w+`) in \[[\w.]+\]\(\.\./([\w/.]+)\)", page)
-    assert len(names) > 20
-    for several, file in names:
-        text = (REPOSITORY / file).read_text(encoding="utf-8")
-        for name in re.findall(r"`(\w+)`", several):
-            defined = rf"^(def {name}\(|class {name}\b|{name} = )"
-            assert re.search(defined, text, re.MULTILINE), f"{file} does not define {name}"
 
 
-def test_the_entries_are_numbered_without_gaps_and_each_has_a_line_and_a_test():
-    parts = ENTRY.split(PAGE.read_text(encoding="utf-8"))[1:]
-    numbers, entries = [int(n) for n in parts[::2]], parts[1::2]
-    assert len(numbers) >= 40 and numbers == list(range(1, len(numbers) + 1))
-    for number, entry in zip(numbers, entries, strict=True):
+def test_there_are_fifty_details_at_most_and_each_says_what_happens_without_it_and_where_it_is():
+    page = DETAILS.read_text(encoding="utf-8")
+    assert len(page.encode()) <= 25_000
+    numbers = []
+    for section in page.split("\n## ")[1:]:
+        _, *pairs = re.split(ENTRY, section)
+        numbers += (these := [int(number) for number in pairs[::3]])
+        title = section.partition("\n")[0]
+        contents = f"[{title}](#{title.lower().replace(' ', '-')}) {these[0]} to {these[-1]}"
+        assert contents in page, contents
+        for number, entry in zip(these, pairs[2::3], strict=True):
+            assert "**Without:**" in entry, f"entry {number} doesn't say what happens without it"
+            assert PLACE.search(entry.partition("**Where:**")[2]), f"entry {number} names no place"
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) <= 50
+
+
+def test_each_detail_has_a_line_and_a_test_under_its_number():
+    details = re.findall(ENTRY, DETAILS.read_text(encoding="utf-8"))
+    _, *rest = re.split(ENTRY, EVIDENCE.read_text(encoding="utf-8"))
+    entries = list(zip(rest[::3], rest[1::3], strict=True))
+    assert entries[: len(details)] == details
+    assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
+    for number, entry in zip(rest[::3], rest[2::3], strict=True):
         assert REFERENCE.search(entry), f"entry {number} names no line"
-        assert TEST.search(entry.partition("Guarded by")[2]), f"entry {number} names no test"
+        assert TEST.search(entry), f"entry {number} names no test"
+
+
+def test_the_pages_that_are_read_have_15000_words_at_most():
+    """Those of docs/evidence/ are looked up, not read."""
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("*.md")}
+    assert sum(words.values()) <= 15_000, words
 
 
 def test_each_link_of_each_page_leads_to_a_file():
@@ -166,6 +199,22 @@ def test_the_page_of_seeds_is_made_from_the_runs_and_all_of_them_learn(monkeypat
     assert seeds.largest_drop([0.5, 0.9, 0.48, 0.95, 0.42]) == pytest.approx(0.53)
     assert seeds.largest_drop([0.5, 0.42]) == pytest.approx(0.08)
     assert seeds.largest_drop([0.4, 0.5]) == 0
+
+
+def test_the_tables_of_bugs_and_of_faults_have_every_one_of_their_lists():
+    import faults
+    import mutations
+
+    evidence = REPOSITORY / "docs" / "evidence"
+    text = (evidence / "errors.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ", 2) for line in text.splitlines() if line[:2] == "| "][1:]
+    assert [row[:2] for row in rows] == [[case.what, str(case.code)] for case in faults.CASES]
+    for (what, _, line), case in zip(rows, faults.CASES, strict=True):
+        assert case.message in line.replace("\\|", "|"), f"{what}: python tests/faults.py"
+    bugs = [(file, bug) for file, _, _, bug in mutations.MUTATIONS]
+    there = mutations.earlier()
+    assert [row for row in there if row in bugs] == bugs, "python tests/mutations.py WORD"
+    assert set(mutations.PAIRS) <= set(there)
 
 
 def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):

@@ -62,22 +62,27 @@ def compare(quantity: str, ours: list[torch.Tensor], theirs: list[torch.Tensor])
     RECORDS.append(compared(quantity, ours, theirs, tolerance=1e-6))
 
 
+INTRODUCTION = """# The same numbers by plainrlhf, TRL and verl
+
+The first table has losses, gradients, advantages and updated weights of GRPO, RLOO and the reward
+model, by this code and by TRL's own trainers, from the same completions and rewards. Of many
+numbers it has the norm, and the largest difference. `python tests/test_trl_parity.py` writes it;
+here with TRL {trl} and torch {torch}. PPO is not in it, because TRL has no PPO trainer any more: it
+is in the table of verl below. Sampling is not compared here, nor what a whole run learns: for that
+see [compare.md](../compare.md).
+
+| quantity | ours | TRL's | difference |
+|---|---|---|---|"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def table() -> Iterator[None]:
     yield
     if path := os.environ.get("PARITY_TABLE"):
-        lines = [
-            "# The same numbers by plainrlhf and by TRL",
-            "",
-            f"Made by `python tests/test_trl_parity.py` with TRL {trl.__version__}, "
-            f"torch {torch.__version__}. Of many numbers: the norm, and the largest difference.",
-            "",
-            "| quantity | ours | TRL's | difference |",
-            "|---|---|---|---|",
-        ]
+        head = INTRODUCTION.format(trl=trl.__version__, torch=torch.__version__)
         page = Path(path)
         rest = page.read_text(encoding="utf-8").partition("\n## ") if page.exists() else ("",) * 3
-        page.write_text("\n".join([*lines, *RECORDS]) + "\n" + "".join(rest[1:]), "utf-8")
+        page.write_text("\n".join([head, *RECORDS]) + "\n" + "".join(rest[1:]), "utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,25 @@ from rloo import rloo_advantages, rloo_loss
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "parity.md"
 TITLE = "## By plainrlhf and by verl"
-DESIGN = """Different by design, each shown by a test. verl clips twice: with a negative advantage
-and a ratio above 3 a token has no gradient; here it is pushed back. A log-ratio beyond 20 has no
-gradient there, and keeps it here. 1e-6 is added to GRPO's std there, 1e-4 here, as in TRL. CISPO's
-weight has a lower bound as well there. k3 is cut at 10 there."""
+INTRODUCTION = """
+Advantages, returns, losses and gradients of PPO, GRPO and RLOO, by this code and by verl's
+functions, from the same random tensors, in float64. Trainers, sampling and whole runs are not
+compared. `python tests/test_verl_parity.py` writes this table; here with verl {verl}.
+
+| quantity | ours | verl's | difference |
+|---|---|---|---|"""
+DESIGN = """
+Some things differ by design. A test shows each of them.
+
+- With a negative advantage and a ratio above 3, verl gives a token no gradient; here it is pushed
+  back.
+- verl gives a token with a log-ratio above 20 no gradient; here it keeps it.
+- verl's RLOO clips the ratio of each token, here that of the completion. Where the ratio is 1, as
+  with one update per rollout, the gradients are equal.
+- verl adds 1e-6 to GRPO's std; here it is 1e-4, as in TRL.
+- verl bounds CISPO's weight from below as well.
+- verl cuts k3 at 10.
+"""
 ROWS, T, G = 12, 7, 4
 RECORDS: list[str] = []  # the rows of the table
 
@@ -80,17 +95,9 @@ def verl() -> types.ModuleType:
 def table() -> Iterator[None]:
     yield
     if os.environ.get("PARITY_TABLE") and RECORDS:
-        version = importlib.metadata.version("verl")
-        lines = [
-            TITLE,
-            "",
-            f"Made by `python tests/test_verl_parity.py` with verl {version}, in float64.",
-            "",
-            "| quantity | ours | verl's | difference |",
-            "|---|---|---|---|",
-        ]
+        head = INTRODUCTION.format(verl=importlib.metadata.version("verl"))
         before = PAGE.read_text(encoding="utf-8").split(TITLE)[0].rstrip()
-        PAGE.write_text("\n".join([before, "", *lines, *RECORDS, "", DESIGN]) + "\n", "utf-8")
+        PAGE.write_text("\n".join([before, "", TITLE, head, *RECORDS, DESIGN]), "utf-8")
 
 
 def compare(quantity: str, ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
