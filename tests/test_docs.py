@@ -178,12 +178,30 @@ def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):
     assert 4 <= step["tokens"] <= 8 and step["rollout"] > 0 and step["update"] > 0
 
 
-def test_the_page_of_the_experiments_has_the_figures_that_were_measured(monkeypatch):
+def test_the_pages_of_the_experiments_have_the_figures_that_were_measured(monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
     import experiments
 
-    page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
-    assert page == experiments.page(), "python docs/experiments.py writes it anew"
+    hint = "python docs/experiments.py writes it anew"
+    assert experiments.PAGE.read_text(encoding="utf-8") == experiments.page(), hint
+    assert experiments.EVIDENCE_PAGE.read_text(encoding="utf-8") == experiments.evidence(), hint
+    told = {claim.name for claim in experiments.CLAIMS} | set(experiments.UNDECIDED)
+    assert told == set(experiments.EXPERIMENTS), "an experiment without a word"
+
+
+def test_a_figure_in_the_words_of_an_experiment_is_looked_up(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    import experiments
+
+    half, many = {"mean": 0.456, "std": 0.04}, {"mean": 5195.2, "std": 100.2}
+    below = {"mean": -0.0273, "std": 0.003}
+    found = {"lab": {"a": {"x": half, "n": many}, "b": {"x": below}}}
+    text = experiments.filled("{a|x}, {a|=x}, {b|x}, {a|n}, {lab/a|=n}", "lab", found)
+    assert text == "0.46 ± 0.04, 0.46, \u22120.027 ± 0.003, 5,195 ± 100, 5,195"
+    with pytest.raises(KeyError):
+        experiments.filled("{a|y}", "lab", found)
 
 
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
