@@ -185,7 +185,7 @@ def draw(results: dict) -> None:
     axes[1, 1].annotate("at the start", (1.7, 0.44), fontsize=8)
     axes[1, 2].legend(frameon=False, loc="lower left", fontsize=9, title="pairs seen")
     figure.suptitle(
-        "Trusted too far, a reward model's score rises and the truth falls\n"
+        "Trust a reward model too far, and its score rises while the truth falls\n"
         "(a point per evaluation: mean of 5 seeds; bands: ± standard deviation)",
         fontsize=11,
     )

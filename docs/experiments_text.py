@@ -66,7 +66,7 @@ varies most, because a token that the policy has made much rarer counts a lot wh
     Claim(
         "dropout",
         "Dropout that is left on destroys the run",
-        "accuracy {left on|accuracy}; off {off|accuracy}",
+        "accuracy {left on|accuracy}; with dropout off {off|accuracy}",
         """With dropout, the policy that is trained differs from the one that sampled. Before
 the first update, where the KL should be 0 and nothing clipped, the KL is {left on|kl_first} and
 {left on|clip_first} of the completions are clipped. Nothing is learnt, and what the model knew
@@ -78,7 +78,8 @@ is lost. Without dropout both are exactly 0.""",
     Claim(
         "top_k",
         "Sampling with top_k makes a policy look better than it is",
-        "reward {top_k 5|=reward}, accuracy {top_k 5|accuracy}; without top_k {softmax alone|accuracy}",
+        "reward {top_k 5|=reward}, accuracy {top_k 5|accuracy}; without top_k"
+        " {softmax alone|accuracy}",
         """Both runs sample at temperature 1.5, one with top_k 5. Its reward is higher in
 training. But the policy itself, measured without top_k, is worse than that of the right run:
 tokens that top_k never draws are never punished, and keep their probability. Measure a policy
@@ -105,14 +106,14 @@ k3 can't be negative, so it hides the mistake.""",
     ),
     Claim(
         "temperature",
-        "A temperature that the log-probs forget shows in the KL alone",
+        "Sampling at one temperature and scoring at another shows only in the KL",
         "KL {forgotten|kl}, right {right|kl}; accuracy {forgotten|accuracy}, right"
         " {right|accuracy}",
         """Completions are sampled at temperature 1.5, and the log-probs are those at 1. No
 error is raised, the ratio is 1, and the sums are learnt as well. But the KL is that of another
-distribution: half of what it should be, and below 0 for a while in every seed. The right run's
-never is beyond 0.01. Where sampling and log-probs may differ, compare those of `generate` with
-those of the training forward pass.""",
+distribution: half of what it should be, and below 0 for a while in every seed. In the right run
+it is never below -0.01. Where sampling and log-probs may differ, compare those of `generate`
+with those of the training forward pass.""",
         {"kl": "KL, last 5 steps", "accuracy": "accuracy at the end"},
         most=SHARE,
         zero=True,
@@ -165,8 +166,8 @@ is over RLOO's seeds.)""",
         "accuracy {G = 32|accuracy} in groups of 32, {G = 4|accuracy} in groups of 4",
         """Each step has 64 completions, in groups of 2 to 32. Groups of 2, 4 and 8 are alike
 within their spread. Larger ones see fewer prompts: a good baseline for two sums is worth less
-than a rough one for sixteen. In small groups more are flat, all right or all wrong, and teach
-nothing: {G = 2|flat} of the groups of 2 at the end.""",
+than a rough one for sixteen. More of the small groups are flat (all right or all wrong) and
+teach nothing: {G = 2|flat} of the groups of 2 at the end.""",
         {"accuracy": "accuracy at the end", "flat": "flat groups, last 5 steps"},
         colours=SIZES,
         most=SHARE | {"flat": 1.0},
@@ -176,9 +177,10 @@ nothing: {G = 2|flat} of the groups of 2 at the end.""",
         "A penalty for a missing EOS, without room for EOS, breaks the task",
         "without EOS {penalty 0|truncated} to {penalty 2|truncated}; accuracy {penalty 0|accuracy}"
         " to {penalty 2|accuracy}",
-        """With room for three tokens, a sum of three digits has none left for EOS. Unpunished,
-the model answers rightly and is cut. With a penalty of 2 it learns to end in time, with two
-digits where three are right. Raise `--max_new_tokens` before you punish for reaching it.""",
+        """With room for three tokens, a sum of three digits has none left for EOS. Without the
+penalty the model answers rightly and is cut off. With a penalty of 2 it learns to end in time,
+with two digits where three are right. Raise `--max_new_tokens` before you punish for reaching
+it.""",
         {"accuracy": "accuracy at the end"},
         most=SHARE,
     ),
@@ -236,8 +238,8 @@ lengths of the three don't differ.""",
         "Replacing flat groups is no better than sampling more prompts",
         "accuracy {8 prompts, replaced|accuracy} and {11 prompts|accuracy}, at"
         " {8 prompts, replaced|=sampled} and {11 prompts|=sampled} completions",
-        """DAPO samples other prompts for groups whose rewards are all equal. Of 8 prompts a
-step that costs as many completions as 11 prompts without it. It leaves {8 prompts,
+        """DAPO samples other prompts for groups whose rewards are all equal. With 8 prompts a
+step it samples as many completions as 11 prompts without it. It leaves {8 prompts,
 replaced|flat} of the groups flat instead of {11 prompts|flat}, and learns as much. It pays
 where an update costs more than a completion.""",
         {"accuracy": "accuracy at the end", "flat": "flat groups, last 5 steps"},
@@ -247,7 +249,7 @@ where an update costs more than a completion.""",
     Claim(
         "overlong",
         "DAPO's soft penalty keeps completions below the limit",
-        "{penalty|truncated} are cut, without it {no penalty|truncated}",
+        "share cut off {penalty|truncated}; without it {no penalty|truncated}",
         """The reward pays for length, up to 12 tokens. With a penalty over the last 6, the
 length settles at {penalty|length} tokens, just below where the penalty begins: there one token
 more earns 1/12 and costs 1/6.""",
@@ -256,7 +258,7 @@ more earns 1/12 and costs 1/6.""",
     ),
     Claim(
         "overoptimisation",
-        "Trusted too far, a reward model's score rises and the truth falls",
+        "Trust a reward model too far, and its score rises while the truth falls",
         "of 5,000 pairs: right sums 0.43 to 0.26 ± 0.12 with kl_coef 0.01, 0.70 ± 0.08 with 0.1",
         """PPO trains on reward models that have seen 50 to 5,000 pairs; nothing is trained on
 the right sums. The score rises in every run. With kl_coef 0.01 all four reward models end below
@@ -264,8 +266,8 @@ the start, even the one that ranks 92% of held-out pairs rightly: it first leads
 26%. More pairs move the top of the curve up and to the right. The best of n samples, which
 trains nothing, does the same. kl_coef 0.1 stops the run of 5,000 pairs near its top, at 70%;
 with fewer pairs a penalty can't add what the reward model never learnt. The score doesn't say
-when to stop: right answers or people do. A hint is the KL: look at the samples long before it
-is 3. (Gao et al. 2023, arXiv 2210.10760.)""",
+when to stop: right answers or people do. The KL gives a hint: look at the samples long before
+it is 3. (Gao et al. 2023, arXiv 2210.10760.)""",
         heading="Trusted too far",
         command="python benchmarks/overoptimisation.py",
         picture="overoptimisation.png",
@@ -275,9 +277,8 @@ is 3. (Gao et al. 2023, arXiv 2210.10760.)""",
 EVIDENCE = """# The experiments: runs and figures
 
 Every experiment of the labs, with its commands and all its figures: mean and standard deviation
-over the seeds. [experiments.md](../experiments.md) says what they show. At `whitening`,
-`score_slot`, `loss_types`, `entropy_bonus`, `importance_cap` and `overoptimisation`, which are
-on this page alone, a paragraph says it here. `python docs/experiments.py` makes this page from
+over the seeds. [experiments.md](../experiments.md) says what they show. Six of them are on this
+page alone, with a paragraph that says it. `python docs/experiments.py` makes this page from
 [reference.json](../../course/reference.json).
 
 `accuracy` is that of sampled answers to held-out sums after the last step, at the temperature
