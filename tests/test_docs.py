@@ -1,6 +1,6 @@
 """The pages against the code: line references of docs/details.md and docs/from-trl-ppo.md, named
 tests of docs/details.md, names, files and tests of docs/architecture.md, the tables of
-docs/compare.md, every link, and the headers of the scripts.
+docs/compare.md and docs/performance.md, every link, and the headers of the scripts.
 
 After lines have moved,
 
@@ -117,11 +117,26 @@ def test_the_tables_of_the_comparison_are_those_of_its_results(monkeypatch):
 
     page = (REPOSITORY / "docs" / "compare.md").read_text(encoding="utf-8")
     results = json.loads(learning.RESULTS.read_text(encoding="utf-8"))
-    assert {"tiny", "reviews"} <= set(results)
-    for job, runs_of in results.items():
-        curves_of = {name: [run["points"] for run in runs] for name, runs in runs_of.items()}
+    assert set(results) == set(learning.JOBS)
+    for job in results:
+        curves_of = learning.points_by_command(results, job)
         assert {len(curves) for curves in curves_of.values()} == {learning.JOBS[job].seeds}
-        assert learning.table(learning.JOBS[job], curves_of) in page
+        assert job == "rate" or learning.table(learning.JOBS[job], curves_of, short=True) in page
+    hint = "python benchmarks/learning.py --draw writes it anew"
+    assert learning.PAGE.read_text(encoding="utf-8") == learning.evidence(results), hint
+
+
+def test_the_tables_of_speed_and_memory_are_those_of_their_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import memory
+    import speed
+
+    page, evidence = (path.read_text(encoding="utf-8") for path in (memory.PAGE, memory.EVIDENCE))
+    times = json.loads(speed.RESULTS.read_text(encoding="utf-8"))
+    assert speed.ratios(times) in page and speed.table(times) in evidence
+    peaks = json.loads(memory.RESULTS.read_text(encoding="utf-8"))
+    assert memory.measured_table(peaks) in evidence
+    assert memory.estimated_table() in page
 
 
 def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there_is_no_verifier(
