@@ -277,8 +277,8 @@ it is 3. (Gao et al. 2023, arXiv 2210.10760.)""",
 EVIDENCE = """# The experiments: runs and figures
 
 Every experiment of the labs, with its commands and all its figures: mean and standard deviation
-over the seeds. [experiments.md](../experiments.md) says what they show. Six of them are on this
-page alone, with a paragraph that says it. `python docs/experiments.py` makes this page from
+over the seeds. [experiments.md](../experiments.md) says what they show. Some are on this page
+alone: a paragraph says what they show. `python docs/experiments.py` makes this page from
 [reference.json](../../course/reference.json).
 
 `accuracy` is that of sampled answers to held-out sums after the last step, at the temperature

@@ -201,8 +201,8 @@ def test_the_pages_of_the_experiments_have_the_figures_that_were_measured(monkey
     hint = "python docs/experiments.py writes it anew"
     assert experiments.PAGE.read_text(encoding="utf-8") == experiments.page(), hint
     assert experiments.EVIDENCE_PAGE.read_text(encoding="utf-8") == experiments.evidence(), hint
-    told = {claim.name for claim in experiments.CLAIMS} | set(experiments.UNDECIDED)
-    assert told == set(experiments.EXPERIMENTS), "an experiment without a word"
+    for claim in experiments.CLAIMS:
+        assert (experiments.DOCS / claim.picture).stat().st_size < 300_000
 
 
 def test_a_figure_in_the_words_of_an_experiment_is_looked_up(monkeypatch):
