@@ -1,7 +1,10 @@
-"""What PPO, GRPO and RLOO learn by the episode and by the second: each script with its own defaults
-on the embedded model, five seeds, and two jobs for SmolLM2-135M-Instruct.
+"""What PPO, GRPO and RLOO learn by the episode and by the second: on the embedded model with their
+own defaults and at equal settings, five seeds each, and two jobs for SmolLM2-135M-Instruct.
 
   python benchmarks/learning.py                               # sums, embedded model, 25 minutes
+  python benchmarks/learning.py --job updates                 # equal settings, 25 minutes
+  python benchmarks/learning.py --job seconds                 # and the same seconds, 10 minutes
+  python benchmarks/learning.py --job rate                    # and a higher rate, 10 minutes
   python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 1.5 hours
   python benchmarks/learning.py --job reviews --model FOLDER  # film reviews, SmolLM2, an hour
   python benchmarks/learning.py --draw                        # pictures and tables alone
@@ -9,7 +12,8 @@ on the embedded model, five seeds, and two jobs for SmolLM2-135M-Instruct.
 Times are those of two CPU cores; say --device cuda where there is one. Seconds are those of rollout
 and update, without evaluations; the runs alternate, so that a machine that slows down slows down
 all of them. A run that is in learning.json is not repeated: to measure a job again, take it out of
-that file. learning_metrics.json says how far each metric ranged in the runs of the embedded model.
+that file. Writes pictures and docs/evidence/compare.md; the short tables of docs/compare.md are
+printed. learning_metrics.json says how far each metric ranged in the runs of the first job.
 """
 
 import argparse
@@ -18,19 +22,20 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from drawing import ALGORITHMS, mean_and_range, plain, save
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE = REPOSITORY / "docs" / "evidence" / "compare.md"
 RESULTS = Path(__file__).with_suffix(".json")
 METRICS = Path(__file__).with_name("learning_metrics.json")
-COLORS = {"PPO": "tab:blue", "GRPO": "tab:orange", "RLOO": "tab:green", "GRPO, LoRA": "tab:red"}
+COLOURS = ALGORITHMS | {"GRPO, LoRA": "#7b5cc4"}
 STYLES = ("-", "--")
 
 
@@ -47,10 +52,15 @@ class Job:
     label: str  # of the y axis
     levels: tuple[float, float]
     limits: tuple[float, float]
-    picture: str
+    picture: str = ""
     flags: str = ""
+    short: tuple[str, ...] = ()  # the rows of the table that docs/compare.md has
+    memory: bool = True  # of a small model it is that of the libraries
+    seconds: bool = True  # without them where the machine was too busy to measure any
 
 
+SAMPLED, GREEDY = "accuracy, sampled, at the end", "accuracy, greedy, at the end"
+KL, GB = "KL at the end, nats per completion", "peak memory, GB"
 JOBS = {
     "tiny": Job(
         title="Two-digit sums, embedded model of 0.6 M parameters",
@@ -65,6 +75,14 @@ JOBS = {
         levels=(0.9, 0.95),
         limits=(0.4, 1.0),
         picture="learning.png",
+        short=(
+            SAMPLED,
+            GREEDY,
+            KL,
+            "episodes to 0.90 (accuracy, sampled)",
+            "seconds to 0.90 (accuracy, sampled)",
+        ),
+        memory=False,
     ),
     "pretrained": Job(
         title="Two-digit sums, SmolLM2-135M-Instruct",
@@ -80,6 +98,13 @@ JOBS = {
         levels=(0.3, 0.5),
         limits=(0.0, 1.0),
         picture="learning-pretrained.png",
+        short=(
+            SAMPLED,
+            GREEDY,
+            GB,
+            "accuracy, sampled, after 768 episodes",
+            "accuracy, sampled, after 294 seconds",
+        ),
         flags="--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200",
     ),
     # 24 held-out prompts are too few for a curve: the rewards of the last five steps instead.
@@ -92,9 +117,53 @@ JOBS = {
         levels=(0.75, 1.0),
         limits=(0.0, 2.0),
         picture="learning-reviews.png",
+        short=(
+            KL,
+            "reward in training, after 640 episodes",
+            "reward in training, after 146 seconds",
+        ),
         flags="--eval_every 5",
     ),
 }
+
+
+# The same learning rate, weight of the KL, and completions a step (256). "updates": the same
+# episodes, in one update per rollout and in eight. "seconds": as many steps as take the same time.
+# "rate": the same episodes, each with its own number of updates, at the rate of GRPO and RLOO.
+EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
+EIGHT, ONE = "--num_epochs 2 --num_mini_batches 4", "--num_epochs 1 --num_mini_batches 1"
+SCRIPTS = ("PPO", "GRPO", "RLOO")
+JOBS["updates"] = replace(
+    JOBS["tiny"],
+    title="Two-digit sums, equal settings and episodes",
+    commands={
+        f"{name}, {updates}": f"{name.lower()}.py {flags}"
+        for updates, flags in (("1 update", ONE), ("8 updates", EIGHT))
+        for name in SCRIPTS
+    },
+    picture="",
+    flags=f"{EQUAL} --num_steps 60 --eval_every 10",
+    seconds=False,
+    short=(SAMPLED,),
+)
+JOBS["seconds"] = replace(
+    JOBS["tiny"],
+    title="Two-digit sums, equal settings and seconds",
+    commands={
+        "PPO": "ppo.py --num_steps 36 --eval_every 6",
+        "GRPO": "grpo.py --num_steps 186 --eval_every 31",
+        "RLOO": "rloo.py --num_steps 140 --eval_every 28",
+    },
+    picture="",
+    flags=EQUAL,
+    short=("episodes of the run", "seconds of the run", SAMPLED),
+)
+JOBS["rate"] = replace(
+    JOBS["updates"],
+    title="Two-digit sums, equal settings and episodes, learning rate 8e-4",
+    commands={name: f"{name.lower()}.py" for name in SCRIPTS},
+    flags=f"{EQUAL.replace('5e-4', '8e-4')} --num_steps 60 --eval_every 10",
+)
 
 
 def train(command: str, flags: str, seed: int) -> tuple[list[dict], list[list[str]]]:
@@ -168,31 +237,82 @@ def at(curve: list[dict], axis: str, where: np.ndarray | float, key: str) -> np.
     return np.interp(where, [p[axis] for p in curve], [p[key] for p in curve])
 
 
+def lines(
+    axes: Axes, scale: str, curves: list[list[dict]], key: str, colour: str, style: str, band: bool
+) -> None:
+    """The mean over the seeds of `key` against episodes or seconds, and the range as a band."""
+    # The seeds have their points at the same episodes, but not at the same seconds.
+    x = np.linspace(0, min(curve[-1][scale] for curve in curves), 200)
+    y = np.array([at(curve, scale, x, key) for curve in curves])
+    if band:
+        mean_and_range(axes, x, y, colour, style)
+    else:
+        axes.plot(x, y.mean(0), style, color=colour, lw=1.4)
+
+
+def frame(axes: Axes, job: Job, scale: str, title: str = "") -> None:
+    names = {
+        "episodes": "episodes (sampled completions)",
+        "seconds": "seconds of rollout and update",
+    }
+    plain(axes, title, names[scale])
+    axes.set(ylim=job.limits, xlim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
 def draw(job: Job, curves_of: dict[str, list[list[dict]]]) -> None:
     """Mean over the seeds as a line; of the first key, from the lowest to the highest as a band."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
-    for name, curves in curves_of.items():
-        for axis, scale in zip(axes, ("episodes", "seconds"), strict=True):
-            # The seeds have their points at the same episodes, but not at the same seconds.
-            x = np.linspace(0, min(curve[-1][scale] for curve in curves), 200)
+    figure = Figure(figsize=(9, 4.1), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for panel, scale in zip(axes, ("episodes", "seconds"), strict=True):
+        for name, curves in curves_of.items():
             for key, style in zip(job.curves, STYLES):
-                y = np.array([at(curve, scale, x, key) for curve in curves])
-                axis.plot(x, y.mean(0), style, color=COLORS[name])
-                if style == STYLES[0]:
-                    axis.fill_between(x, y.min(0), y.max(0), color=COLORS[name], alpha=0.15, lw=0)
-    for name in curves_of:
-        axes[1].plot([], [], color=COLORS[name], label=name)
-    for label, style in zip(job.curves.values() if len(job.curves) > 1 else (), STYLES):
-        axes[1].plot([], [], style, color="black", label=label)
-    axes[0].set(xlabel="episodes (sampled completions)", ylabel=job.label)
-    axes[1].set(xlabel="seconds of rollout and update")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.set(ylim=job.limits, xlim=(0, None))
-    figure.suptitle(f"{job.title}: mean and range of {job.seeds} seeds", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(REPOSITORY / "docs" / job.picture, dpi=110)
-    plt.close(figure)
+                lines(panel, scale, curves, key, COLOURS[name], style, band=style == STYLES[0])
+        frame(panel, job, scale, f"by the {scale.removesuffix('s')}")
+    axes[0].set_ylabel(job.label)
+    several = list(job.curves.values()) if len(job.curves) > 1 else []
+    legend(figure, axes[1], dict.fromkeys(curves_of, "-"), dict(zip(several, STYLES)))
+    figure.suptitle(
+        f"{job.title}\nlines: mean of {job.seeds} seeds; bands: lowest to highest"
+        + (f" ({several[0].partition(', ')[2]})" if several else ""),
+        fontsize=11,
+    )
+    save(figure, REPOSITORY / "docs" / job.picture)
+
+
+def draw_equal(results: dict[str, dict]) -> None:
+    """The jobs at equal settings: the same episodes, and the same seconds. Dashed is one update per
+    rollout, as GRPO and RLOO have it by default, solid eight, as PPO has.
+    """
+    figure = Figure(figsize=(9, 4.1), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for name in SCRIPTS:
+        for updates, style in (("1 update", "--"), ("8 updates", "-")):
+            curves = [run["points"] for run in results["updates"][f"{name}, {updates}"]]
+            lines(axes[0], "episodes", curves, "sampled", COLOURS[name], style, band=True)
+        curves = [run["points"] for run in results["seconds"][name]]
+        style = "-" if name == "PPO" else "--"
+        lines(axes[1], "seconds", curves, "sampled", COLOURS[name], style, band=True)
+    frame(axes[0], JOBS["updates"], "episodes", "the same episodes")
+    frame(axes[1], JOBS["seconds"], "seconds", "the same seconds")
+    axes[0].set_ylabel(f"{JOBS['updates'].label}, sampled")
+    styles = {"8 updates per rollout": "-", "1 update per rollout": "--"}
+    legend(figure, axes[1], dict.fromkeys(SCRIPTS, "-"), styles)
+    figure.suptitle(
+        "Two-digit sums at one learning rate and KL weight\n"
+        "lines: mean of 5 seeds; bands: lowest to highest",
+        fontsize=11,
+    )
+    save(figure, REPOSITORY / "docs" / "learning-equal.png")
+
+
+def legend(figure: Figure, axes: Axes, names: dict[str, str], styles: dict[str, str]) -> None:
+    for name, style in names.items():
+        axes.plot([], [], style, color=COLOURS[name], label=name)
+    for name, style in styles.items():
+        axes.plot([], [], style, color="black", label=name)
+    figure.legend(loc="outside lower center", ncols=6, fontsize=9, frameon=False)
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -200,8 +320,10 @@ def spread(values: list[float], digits: int) -> str:
     return f"{np.mean(values):,.{digits}f} ± {np.std(values, ddof=1):,.{digits}f}"
 
 
-def table(job: Job, curves_of: dict[str, list[list[dict]]]) -> str:
-    """What each command pays and gets: a row per quantity, a column per command."""
+def table(job: Job, curves_of: dict[str, list[list[dict]]], short: bool = False) -> str:
+    """What each command pays and gets: a row per quantity, a column per command. `short`: with the
+    rows of docs/compare.md alone.
+    """
     episodes = min(c[-1]["episodes"] for curves in curves_of.values() for c in curves)
     seconds = min(c[-1]["seconds"] for curves in curves_of.values() for c in curves)
     first_key, first_name = next(iter(job.curves.items()))
@@ -227,21 +349,54 @@ def table(job: Job, curves_of: dict[str, list[list[dict]]]) -> str:
         row(f"{name}, at the end", 3, lambda c, key=key: c[-1][key])
     if first_key == "training":
         row("reward on held-out prompts, at the end", 3, lambda c: c[-1]["sampled"])
-    row("KL at the end, nats per completion", 2, lambda c: c[-1]["kl"])
+    row(KL, 2, lambda c: c[-1]["kl"])
     row("episodes of the run", 0, lambda c: c[-1]["episodes"])
     row("seconds of the run", 1, lambda c: c[-1]["seconds"])
-    row("peak memory, GB", 2, lambda c: c[-1]["gb"])
+    if job.memory:
+        row(GB, 2, lambda c: c[-1]["gb"])
     for axis, digits in (("episodes", 0), ("seconds", 1)):
         for level in job.levels:
             to(level, axis, digits)
     for axis, least in (("episodes", episodes), ("seconds", seconds)):
         name = f"{first_name}, after {least:,.0f} {axis}"
         row(name, 3, lambda c, axis=axis, least=least: at(c, axis, least, first_key))
-    row("gain per 1,000 episodes", 3, lambda c: 1000 * gain(c) / c[-1]["episodes"])
-    row("gain per minute", 3, lambda c: 60 * gain(c) / c[-1]["seconds"])
     row("gain per nat of KL", 3, lambda c: gain(c) / c[-1]["kl"])
+    rows = {name: rows[name] for name in job.short} if short else rows
+    if not job.seconds:
+        rows = {name: cells for name, cells in rows.items() if "seconds" not in name}
     head = [f"| | {' | '.join(curves_of)} |", "|---" * (len(curves_of) + 1) + "|"]
     return "\n".join(head + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
+
+
+def points_by_command(results: dict[str, dict], job: str) -> dict[str, list[list[dict]]]:
+    return {name: [run["points"] for run in runs] for name, runs in results[job].items()}
+
+
+def evidence(results: dict[str, dict]) -> str:
+    """docs/evidence/compare.md: the whole tables."""
+    text = [
+        """# PPO, GRPO and RLOO side by side: all figures
+
+Mean ± standard deviation over the seeds, on two CPU cores. [compare.md](../compare.md) says what
+they show. Made by `python benchmarks/learning.py --draw` from
+[learning.json](../../benchmarks/learning.json), which has every point of every run. Seconds are
+those of rollout and update, on a machine that was shared: compare them within a table. The machine
+of the two tables at equal episodes was too busy to measure any. The runs at equal settings had one
+thread each. The film reviews were measured with older defaults: no warm-up, beta2 = 0.999, and
+GRPO's KL estimated by k3. Memory is the peak of the whole process, of which the libraries take
+0.5 GB."""
+    ]
+    for name, job in JOBS.items():
+        flags = "" if name == "tiny" else f" --job {name}"
+        flags += " --model FOLDER" if name in LARGE else ""
+        commands = [f"- {label}: `python {x} {job.flags}" for label, x in job.commands.items()]
+        text += [f"## {job.title}", f"    python benchmarks/learning.py{flags}"]
+        text += ["\n".join(f"{command.strip()}`" for command in commands)]
+        text += [table(job, points_by_command(results, name))]
+    return "\n\n".join(text) + "\n"
+
+
+LARGE = ("pretrained", "reviews")
 
 
 def main() -> None:
@@ -253,14 +408,14 @@ def main() -> None:
     parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
     parser.add_argument("--device", help="cuda, mps or cpu; default: the first there is")
     options = parser.parse_args()
-    if options.job != "tiny" and not options.model and not options.draw:
+    if options.job in LARGE and not options.model and not options.draw:
         parser.error(f"--job {options.job} needs --model")
     # {job: {name of a command: [{"points": .., "samples": ..} per seed]}}
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not options.draw:
         job = JOBS[options.job]
         flags = f"{job.flags} --device {options.device}" if options.device else job.flags
-        if options.job != "tiny":
+        if options.job in LARGE:
             flags += f" --model {shlex.quote(options.model)}"
         runs_of = results.setdefault(options.job, {name: [] for name in job.commands})
         metrics = {name: [] for name in job.commands}
@@ -277,11 +432,14 @@ def main() -> None:
         if options.job == "tiny" and all(len(x) == job.seeds for x in metrics.values()):
             ranges = {name.lower(): ranges_of(lines) for name, lines in metrics.items()}
             METRICS.write_text(json.dumps(ranges, indent=1) + "\n")
-    for name, runs_of in results.items():
-        curves_of = {key: [run["points"] for run in runs] for key, runs in runs_of.items()}
-        if all(len(curves) > 1 for curves in curves_of.values()):
+    for name in results:
+        curves_of = points_by_command(results, name)
+        if JOBS[name].picture and all(len(curves) > 1 for curves in curves_of.values()):
             draw(JOBS[name], curves_of)
-            print(f"\n{JOBS[name].title}\n\n{table(JOBS[name], curves_of)}")
+        print(f"\n{JOBS[name].title}\n\n{table(JOBS[name], curves_of, short=True)}")
+    if set(results) == set(JOBS):
+        draw_equal(results)
+        PAGE.write_text(evidence(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

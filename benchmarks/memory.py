@@ -5,8 +5,8 @@
 
 Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. It is
 made twice: as a user would ("measured"), and with an allocator that returns every block at once
-("in use"), which is what tensors hold at the same time. Writes two tables of docs/performance.md:
-those runs, and estimates for popular models on a GPU.
+("in use"), which is what tensors hold at the same time. Writes those runs into
+docs/evidence/performance.md, and estimates for popular models on a GPU into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = REPOSITORY / "docs" / "performance.md"
+EVIDENCE = REPOSITORY / "docs" / "evidence" / "performance.md"
 BEGIN, END = "<!-- made by benchmarks/memory.py -->", "<!-- end of what memory.py makes -->"
 sys.path.insert(0, str(REPOSITORY))
 
@@ -138,16 +139,11 @@ def estimated_table() -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str, results: dict[str, dict[str, float]]) -> str:
-    """The page with the part between the marks replaced."""
-    before, rest = page.split(BEGIN)
-    tables = f"""{measured_table(results)}
-
-Estimates for a GPU, with `{GPU_FLAGS}`, prompts of {GPU_PROMPT} tokens and the defaults otherwise;
-in brackets the smallest GPU that the job fits, in GB:
-
-{estimated_table()}"""
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.split(END)[1]}"
+def write(page: Path, table: str) -> None:
+    """Replace the part of the page between the marks."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    text = f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
+    page.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -165,7 +161,8 @@ def main() -> None:
         results[name] = measure(options.model, script, flags)
         print(f"{name}: {results[name]}", flush=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    write(EVIDENCE, measured_table(results))
+    write(PAGE, estimated_table())
 
 
 if __name__ == "__main__":

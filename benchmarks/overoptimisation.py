@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+from drawing import SIZES as COLOURS
+from drawing import plain, save
 from matplotlib.figure import Figure
 
 from plumbing.answers import numeric_match
@@ -145,33 +147,49 @@ def paths_of(results: dict, size: int, kind: str) -> dict[str, np.ndarray]:
     return {key: np.array([path[key] for path in paths]) for key in paths[0]}
 
 
+NOTES = """Five seeds; means, and standard deviations of the truth. The proxy is the score of the
+reward model; its unit is the standard deviation of the scores of the model's own samples. The
+truth is the share of right sums, which nothing is trained on. Its best is the best evaluation:
+stopping early saves it where it is known."""
 KINDS = ("PPO, kl_coef 0.01", "PPO, kl_coef 0.1", "best of n")
-COLOURS = ("#d55e00", "#e69f00", "#56b4e9", "#0072b2")  # told apart by the colour-blind as well
 
 
 def draw(results: dict) -> None:
-    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    """Score above, right sums below, against sqrt(KL); a column per kind of run."""
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplots(2, 3, sharey="row", sharex=True)
-    titles = {"proxy": "score of the reward model", "truth": "right sums"}
-    for row, (key, title) in enumerate(titles.items()):
-        axes[row, 0].set_ylabel(title)
-        for panel, kind in zip(axes[row], KINDS):
-            for size, colour in zip(SIZES, COLOURS):
+    names = {
+        "proxy": "score of the reward model\n(standard deviations)",
+        "truth": "share of right sums",
+    }
+    for row, (key, name) in enumerate(names.items()):
+        for column, (panel, kind) in enumerate(zip(axes[row], KINDS)):
+            for size, colour in zip(SIZES, COLOURS, strict=False):
                 found = paths_of(results, size, kind)
                 x, y = found["kl"].mean(0), found[key]
-                panel.plot(x, y.mean(0), "o-", ms=3, lw=2, color=colour, label=f"{size:,} pairs")
-                low, high = y.min(0), y.max(0)
-                panel.fill_between(x, low, high, color=colour, alpha=0.13, lw=0)
-            panel.grid(alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
-            if row == 0:
-                panel.set_title(kind.replace("kl_coef", "KL penalty"))
-            else:
-                panel.set_xlabel("square root of the KL to the start, nats")
-                panel.axhline(y.mean(0)[0], color="grey", lw=0.8, ls=":")
-    axes[0, 2].legend(frameon=False, loc="upper left", title="the reward model has seen")
-    figure.suptitle("What the reward model says, and what is true")
-    figure.savefig(PICTURE, dpi=90)
+                label = f"{size:,}"
+                panel.plot(x, y.mean(0), "o-", ms=3, lw=1.8, color=colour, label=label)
+                std = y.std(0, ddof=1)
+                low, high = y.mean(0) - std, y.mean(0) + std
+                order = x.argsort()  # a band needs x in order; near its end PPO goes to and fro
+                panel.fill_between(
+                    x[order], low[order], high[order], color=colour, alpha=0.12, lw=0
+                )
+            plain(panel, kind.replace("kl_coef", "KL weight") if row == 0 else "")
+            panel.set_xlim(0, 2.3)
+            if column == 0:
+                panel.set_ylabel(name)
+            if row == 1:
+                panel.set_xlabel("square root of the KL to the start")
+                panel.axhline(y.mean(0)[0], color="black", lw=0.8, ls=":")
+    axes[1, 1].annotate("at the start", (1.7, 0.44), fontsize=8)
+    axes[1, 2].legend(frameon=False, loc="lower left", fontsize=9, title="pairs seen")
+    figure.suptitle(
+        "Trust a reward model too far, and its score rises while the truth falls\n"
+        "(a point per evaluation: mean of 5 seeds; bands: ± standard deviation)",
+        fontsize=11,
+    )
+    save(figure, PICTURE)
 
 
 def section(results: dict) -> str:

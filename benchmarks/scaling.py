@@ -16,12 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from drawing import ALGORITHMS, plain, save
+from matplotlib.figure import Figure
 from speed import machine, random_gpt2, summary
 
 SPEED = Path(__file__).with_name("speed.py")
@@ -65,23 +63,31 @@ def slope(x: list[float], y: list[float]) -> float:
 
 
 def draw(results: dict) -> None:
-    """Step time above, peak memory below, a column per sweep; dashed: proportional."""
-    figure, axes = plt.subplots(2, len(SWEEPS), figsize=(12, 5.2))
+    """Step time above, peak memory below, a column per sweep; dotted: proportional growth."""
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    axes = figure.subplots(2, len(SWEEPS), sharey="row")
+    quantities = {"step_s": "seconds per step", "peak_gb": "peak memory, GB"}
+    ticks = {"step_s": [0.2, 0.5, 1, 2, 5, 10], "peak_gb": [0.1, 0.2, 0.5, 1, 2]}
     for column, (name, sweep) in enumerate(results["sweeps"].items()):
         x = [int(value) for value in sweep]
-        for row, (key, title) in enumerate([("step_s", "seconds a step"), ("peak_gb", "peak GB")]):
+        for row, (key, title) in enumerate(quantities.items()):
             y = [sweep[str(value)][key] for value in x]
-            axis = axes[row][column]
-            axis.plot(x, y, "o-")
-            axis.plot(x, [y[-1] * value / x[-1] for value in x], "--", color="gray", lw=0.8)
-            axis.set(xscale="log", yscale="log", xlabel=LABELS[name])
-            axis.set_xticks(x, [str(value) for value in x])
-            axis.minorticks_off()
-            axis.set_title(f"slope {slope(x, y):.2f}", fontsize=9)
+            panel = axes[row][column]
+            panel.plot(x, y, "o-", color=ALGORITHMS["GRPO"], label="measured")
+            grown = [y[-1] * value / x[-1] for value in x]
+            panel.plot(x, grown, ":", color="black", lw=1, label="if it grew in proportion")
+            plain(panel, f"slope {slope(x, y):.2f}", LABELS[name] if row else "")
+            panel.set(xscale="log", yscale="log")
+            panel.set_xticks(x, [str(value) for value in x])
+            panel.set_yticks(ticks[key], [str(value) for value in ticks[key]])
+            panel.minorticks_off()
             if column == 0:
-                axis.set_ylabel(title)
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
+                panel.set_ylabel(title)
+    axes[0][0].legend(fontsize=8, frameon=False)
+    figure.suptitle(
+        "A step of GRPO against its sizes (GPT-2 of 4 layers, width 256; slope 1: in proportion)"
+    )
+    save(figure, PICTURE)
 
 
 def main() -> None:

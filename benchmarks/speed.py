@@ -3,7 +3,7 @@
   python benchmarks/speed.py --chat_model FOLDER      # a chat model, SmolLM2-135M-Instruct say
   python benchmarks/speed.py --jobs grpo-tiny rollout-gpt2 --rounds 5
   python benchmarks/speed.py --ppo_python ENV/bin/python     # an environment with trl==1.12.0
-  python benchmarks/speed.py --draw                   # the table from speed.json, without a run
+  python benchmarks/speed.py --draw                   # the tables from speed.json, without a run
 
 GRPO and RLOO go through trl>=1.13 where it is installed, PPO through trl==1.12.0, the last that has
 it, in an environment of its own. Where there is no TRL its part is taken by a plain loop:
@@ -516,6 +516,39 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
+NAMES = {
+    "rollout-tiny": "rollout, embedded model",
+    "rollout-chat": "rollout, chat prompts",
+    "rollout-gpt2": "rollout, GPT-2",
+    "grpo-tiny": "GRPO, embedded model",
+    "grpo-chat": "GRPO, chat prompts",
+    "grpo-full": "GRPO, full length",
+    "grpo-gpt2": "GRPO, GPT-2",
+    "rloo-chat": "RLOO, chat prompts",
+    "ppo-full": "PPO, full length",
+}
+SHORT = {
+    "tokens_per_s": "tokens per second of rollout",
+    "update_s": "time of update",
+    "step_ms_per_token": "time of step, per token",
+    "peak_gb": "peak memory",
+}
+
+
+def ratios(results: dict) -> str:
+    """Markdown: ours over the other's, a row per job."""
+    lines = [f"| ours / other | other | {' | '.join(SHORT.values())} |", "|---" * 6 + "|"]
+    for job, name in NAMES.items():
+        systems = results["jobs"][job]
+        other = next(system for system in systems if system not in ("ours", "floor"))
+        pair = [only_comparable(job, systems[system]) for system in ("ours", other)]
+        values = [[figures.get(column) for figures in pair] for column in SHORT]
+        cells = [f"{a / b:.2f}" if a and b else "" for a, b in values]
+        other = "TRL" if other == "trl" else f"`{other}`"
+        lines.append(f"| {name} | {other} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -534,7 +567,8 @@ def main() -> None:
     if args.worker:
         return work(json.loads(args.worker))
     if args.draw:
-        return print(table(json.loads(Path(args.output).read_text())))
+        results = json.loads(Path(args.output).read_text())
+        return print(f"{ratios(results)}\n\n{table(results)}")
 
     from plumbing.loading import fast_at_bfloat16
 

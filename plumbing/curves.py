@@ -72,13 +72,14 @@ def draw(folders: list[Path], output: Path) -> None:
     colours = line_colours(list(groups))
     judges = all("loss/pairs" in run for runs in groups.values() for run in runs)
     panels = OF_REWARD_MODELS | {RELIABILITY: []} if judges else PANELS
+    if any(len(runs) > 1 for runs in groups.values()):
+        figure.suptitle("lines: means of the seeds; bands: lowest to highest", fontsize=11)
     for index, (title, names) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(2, 3, index)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if index > 3:
-            axes.set_xlabel("step")
+        axes.set_xlabel("step")
         for (label, runs), colour in zip(groups.items(), colours):
             for name, style in zip(names, ("-", "--")):
                 if not any(name in run for run in runs):  # a task without right and wrong answers

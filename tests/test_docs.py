@@ -150,11 +150,26 @@ def test_the_tables_of_the_comparison_are_those_of_its_results(monkeypatch):
 
     page = (REPOSITORY / "docs" / "compare.md").read_text(encoding="utf-8")
     results = json.loads(learning.RESULTS.read_text(encoding="utf-8"))
-    assert {"tiny", "reviews"} <= set(results)
-    for job, runs_of in results.items():
-        curves_of = {name: [run["points"] for run in runs] for name, runs in runs_of.items()}
+    assert set(results) == set(learning.JOBS)
+    for job in results:
+        curves_of = learning.points_by_command(results, job)
         assert {len(curves) for curves in curves_of.values()} == {learning.JOBS[job].seeds}
-        assert learning.table(learning.JOBS[job], curves_of) in page
+        assert job == "rate" or learning.table(learning.JOBS[job], curves_of, short=True) in page
+    hint = "python benchmarks/learning.py --draw writes it anew"
+    assert learning.PAGE.read_text(encoding="utf-8") == learning.evidence(results), hint
+
+
+def test_the_tables_of_speed_and_memory_are_those_of_their_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import memory
+    import speed
+
+    page, evidence = (path.read_text(encoding="utf-8") for path in (memory.PAGE, memory.EVIDENCE))
+    times = json.loads(speed.RESULTS.read_text(encoding="utf-8"))
+    assert speed.ratios(times) in page and speed.table(times) in evidence
+    peaks = json.loads(memory.RESULTS.read_text(encoding="utf-8"))
+    assert memory.measured_table(peaks) in evidence
+    assert memory.estimated_table() in page
 
 
 def test_points_of_a_run_are_means_since_the_point_before_and_reward_where_there_is_no_verifier(
@@ -227,12 +242,30 @@ def test_the_plain_step_that_speed_is_compared_with_runs(monkeypatch):
     assert 4 <= step["tokens"] <= 8 and step["rollout"] > 0 and step["update"] > 0
 
 
-def test_the_page_of_the_experiments_has_the_figures_that_were_measured(monkeypatch):
+def test_the_pages_of_the_experiments_have_the_figures_that_were_measured(monkeypatch):
+    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
     import experiments
 
-    page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
-    assert page == experiments.page(), "python docs/experiments.py writes it anew"
+    hint = "python docs/experiments.py writes it anew"
+    assert experiments.PAGE.read_text(encoding="utf-8") == experiments.page(), hint
+    assert experiments.EVIDENCE_PAGE.read_text(encoding="utf-8") == experiments.evidence(), hint
+    for claim in experiments.CLAIMS:
+        assert (experiments.DOCS / claim.picture).stat().st_size < 300_000
+
+
+def test_a_figure_in_the_words_of_an_experiment_is_looked_up(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    import experiments
+
+    half, many = {"mean": 0.456, "std": 0.04}, {"mean": 5195.2, "std": 100.2}
+    below = {"mean": -0.0273, "std": 0.003}
+    found = {"lab": {"a": {"x": half, "n": many}, "b": {"x": below}}}
+    text = experiments.filled("{a|x}, {a|=x}, {b|x}, {a|n}, {lab/a|=n}", "lab", found)
+    assert text == "0.46 ± 0.04, 0.46, \u22120.027 ± 0.003, 5,195 ± 100, 5,195"
+    with pytest.raises(KeyError):
+        experiments.filled("{a|y}", "lab", found)
 
 
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])

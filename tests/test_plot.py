@@ -49,6 +49,7 @@ def test_seeds_become_one_line_of_means_in_a_band(ending, tmp_path, monkeypatch)
     band = axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (0, 14)
     assert line.get_label() == "ppo-tiny-add (3 seeds)"
+    assert "bands: lowest to highest" in axes[0].figure.get_suptitle()
     assert not axes[4].lines, "unknown values are no curve"
     assert list(axes[5].lines[0].get_xdata()) == [0, 2]
     assert (tmp_path / f"page.{ending}").stat().st_size < 300_000

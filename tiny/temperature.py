@@ -65,7 +65,7 @@ def draw(curves: dict[str, dict[str, list[float]]]) -> None:
     figure = Figure(figsize=(6.5, 4.4), layout="constrained")
     axes = figure.add_subplot(xlim=(0, 1.5), ylim=(0, 1.02))
     for (model, parts), style in zip(curves.items(), ("-", "--")):
-        for (part, values), color in zip(parts.items(), ("black", "tab:orange", "tab:blue")):
+        for (part, values), color in zip(parts.items(), ("black", "#c51b7d", "#7b5cc4")):
             axes.plot(TEMPERATURES, values, style, color=color, label=f"{part}, {model}")
     axes.set(xlabel="temperature", ylabel="chance of the right answer")
     axes.set_title("No temperature makes the model carry; training does", fontsize=10)
