@@ -1,5 +1,5 @@
-"""The pages against the code: line references of docs/details.md and docs/from-trl-ppo.md, named
-tests of docs/details.md, names, files and tests of docs/architecture.md, the tables of
+"""The pages against the code: line references of docs/details.md and
+docs/evidence/from-trl-ppo.md, named tests of docs/details.md, names, files and tests of docs/architecture.md, the tables of
 docs/compare.md, every link, and the headers of the scripts.
 
 After lines have moved,
@@ -19,14 +19,17 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "details.md"
-NUMBERED = [PAGE, REPOSITORY / "docs" / "from-trl-ppo.md"]  # pages with line references
+NUMBERED = [
+    PAGE,
+    REPOSITORY / "docs" / "evidence" / "from-trl-ppo.md",
+]  # pages with line references
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 ENTRY = re.compile(r"^### (\d+)\. \S.*$", re.MULTILINE)
 # `text of a line` in [ppo.py, line 171](../ppo.py#L171), with a new line for a space anywhere
 # but in the snippet.
 REFERENCE = re.compile(
     r"`(?P<snippet>[^`\n]+)`(?P<link>\s+in\s+\[(?P<file>[\w/.]+),\s+line\s+(?P<line>\d+)\]"
-    r"\(\.\./(?P<path>[\w/.]+)#L(?P<anchor>\d+)\))"
+    r"\((?:\.\./)+(?P<path>[\w/.]+)#L(?P<anchor>\d+)\))"
 )
 TEST = re.compile(r"`(tests/\w+\.py)::(test_\w+)`")
 
