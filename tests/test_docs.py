@@ -1,6 +1,6 @@
 """The pages against the code: line references of docs/details.md and
-docs/evidence/from-trl-ppo.md, named tests of docs/details.md, names, files and tests of docs/architecture.md, the tables of
-docs/compare.md, every link, and the headers of the scripts.
+docs/evidence/from-trl-ppo.md, named tests of docs/details.md, names, files and tests of
+docs/architecture.md, the tables of docs/compare.md, every link, and the headers of the scripts.
 
 After lines have moved,
 

@@ -1,4 +1,4 @@
-"""docs/evidence/outgrow.md, tools/outgrow.py: what stands for each flag in TRL, and that it does."""
+"""docs/evidence/outgrow.md, tools/outgrow.py: what each flag is in TRL, and that it does so."""
 
 import inspect
 import json
