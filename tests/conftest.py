@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -321,3 +322,37 @@ def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
         return [json.loads(line) for line in lines]
 
     return run
+
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
+--disable-background-networking --disable-component-update --disable-sync""".split()
+
+
+def browser_missing() -> str | None:
+    """What the tests in a browser lack on this machine."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return "needs selenium: pip install selenium"
+    return None if CHROMIUM and DRIVER else "needs chromium and chromedriver"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """A browser without a screen, which logs each of its requests."""
+    if reason := browser_missing():
+        assert os.environ.get("PLAINRLHF_BROWSER") != "1", reason
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = webdriver.ChromeService(DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.get("data:,")  # the page that it opens with asks for pages of its own
+    yield driver
+    driver.quit()

@@ -1,5 +1,5 @@
-"""docs/from-trl-ppo.md: every flag and default that it names, the fields of TRL's two PPOConfigs,
-and its two files, run. Its line references are checked by test_docs.py.
+"""docs/from-trl-ppo.md and its evidence: every flag and default that they name, the fields of TRL's
+two PPOConfigs, and the two files, run. The line references are checked by test_docs.py.
 """
 
 import json
@@ -20,7 +20,9 @@ import ppo
 import reward_model
 from plumbing.config import TRL_NAMES, ByModel
 
-PAGE = (Path(__file__).parent.parent / "docs" / "from-trl-ppo.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+SHORT = (DOCS / "from-trl-ppo.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "evidence" / "from-trl-ppo.md").read_text(encoding="utf-8")
 OURS = {f.name: f.default for f in fields(ppo.Config)}
 
 # What trl 1.12.0 has in trl/experimental/ppo/ppo_config.py: the fields and defaults of PPOConfig.
@@ -103,12 +105,27 @@ def test_each_flag_beside_a_field_has_the_default_that_the_page_gives(release):
         assert default == expected, f"{name}: {default!r} is {expected!r}"
 
 
+def test_the_short_table_has_fields_of_trl_and_the_defaults_of_their_flags():
+    text = SHORT.partition("| TRL 1.12 |")[2].partition("\n\n")[0].split("\n")[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text]
+    assert len(rows) == 11
+    for new, old, flags, default in rows:
+        assert set(re.findall(r"`(\w+)`", new)) <= {*TABLES["1.12"], *TABLES["arguments"]}
+        assert set(re.findall(r"`(\w+)`", old)) <= {*TABLES["0.11"], "generation_kwargs"}
+        names = re.findall(r"`--(\w+)`", flags)
+        defaults = default.split(", ") if ", " in default else [default] * len(names)
+        for name, given in zip(names, defaults, strict=True):
+            first = shown(OURS[name]).partition(",")[0]
+            assert given == ("" if first.startswith("tiny") else first), name
+
+
 def test_each_flag_of_the_page_exists_and_each_flag_of_ppo_is_on_the_page():
     text = re.sub(r"`(accelerate|python tools/)[^`]*`", "", PAGE)
     of_reward_models = {f.name for f in fields(reward_model.Config)} - set(OURS)
     text, count = re.subn(r"`--(\w+)` of reward_model.py", "", text)
     assert count == 1 and "center_rewards_coef" in of_reward_models
-    named = set(re.findall(r"--(\w+)", text))
+    short = re.sub(r"`python tools/[^`]*`", "", SHORT)
+    named = set(re.findall(r"--(\w+)", text + short))
     assert named <= set(OURS), named - set(OURS)
     in_tables = set(re.findall(r"--(\w+)", "\n".join(x for x in text.split("\n") if x[:1] == "|")))
     assert set(OURS) == in_tables, set(OURS) - in_tables
@@ -126,7 +143,7 @@ def test_the_names_of_trl_that_are_understood_are_named():
 
 def block(start: str) -> str:
     """The indented block behind `start`, which may have empty lines."""
-    found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", PAGE[PAGE.index(start) :])[1]
+    found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", SHORT[SHORT.index(start) :])[1]
     return "\n".join(line[4:] for line in found.rstrip("\n").split("\n")) + "\n"
 
 

@@ -1,9 +1,7 @@
 """The page that tools/look.py makes: its data here, and the page itself in a real browser."""
 
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -301,37 +299,7 @@ def test_served_it_answers_this_machine_and_says_what_has_changed(served, tmp_pa
 
 # --- In a browser ---
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
---disable-background-networking --disable-component-update --disable-sync""".split()
 WIDE, PHONE = (1280, 900), (390, 844)
-
-
-def missing() -> str | None:
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        return "needs selenium: pip install selenium"
-    return None if CHROMIUM and DRIVER else "needs chromium and chromedriver"
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    if reason := missing():
-        assert os.environ.get("PLAINRLHF_BROWSER") != "1", reason
-        pytest.skip(reason)
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.get("data:,")  # the page that it opens with asks for pages of its own
-    yield driver
-    driver.quit()
 
 
 def wait_for(what) -> None:

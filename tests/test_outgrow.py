@@ -1,4 +1,4 @@
-"""docs/outgrow.md and tools/outgrow.py: what stands for each flag in TRL, and that it does."""
+"""docs/evidence/outgrow.md, tools/outgrow.py: what each flag is in TRL, and that it does so."""
 
 import inspect
 import json
@@ -19,8 +19,10 @@ from plumbing.loading import load_policy
 from tools import outgrow
 
 trl = pytest.importorskip("trl", reason="TRL is not there: pip install -r requirements-dev.txt")
-PAGE = (Path(__file__).parent.parent / "docs" / "outgrow.md").read_text(encoding="utf-8")
-PAGE = PAGE.split("\n## To verl")[0]  # test_outgrow_verl.py reads the rest
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "evidence" / "outgrow.md").read_text(encoding="utf-8")
+PAGE = PAGE.split("\n## verl, flag by flag")[0]  # test_outgrow_verl.py reads the rest
+SHORT = (DOCS / "outgrow.md").read_text(encoding="utf-8").split("\n## To verl")[0]
 SCRIPTS = {grpo: (trl.GRPOConfig, trl.GRPOTrainer), rloo: (trl.RLOOConfig, trl.RLOOTrainer)}
 
 
@@ -56,7 +58,7 @@ def test_the_page_has_each_flag_with_its_place_in_trl_and_both_defaults():
     lines = re.findall(r"\n\| (`.*)", PAGE)
     cells = [[cell.strip() for cell in line.split("|")[:-2]] for line in lines]
     assert sorted(cells) == sorted([*map(row, flags), *fixed])
-    names = set(re.findall(r"`([a-z]+_[a-z_]+)(?:=[^`]*)?`", PAGE))
+    names = set(re.findall(r"`(?:--)?([a-z]+_[a-z_]+)(?:=[^`]*)?`", PAGE + SHORT))
     others = {"log_extra", "log_metric", "trainer_state", "lora_alpha", "target_modules"}
     others |= {"get_soft_overlong_punishment"}
     assert names <= {*flags, *trls, *inspect.signature(trl.GRPOTrainer).parameters, *others}

@@ -50,7 +50,8 @@ datasets, omegaconf = map(importlib.import_module, ("datasets", "omegaconf"))
 OmegaConf, DictConfig = omegaconf.OmegaConf, omegaconf.DictConfig
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
-PAGE = (Path(__file__).parent.parent / "docs" / "outgrow.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "evidence" / "outgrow.md").read_text(encoding="utf-8")
 VERL = Path(importlib.util.find_spec("verl").origin).parent
 ACTOR, ROLLOUT = outgrow_verl.ACTOR, outgrow_verl.ROLLOUT
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}<assistant>"
@@ -369,7 +370,9 @@ def test_every_flag_is_mapped_or_refused_or_left_out_and_on_the_page():
     parts = [outgrow_verl.SETTINGS, outgrow_verl.NOT_THERE, outgrow_verl.LEFT_OUT]
     assert flags == {name for part in parts for name in part}
     assert len(flags) == sum(map(len, parts))
-    lines = re.findall(r"\n\| (`.*)", PAGE.split("\n## To verl")[1])
+    lines = re.findall(
+        r"\n\| (`.*)", PAGE.split("\n## verl, flag by flag")[1].split("\n## Metrics")[0]
+    )
     cells = [[cell.strip() for cell in line.split("|")] for line in lines]
     rows = {name.strip("`"): place for names, place, *_ in cells for name in names.split(", ")}
     fixed = outgrow_verl.FIXED | outgrow_verl.FIXED_CRITIC
