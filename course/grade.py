@@ -4,34 +4,33 @@
   python course/grade.py SUBMISSION --json results.json   # as Gradescope reads it
   python course/grade.py FOLDER --class results.csv       # of a folder or a zip file per student
 
-Each problem runs in a process of its own with a time limit, on the repository's files with the one
-function of the submission put in its place: whatever happens there costs no other problem, and
-tests that lie in the submission are not used. The submission needs the files that have problems and
-no others. It is still the student's code that runs: grade in a container.
+The checks run here, each function of the submission in a process of its own (sandbox.py), on the
+repository's files with that one function put in the place of ours: whatever happens there costs no
+other problem. Then the scripts of the submission run as a whole (scripts.py). Tests that lie in the
+submission are not used. The submission needs the files that have problems and no others.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import io
 import json
 import os
-import signal
-import subprocess
+import secrets
 import sys
 import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from checks import CHECKS, shortened
+from checks import CHECKS, DRAW, repository_files, run_checks, shortened
 from problems import BY_NAME, PROBLEMS, NotFound, Problem, splice_files
-from submissions import FILES, Refused, folder_of, sources_of, unpack
+from sandbox import SEES, Sandbox
+from submissions import FILES, Refused, folder_of, modules_of, signs_in, sources_of, unpack
 
 
 @dataclass
@@ -41,6 +40,7 @@ class Result:
     problem: Problem
     points: int
     lost: list[tuple[str, int, str, str]]
+    notes: list[str] = field(default_factory=list)  # for the teacher: what it did in its process
 
     @property
     def most(self) -> int:
@@ -61,73 +61,27 @@ def prepare(problem: Problem, submission: Path) -> Prepared:
     if problem.file in faults:
         return Prepared({}, faults[problem.file])
     try:
-        return Prepared(splice_files(texts, problem))
+        # The modules of one's own beside those of the repository replace none.
+        return Prepared(modules_of(submission) | splice_files(texts, problem))
     except NotFound as e:
         return Prepared({}, f"{problem.file}: {e}")
 
 
-def grade(problem: Problem, prepared: Prepared, submission: Path, time_limit: float) -> Result:
-    """Run the checks of a problem in a process of its own."""
-    checks, verdicts, ending = CHECKS[problem.name], [], prepared.fault
-    if not ending:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path, results = Path(folder, problem.file), Path(folder, "results.jsonl")
-            for name, text in prepared.files.items():
-                Path(folder, name).parent.mkdir(exist_ok=True)
-                Path(folder, name).write_text(text, encoding="utf-8", errors="replace")
-            results.touch()
-            command = [sys.executable, str(Path(__file__).with_name("checks.py"))]
-            command += [problem.name, str(path), str(results), str(submission.resolve())]
-            ending = run(command, folder, time_limit)
-            for line in results.read_text(encoding="utf-8", errors="replace").splitlines():
-                # Half a line, or one that the submission has written.
-                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                    if isinstance(fault := json.loads(line)["fault"], str):
-                        verdicts.append(shortened(fault))
-    verdicts += [ending or "the process ended before this check"] * (len(checks) - len(verdicts))
+def grade(problem: Problem, prepared: Prepared, sandbox: Sandbox, time_limit: float) -> Result:
+    """Run the checks of a problem, its function in a process of its own."""
+    checks, notes = CHECKS[problem.name], []
+    verdicts = [prepared.fault] * len(checks)
+    if not prepared.fault:
+        files = {k: v.encode("utf-8", "replace") for k, v in prepared.files.items()}
+        files = repository_files() | files
+        verdicts, notes = run_checks(problem.name, files, sandbox, time_limit)
     lost = [
         (item.name, item.points, fault, item.advice)
         for item, fault in zip(checks, verdicts)
         if fault
     ]
     points = sum(item.points for item in checks) - sum(points for _, points, *_ in lost)
-    return Result(problem, points, lost)
-
-
-def run(command: list[str], folder: str, time_limit: float) -> str:
-    """Run the checks; how they ended, '' if by themselves. What they have started ends with them,
-    and what they leave in a temporary folder lies in `folder`.
-    """
-    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
-    errors = Path(folder, "stderr")
-    with errors.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=file, start_new_session=True,
-        )  # fmt: skip
-        try:
-            process.wait(timeout=time_limit)
-        except subprocess.TimeoutExpired:
-            return f"not done after {time_limit:g} seconds, look for a loop that doesn't end"
-        finally:
-            end_group(process)
-    if process.returncode == 0:
-        return ""
-    with errors.open("rb") as file:
-        file.seek(max(0, errors.stat().st_size - 2**16))
-        last = file.read().decode("utf-8", "replace").strip().split("\n")[-1]
-    return f"the process ended with code {process.returncode}: {shortened(last)}"
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it has started in its group."""
-    if hasattr(os, "killpg"):
-        # No group is left where nothing was started; macOS refuses where all have ended.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+    return Result(problem, points, lost, notes)
 
 
 def reasons(result: Result) -> list[str]:
@@ -173,7 +127,7 @@ def grade_all(submission: Path, options: argparse.Namespace) -> list[Result]:
     prepared = [prepare(problem, folder) for problem in chosen]
 
     def run_one(problem: Problem, files: Prepared) -> Result:
-        return grade(problem, files, folder, options.time_limit)
+        return grade(problem, files, options.sandbox, options.time_limit)
 
     with ThreadPoolExecutor(max(1, options.workers)) as pool:
         return list(pool.map(run_one, chosen, prepared))
@@ -306,11 +260,14 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="grade those with a row again")
     parser.add_argument("--problems", nargs="+", metavar="NAME", help="these alone")
     parser.add_argument("--time_limit", type=float, default=120, help="seconds a problem (120)")
+    parser.add_argument("--seed", type=int, help="of the inputs, to repeat a grading (drawn)")
     parser.add_argument("--workers", type=int, default=2, help="problems at a time (2)")
     options = parser.parse_args(args)
     if fault := fault_of(options):
         print(f"error: {fault}", file=sys.stderr)
         return 2
+    DRAW.salt = options.seed if options.seed is not None else secrets.randbelow(2**40)
+    options.sandbox = Sandbox()
     try:
         if options.class_file:
             return grade_class(options)
@@ -324,6 +281,8 @@ def main(args: list[str] | None = None) -> int:
         again = "; run it again for the rest" if options.class_file else ""
         print(f"error: stopped{again}", file=sys.stderr)
         return 130
+    finally:
+        options.sandbox.close()
     if options.json:
         options.json.write_text(json.dumps(for_gradescope(results), indent=2) + "\n")
     say(report(results))
