@@ -1304,7 +1304,9 @@ def every_epoch_steps_once_for_each_minibatch_of_new_order(student, right):
     for first in (0, 4):  # steps of a rollout: 2 minibatches, and again
         epochs = [sorted(rows[i] + rows[i + 1]) for i in (first, first + 2)]
         same(torch.tensor(epochs[0]), torch.tensor(epochs[1]), "advantages of the two epochs")
-    theirs = [value for _, part in reference["steps"][:2] for values, *_ in part for value in values]
+    theirs = [
+        value for _, part in reference["steps"][:2] for values, *_ in part for value in values
+    ]
     whole = torch.tensor(sorted(theirs))
     same(torch.tensor(sorted(rows[0] + rows[1])), whole, "advantages of the first epoch", 1e-3)
     sets = [sorted(part) for part in rows]

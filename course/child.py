@@ -11,12 +11,15 @@ import importlib.util
 import io
 
 import numbers
+import re
 import runpy
+import shutil
+import socket
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 
 import peft
 import torch
@@ -182,14 +185,13 @@ class Harness:
             stack.enter_context(watch)
             self.module.main([*flags, "--output_dir", str(folder)])
         text = (folder / "metrics.jsonl").read_text()
-        import shutil
-
         shutil.rmtree(folder)
         return {"metrics": text, "steps": steps}
 
     def script(self, file: str, flags: list[str], artefacts: list[str]) -> dict:
         """Run a file as from the command line; what it wrote."""
-        sys.argv = [str(self.code / file), *flags]
+        self.path = self.code / file
+        sys.argv = [str(self.path), *flags]
         code = 0
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -285,7 +287,8 @@ HARD = ("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.sy
         "sys._getframe", "sys._current_frames", "pickle.find_class", "os.listdir", "os.remove",
         "shutil.", "os.chmod", "os.symlink", "os.link")  # fmt: skip
 
-FROM_LIBRARIES = ("subprocess.", "socket.", "urllib.", "os.fork", "os.exec", "ctypes.dlopen")
+FROM_LIBRARIES = ("subprocess.", "socket.", "urllib.", "os.fork", "os.exec")
+GIVEN = re.compile(r"/plumbing/(?!reward_models)|/tasks\.py$|/tools/")  # what nobody hands in
 
 
 def noting(code: Path, note: Callable[[str], None]) -> Callable:
@@ -299,9 +302,9 @@ def noting(code: Path, note: Callable[[str], None]) -> Callable:
         busy.append(event)  # to ask for a frame is an event as well
         try:
             caller = sys._getframe(1)
-            while caller and not own(caller.f_code.co_filename) and event.startswith(FROM_LIBRARIES):
+            while caller and event.startswith(FROM_LIBRARIES) and not here(caller):
                 caller = caller.f_back
-            if caller and own(caller.f_code.co_filename):
+            if caller and here(caller) and not GIVEN.search(caller.f_code.co_filename):
                 what = f"{event} {args[0]}" if args and isinstance(args[0], str) else event
                 if what not in told:
                     told.add(what)
@@ -309,16 +312,14 @@ def noting(code: Path, note: Callable[[str], None]) -> Callable:
         finally:
             busy.pop()
 
-    def own(name: str) -> bool:
-        return name.startswith((inside, "<string>"))
+    def here(frame: FrameType) -> bool:
+        return frame.f_code.co_filename.startswith((inside, "<string>"))
 
     return hook
 
 
 def serve(data: int, code: str) -> None:
     """Answer the grader's requests until there are no more."""
-    import socket
-
     torch.set_num_threads(1)
     pipe = socket.socket(fileno=data)
     file = pipe.makefile("rwb")
@@ -351,7 +352,8 @@ def fault_of(error: BaseException, path: Path | None) -> str:
     is_hole = isinstance(error, NotImplementedError) and trace
     if is_hole and (trace[-1].line or "").startswith("raise NotImpl"):
         return f"not written yet: NotImplementedError {error}".strip()
-    frames = [f for f in trace if f.filename == str(path)]
-    where = f" in {frames[-1].line!r}" if frames else ""
+    own = [f for f in trace if f.filename == str(path)]
+    beside = [f for f in trace if path and f.filename.startswith(str(path.parent))]
+    where = f" in {(own or beside)[-1].line!r}" if own or beside else ""
     text = (str(error).strip().split("\n") or [""])[0]
     return f"{type(error).__name__}: {text}{where}"

@@ -136,10 +136,14 @@ class Confined:
         code = json.loads(self.said.readline() or '{"code": null}')["code"]
         if self.late:
             return f"not done after {self.time_limit:g} seconds, look for a loop that doesn't end"
-        size = self.errors.seek(0, os.SEEK_END)
-        self.errors.seek(max(0, size - 2**16))
-        last = self.errors.read().decode("utf-8", "replace").strip().split("\n")[-1]
+        last = self.last_words()
         return f"the process ended with code {code}" + (f": {last}" if last else "")
+
+    def last_words(self) -> str:
+        """The last line that it wrote to stderr."""
+        size = self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, size - 2**22))
+        return self.errors.read().decode("utf-8", "replace").strip().split("\n")[-1]
 
     def close(self) -> None:
         """End it, and all that it has started."""

@@ -21,14 +21,15 @@ REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "course"))
 
 import bughunt
-import checks
 import grade
 import labs
 import make
-from checks import CHECKS
+from checks import CHECKS, Solution, repository_files, run_check, run_checks
 from course_answers import HARMLESS, LOOPS, WRONG
 from mutations import MUTATIONS
 from problems import BY_NAME, PROBLEMS, function_of, solution_lines, splice, top_level
+from remote import Student
+from sandbox import Sandbox, folder_for
 
 pytestmark = pytest.mark.slow  # runs of the scripts, again and again
 ANSWERS = Path(__file__).with_name("course_answers.py")
@@ -69,14 +70,21 @@ def loop_answer(way: str) -> tuple[str, str]:
     return problem.name, "\n".join(lines)
 
 
-def faults(problem, submission: str, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """(check, fault) of those that fail, in this process; what isn't asked for isn't run."""
-    path = tmp_path / problem.file
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(splice(solution(problem), submission, problem.function))
-    for check in CHECKS[problem.name]:
-        if fault := checks.run_check(check, problem.file, path, 0):
-            yield check.name, fault
+SANDBOX = Sandbox()
+
+
+def faults(problem, submission: str) -> Iterator[tuple[str, str]]:
+    """(check, fault) of those that fail; what isn't asked for isn't run."""
+    text = splice(solution(problem), submission, problem.function)
+    with folder_for(repository_files() | {problem.file: text.encode()}) as folder:
+        process = SANDBOX.start(folder, 120)
+        try:
+            student, right = Student(process, problem.file), Solution(SANDBOX, problem.file)
+            for number, check in enumerate(CHECKS[problem.name]):
+                if fault := run_check(check, student, right, number):
+                    yield check.name, fault
+        finally:
+            process.close()
 
 
 def test_the_pages_hold_what_they_promise():
@@ -101,13 +109,13 @@ def test_every_problem_has_points_three_hints_public_tests_and_three_other_answe
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_the_solution_itself_gets_all_points(problem, tmp_path):
-    assert not list(faults(problem, solution(problem), tmp_path))
+    assert not list(faults(problem, solution(problem)))
 
 
 @pytest.mark.parametrize("way", [*answers(), *LOOPS])
 def test_a_right_answer_written_differently_gets_all_points(way, tmp_path):
     name, submission = loop_answer(way) if way in LOOPS else answers()[way]
-    assert not list(faults(BY_NAME[name], submission, tmp_path))
+    assert not list(faults(BY_NAME[name], submission))
 
 
 def planted() -> dict[str, tuple[str, str]]:
@@ -137,7 +145,7 @@ def test_wrong_answers_lose_points(tmp_path):
     bugs = planted()
     unseen = []
     for bug, (name, submission) in bugs.items():
-        if next(faults(BY_NAME[name], submission, tmp_path), None) is None:
+        if next(faults(BY_NAME[name], submission), None) is None:
             unseen.append(bug)
     print(len(bugs), unseen)
     assert len(unseen) <= 0.03 * len(bugs), unseen
@@ -345,11 +353,9 @@ def test_a_right_answer_in_an_unusual_file_gets_all_points(way, tmp_path):
     (tmp_path / "common.py").write_bytes(submission.encode())
     prepared = grade.prepare(BY_NAME["gae"], tmp_path)
     assert not prepared.fault
-    path = tmp_path / "spliced" / "common.py"
-    path.parent.mkdir()
-    path.write_text(prepared.files["common.py"])
-    faults = [checks.run_check(c, "common.py", path, 0) for c in CHECKS["gae"]]
-    assert not any(faults), faults
+    files = {name: text.encode() for name, text in prepared.files.items()}
+    found, _ = run_checks("gae", repository_files() | files, SANDBOX, 120)
+    assert not any(found), found
 
 
 def test_files_beside_the_submission_and_odd_encodings_cost_nothing(tmp_path, capsys):
@@ -940,14 +946,14 @@ def test_a_mistake_costs_the_checks_that_are_about_it(mistake, tmp_path):
     for old, new in edits.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    assert {check for check, _ in faults(BY_NAME[name], text, tmp_path)} == expected
+    assert {check for check, _ in faults(BY_NAME[name], text)} == expected
 
 
 def test_advantages_that_are_no_sum_earn_no_points_for_padding(tmp_path):
     text = "def gae(rewards, values, mask, gamma, lam):\n    mask = mask.bool()\n"
     text += "    found = rewards.masked_fill(~mask, 0)\n"
     text += "    return found, (found + values).masked_fill(~mask, 0)\n"
-    lost = {check for check, _ in faults(BY_NAME["gae"], text, tmp_path)}
+    lost = {check for check, _ in faults(BY_NAME["gae"], text)}
     assert lost >= {"the discounted sum of deltas", "an episode ends with its last real token"}
 
 
