@@ -30,10 +30,17 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from checks import CHECKS, DRAW, repository_files, run_checks, shortened
 from problems import BY_NAME, PROBLEMS, NotFound, Problem, splice_files
 from sandbox import SEES, Sandbox
-from scripts import SCRIPT_BY_NAME, SCRIPT_CHECKS, SCRIPTS, Script, files_of, repeated
-from scripts import run_script, runs_of
+from scripts import (
+    SCRIPT_BY_NAME,
+    SCRIPT_CHECKS,
+    SCRIPTS,
+    Script,
+    files_of,
+    repeated,
+    run_script,
+    runs_of,
+)
 from submissions import FILES, Refused, folder_of, modules_of, signs_in, sources_of, unpack
-
 
 NAMES = BY_NAME.keys() | SCRIPT_BY_NAME.keys()
 
@@ -302,7 +309,8 @@ def fault_of(options: argparse.Namespace) -> str:
     """What is wrong with the flags, '' if nothing."""
     unknown = sorted(set(options.problems or ()) - NAMES)
     if unknown:
-        return f"--problems {unknown[0]}: choose from {', '.join(x.name for x in (*PROBLEMS, *SCRIPTS))}"
+        known = ", ".join(item.name for item in (*PROBLEMS, *SCRIPTS))
+        return f"--problems {unknown[0]}: choose from {known}"
     folder = options.submission
     if not folder.is_dir():
         return f"{folder} is not a folder"

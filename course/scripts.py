@@ -17,15 +17,16 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from checks import DRAW, Check, repository_files, shortened
-from plumbing.loading import eos_token_ids
-from plumbing.scoring import encode_prompts
 from problems import PROBLEMS, REPOSITORY
 from remote import Fault, Student
-from sampling import generate
 from sandbox import Ended, Sandbox, folder_for
-from tasks import add_prompts
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+from plumbing.loading import eos_token_ids
+from plumbing.scoring import encode_prompts
+from sampling import generate
+from tasks import add_prompts
 
 EVALUATED = 400  # held-out sums
 
@@ -217,7 +218,7 @@ def share_of_pairs(model: nn.Module) -> float:
         place = rng.randrange(len(answer))
         digit = rng.choice([d for d in "123456789" if d != answer[place]])
         pair = answer, answer[:place] + digit + answer[place + 1 :]
-        texts = [tokenizer(row["prompt"] + x).input_ids + [tokenizer.eos_token_id] for x in pair]
+        texts = [[*tokenizer(row["prompt"] + x).input_ids, tokenizer.eos_token_id] for x in pair]
         with torch.no_grad():
             hidden = model.transformer(torch.tensor(texts)).last_hidden_state[:, -1]
             scores.append(model.score(hidden).flatten())
@@ -239,9 +240,9 @@ def files_of(texts: dict[str, str], modules: dict[str, str]) -> dict[str, bytes]
 # --- Runs that were handed in ---
 
 RUNS = 6  # that are repeated, at most
-REPEATED = """seed num_steps learning_rate warmup_steps micro_batch_size max_grad_norm lora_r bf16 digits
-num_generations max_new_tokens temperature prompts_per_step rollout_batch_size kl_coef num_epochs
-num_mini_batches clip_range entropy_coef num_eval_prompts kl_estimator missing_eos_penalty
+REPEATED = """seed num_steps learning_rate warmup_steps micro_batch_size max_grad_norm lora_r
+bf16 digits num_generations max_new_tokens temperature prompts_per_step rollout_batch_size kl_coef
+num_epochs num_mini_batches clip_range entropy_coef num_eval_prompts kl_estimator missing_eos_penalty
 whiten_rewards gamma lam clip_range_value vf_coef clip_range_high loss_type scale_rewards
 importance_sampling_level mask_truncated_completions cispo_bound normalize_advantages
 reward_clip_range num_pairs num_eval_pairs label_noise pairs_per_step center_rewards_coef""".split()

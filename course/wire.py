@@ -46,7 +46,7 @@ def pack(value: object, blobs: list[bytes]) -> object:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
-        found = value.detach().cpu().contiguous()
+        found = value.detach().as_subclass(Tensor).cpu().contiguous()
         blobs.append(found.reshape(-1).view(torch.uint8).numpy().tobytes())
         dtype = str(found.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(found.shape), value.requires_grad]}
