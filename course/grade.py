@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from checks import CHECKS, DRAW, repository_files, run_checks, shortened
 from problems import BY_NAME, PROBLEMS, NotFound, Problem, splice_files
-from sandbox import SEES, Sandbox
+from sandbox import SEES, Sandbox, readable_by_all
 from scripts import (
     SCRIPT_BY_NAME,
     SCRIPT_CHECKS,
@@ -210,6 +210,8 @@ def for_teacher(folder: Path, results: list[Result], options: argparse.Namespace
     """What is no reason to take points away, and to be looked at."""
     level = options.sandbox.level
     found = [f"sandbox: {level} ({SEES[level]})"] if level else []
+    if level == "user" and readable_by_all(str(Path(__file__).parent)):
+        found.append("all users may read this folder, and so may the submission: chmod 700 it")
     texts, _ = sources_of(folder)
     found += signs_in(texts | modules_of(folder))
     found += [f"{result.problem.name} did {note}" for result in results for note in result.notes]

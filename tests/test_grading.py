@@ -293,6 +293,16 @@ def test_at_each_level_a_right_answer_gets_its_points_and_the_level_is_told(leve
         sandbox.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_without_namespaces_the_network_is_refused_all_the_same(monkeypatch, tmp_path):
+    limited = Shared("limits")
+    monkeypatch.setattr(grade, "Sandbox", lambda: limited)
+    body = "import socket\nsocket.create_connection(('1.1.1.1', 80), timeout=3)"
+    test, teacher = graded(tmp_path, body)
+    assert "Operation not permitted" in test["output"] and "sandbox: limits" in teacher
+    Sandbox.close(limited)
+
+
 def _texts() -> dict[str, str]:
     files = {problem.file for problem in PROBLEMS}
     return {file: (REPOSITORY / file).read_text() for file in files}
