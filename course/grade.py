@@ -4,54 +4,85 @@
   python course/grade.py SUBMISSION --json results.json   # as Gradescope reads it
   python course/grade.py FOLDER --class results.csv       # of a folder or a zip file per student
 
-Each problem runs in a process of its own with a time limit, on the repository's files with the one
-function of the submission put in its place: whatever happens there costs no other problem, and
-tests that lie in the submission are not used. The submission needs the files that have problems and
-no others. It is still the student's code that runs: grade in a container.
+The checks run here, each function of the submission in a process of its own (sandbox.py), on the
+repository's files with that one function put in the place of ours: whatever happens there costs no
+other problem. Then the scripts of the submission run as a whole (scripts.py). Tests that lie in the
+submission are not used. The submission needs the files that have problems and no others.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import io
 import json
 import os
-import signal
-import subprocess
+import secrets
 import sys
 import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from checks import CHECKS, shortened
+from checks import CHECKS, DRAW, repository_files, run_checks, shortened
 from problems import BY_NAME, PROBLEMS, NotFound, Problem, splice_files
-from submissions import FILES, Refused, folder_of, sources_of, unpack
+from sandbox import SEES, Sandbox, readable_by_all
+from scripts import (
+    SCRIPT_BY_NAME,
+    SCRIPT_CHECKS,
+    SCRIPTS,
+    Script,
+    files_of,
+    repeated,
+    run_script,
+    runs_of,
+)
+from submissions import FILES, Refused, folder_of, modules_of, signs_in, sources_of, unpack
+
+NAMES = BY_NAME.keys() | SCRIPT_BY_NAME.keys()
 
 
 @dataclass
 class Result:
-    """Points of a problem, and for each check that failed its name, points, fault and advice."""
+    """Points of a problem or a script, and for each check that failed its name, points, fault and
+    advice.
+    """
 
-    problem: Problem
+    problem: Problem | Script
     points: int
     lost: list[tuple[str, int, str, str]]
+    notes: list[str] = field(default_factory=list)  # what it did that no answer needs
 
     @property
     def most(self) -> int:
-        return sum(item.points for item in CHECKS[self.problem.name])
+        return most_of(self.problem)
+
+
+def most_of(problem: Problem | Script) -> int:
+    """The points that there are to get."""
+    return sum(item.points for item in CHECKS.get(problem.name, SCRIPT_CHECKS))
+
+
+@dataclass
+class Grading:
+    """All results of a submission, and what its teacher should know."""
+
+    results: list[Result]
+    teacher: list[str]
+
+    @property
+    def points(self) -> int:
+        return sum(result.points for result in self.results)
 
 
 @dataclass
 class Prepared:
     """The files that a problem is graded on, by their paths, or why there are none."""
 
-    files: dict[str, str]
+    files: dict[str, bytes]
     fault: str = ""
 
 
@@ -61,73 +92,40 @@ def prepare(problem: Problem, submission: Path) -> Prepared:
     if problem.file in faults:
         return Prepared({}, faults[problem.file])
     try:
-        return Prepared(splice_files(texts, problem))
+        # The modules of one's own beside those of the repository replace none.
+        files = modules_of(submission) | splice_files(texts, problem)
+        return Prepared({path: text.encode("utf-8", "replace") for path, text in files.items()})
     except NotFound as e:
         return Prepared({}, f"{problem.file}: {e}")
 
 
-def grade(problem: Problem, prepared: Prepared, submission: Path, time_limit: float) -> Result:
-    """Run the checks of a problem in a process of its own."""
-    checks, verdicts, ending = CHECKS[problem.name], [], prepared.fault
-    if not ending:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path, results = Path(folder, problem.file), Path(folder, "results.jsonl")
-            for name, text in prepared.files.items():
-                Path(folder, name).parent.mkdir(exist_ok=True)
-                Path(folder, name).write_text(text, encoding="utf-8", errors="replace")
-            results.touch()
-            command = [sys.executable, str(Path(__file__).with_name("checks.py"))]
-            command += [problem.name, str(path), str(results), str(submission.resolve())]
-            ending = run(command, folder, time_limit)
-            for line in results.read_text(encoding="utf-8", errors="replace").splitlines():
-                # Half a line, or one that the submission has written.
-                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                    if isinstance(fault := json.loads(line)["fault"], str):
-                        verdicts.append(shortened(fault))
-    verdicts += [ending or "the process ended before this check"] * (len(checks) - len(verdicts))
+def grade(problem: Problem, prepared: Prepared, sandbox: Sandbox, time_limit: float) -> Result:
+    """Run the checks of a problem, its function in a process of its own."""
+    verdicts, notes = [prepared.fault] * len(CHECKS[problem.name]), []
+    if not prepared.fault:
+        files = repository_files() | prepared.files
+        verdicts, notes = run_checks(problem.name, files, sandbox, time_limit)
+    return result_of(problem, CHECKS[problem.name], verdicts, notes)
+
+
+def grade_script(script: Script, prepared: Prepared, sandbox: Sandbox, limit: float) -> Result:
+    """Run a script of the submission, with all of its files."""
+    verdicts, notes = [prepared.fault] * len(SCRIPT_CHECKS), []
+    if not prepared.fault:
+        verdicts, notes = run_script(script, prepared.files, sandbox, limit)
+    return result_of(script, SCRIPT_CHECKS, verdicts, notes)
+
+
+def result_of(
+    problem: Problem | Script, checks: list, verdicts: list[str], notes: list[str]
+) -> Result:
     lost = [
         (item.name, item.points, fault, item.advice)
         for item, fault in zip(checks, verdicts)
         if fault
     ]
     points = sum(item.points for item in checks) - sum(points for _, points, *_ in lost)
-    return Result(problem, points, lost)
-
-
-def run(command: list[str], folder: str, time_limit: float) -> str:
-    """Run the checks; how they ended, '' if by themselves. What they have started ends with them,
-    and what they leave in a temporary folder lies in `folder`.
-    """
-    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
-    errors = Path(folder, "stderr")
-    with errors.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=file, start_new_session=True,
-        )  # fmt: skip
-        try:
-            process.wait(timeout=time_limit)
-        except subprocess.TimeoutExpired:
-            return f"not done after {time_limit:g} seconds, look for a loop that doesn't end"
-        finally:
-            end_group(process)
-    if process.returncode == 0:
-        return ""
-    with errors.open("rb") as file:
-        file.seek(max(0, errors.stat().st_size - 2**16))
-        last = file.read().decode("utf-8", "replace").strip().split("\n")[-1]
-    return f"the process ended with code {process.returncode}: {shortened(last)}"
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it has started in its group."""
-    if hasattr(os, "killpg"):
-        # No group is left where nothing was started; macOS refuses where all have ended.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+    return Result(problem, points, lost, notes)
 
 
 def reasons(result: Result) -> list[str]:
@@ -138,19 +136,22 @@ def reasons(result: Result) -> list[str]:
     return [f"-{points} {name}: {fault}. {advice}" for name, points, fault, advice in result.lost]
 
 
-def report(results: list[Result]) -> str:
-    """The results as a student reads them."""
+def report(grading: Grading) -> str:
+    """The results as a student reads them, and what the teacher should know."""
     lines = []
-    for result in results:
+    for result in grading.results:
         problem = result.problem
         lines.append(f"{result.points:3} of {result.most:2}  {problem.name}: {problem.what}")
         for text in reasons(result):
             lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent="       ")
-    total, most = (sum(getattr(r, name) for r in results) for name in ("points", "most"))
-    return "\n".join([*lines, f"{total} of {most} points"])
+    lines.append("For the teacher:")
+    for text in grading.teacher:
+        lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent="       ")
+    most = sum(result.most for result in grading.results)
+    return "\n".join([*lines, f"{grading.points} of {most} points"])
 
 
-def for_gradescope(results: list[Result]) -> dict:
+def for_gradescope(grading: Grading) -> dict:
     """https://gradescope-autograders.readthedocs.io: one test per problem."""
     tests = [
         {
@@ -160,23 +161,65 @@ def for_gradescope(results: list[Result]) -> dict:
             "output": "\n".join(reasons(result)),
             "visibility": "visible",
         }
-        for result in results
+        for result in grading.results
     ]
-    return {"score": sum(result.points for result in results), "tests": tests}
+    told = {"output": "\n".join(grading.teacher), "visibility": "hidden"}
+    tests.append({"name": "for the teacher", "score": 0, "max_score": 0} | told)
+    return {"score": grading.points, "tests": tests}
 
 
-def grade_all(submission: Path, options: argparse.Namespace) -> list[Result]:
-    """The results of a submission, a problem each. Raises Refused."""
-    folder = folder_of(submission)
-    chosen = [p for p in PROBLEMS if p.name in (options.problems or BY_NAME)]
+def grade_all(submission: Path, options: argparse.Namespace) -> Grading:
+    """The results of a submission, a problem or a script each. Raises Refused."""
+    folder, limit = folder_of(submission), options.time_limit
+    chosen = chosen_of(options)
+    files = {item.file for item in chosen if isinstance(item, Problem)}
     # Not in the threads: ast.parse of Python 3.11 fails where two run at once.
-    prepared = [prepare(problem, folder) for problem in chosen]
-
-    def run_one(problem: Problem, files: Prepared) -> Result:
-        return grade(problem, files, folder, options.time_limit)
-
+    jobs = [
+        (grade, item, prepare(item, folder))
+        if isinstance(item, Problem)
+        else (grade_script, item, prepare_script(item, folder, files))
+        for item in chosen
+    ]
     with ThreadPoolExecutor(max(1, options.workers)) as pool:
-        return list(pool.map(run_one, chosen, prepared))
+        # The longest first.
+        found = [pool.submit(*job, options.sandbox, limit) for job in reversed(jobs)]
+        results = [job.result() for job in reversed(found)]
+    return Grading(results, for_teacher(folder, results, options))
+
+
+def chosen_of(options: argparse.Namespace) -> list[Problem | Script]:
+    """The problems and scripts that are graded."""
+    return [x for x in (*PROBLEMS, *SCRIPTS) if x.name in (options.problems or NAMES)]
+
+
+def prepare_script(script: Script, folder: Path, asked: set[str]) -> Prepared:
+    """All files of a submission; where only some problems are asked for, the others' files may be
+    missing, and are the repository's.
+    """
+    texts, faults = sources_of(folder)
+    scripts = {other.file for other in SCRIPTS} - {script.file}
+    for file, fault in faults.items():
+        if file in asked - scripts or not asked:
+            return Prepared({}, fault)
+        if file not in scripts:
+            texts[file] = repository_files()[file].decode()
+    return Prepared(files_of(texts, modules_of(folder)))
+
+
+def for_teacher(folder: Path, results: list[Result], options: argparse.Namespace) -> list[str]:
+    """What is no reason to take points away, and to be looked at."""
+    level = options.sandbox.level
+    found = [f"sandbox: {level} ({SEES[level]})"] if level else []
+    if level == "user" and readable_by_all(str(Path(__file__).parent)):
+        found.append("all users may read this folder, and so may the submission: chmod 700 it")
+    texts, _ = sources_of(folder)
+    found += signs_in(texts | modules_of(folder))
+    found += [f"{result.problem.name} did {note}" for result in results for note in result.notes]
+    runs = runs_of(folder)
+    files = files_of(texts, modules_of(folder)) if runs else {}
+    for run in runs:
+        found.append("runs/" + repeated(run, files, options.sandbox, options.time_limit))
+    return found
 
 
 # --- A class: a row for each student ---
@@ -194,7 +237,7 @@ def students_of(folder: Path, results: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def results_of(path: Path, options: argparse.Namespace) -> list[Result]:
+def results_of(path: Path, options: argparse.Namespace) -> Grading:
     """The results of a folder or a zip file. Raises Refused."""
     if path.is_dir():
         return grade_all(path, options)
@@ -233,8 +276,8 @@ def names_done(path: Path, header: list[str]) -> set[str]:
 
 def grade_class(options: argparse.Namespace) -> int:
     """Write the rows of the students that have none yet, each as soon as it is known."""
-    chosen = [p.name for p in PROBLEMS if p.name in (options.problems or BY_NAME)]
-    header = ["student", "total", *chosen, "went wrong"]
+    chosen = [item.name for item in chosen_of(options)]
+    header = ["student", "total", *chosen, "went wrong", "for the teacher"]
     path, code = options.class_file, 0
     students = students_of(options.submission, path)
     if options.overwrite:
@@ -245,16 +288,17 @@ def grade_class(options: argparse.Namespace) -> int:
         if not path.stat().st_size:
             writer.writerow(header)
         for name in [name for name in students if name not in done]:
-            points, word = [0] * len(chosen), ""
+            points, word, told = [0] * len(chosen), "", ""
             try:
-                results = results_of(students[name], options)
-                points, word = [result.points for result in results], in_a_word(results)
+                grading = results_of(students[name], options)
+                points = [result.points for result in grading.results]
+                word, told = in_a_word(grading.results), shortened("; ".join(grading.teacher))
             except Refused as e:
                 word = str(e)
             except Exception as e:  # the others are graded all the same
                 points, word, code = [""] * len(chosen), f"the grader failed: {e!r}", 1
             total = "" if "" in points else sum(points)
-            writer.writerow([name, total, *points, word])
+            writer.writerow([name, total, *points, word, " ".join(told.split())])
             file.flush()
             say(f"{total:>3}  {name}" + f": {word}" * bool(word))
     return code
@@ -265,9 +309,10 @@ def grade_class(options: argparse.Namespace) -> int:
 
 def fault_of(options: argparse.Namespace) -> str:
     """What is wrong with the flags, '' if nothing."""
-    unknown = sorted(set(options.problems or ()) - set(BY_NAME))
+    unknown = sorted(set(options.problems or ()) - NAMES)
     if unknown:
-        return f"--problems {unknown[0]}: choose from {', '.join(BY_NAME)}"
+        known = ", ".join(item.name for item in (*PROBLEMS, *SCRIPTS))
+        return f"--problems {unknown[0]}: choose from {known}"
     folder = options.submission
     if not folder.is_dir():
         return f"{folder} is not a folder"
@@ -306,15 +351,18 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="grade those with a row again")
     parser.add_argument("--problems", nargs="+", metavar="NAME", help="these alone")
     parser.add_argument("--time_limit", type=float, default=120, help="seconds a problem (120)")
+    parser.add_argument("--seed", type=int, help="of the inputs, to repeat a grading (drawn)")
     parser.add_argument("--workers", type=int, default=2, help="problems at a time (2)")
     options = parser.parse_args(args)
     if fault := fault_of(options):
         print(f"error: {fault}", file=sys.stderr)
         return 2
+    DRAW.salt = options.seed if options.seed is not None else secrets.randbelow(2**40)
+    options.sandbox = Sandbox()
     try:
         if options.class_file:
             return grade_class(options)
-        results = grade_all(options.submission, options)
+        grading = grade_all(options.submission, options)
     except Refused as e:
         if options.json:
             options.json.write_text(json.dumps({"score": 0, "output": str(e)}) + "\n")
@@ -324,9 +372,11 @@ def main(args: list[str] | None = None) -> int:
         again = "; run it again for the rest" if options.class_file else ""
         print(f"error: stopped{again}", file=sys.stderr)
         return 130
+    finally:
+        options.sandbox.close()
     if options.json:
-        options.json.write_text(json.dumps(for_gradescope(results), indent=2) + "\n")
-    say(report(results))
+        options.json.write_text(json.dumps(for_gradescope(grading), indent=2) + "\n")
+    say(report(grading))
     return 0
 
 

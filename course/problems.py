@@ -434,8 +434,7 @@ def globals_of(text: str) -> set[str]:
 
 
 def splice(solution: str, submission: str, function: str) -> str:
-    """The solution's file, with the submission's `function` at its end, where it takes the place of
-    the solution's own.
+    """The solution's file, without its own `function` and with the submission's at its end.
 
     Helpers, constants and imports of the submission come with it where it needs them: those that
     are new, and those that have been changed, but no other problem's function; nothing else of the
@@ -504,7 +503,14 @@ def _splice(solution: str, submission: str, function: str) -> tuple[str, dict[st
     wanted = globals_of(theirs[found[-1]][1])
     taken = _with_helpers(solution, theirs, {found[-1]}, wanted, function)
     parts, missing = _texts(solution, theirs, taken)
-    return "\n\n\n".join([solution.rstrip(), *parts]) + "\n", missing
+    return "\n\n\n".join([_without(solution, function).rstrip(), *parts]) + "\n", missing
+
+
+def _without(source: str, function: str) -> str:
+    """The source without a function: it must not lie beside the submission's."""
+    node, lines = function_of(source, function), source.split("\n")
+    start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return "\n".join([*lines[: start - 1], *lines[node.end_lineno :]])
 
 
 def _with_helpers(

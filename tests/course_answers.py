@@ -16,24 +16,25 @@ from plumbing.forward import model_inputs
 
 def token_logprobs__log_sum_exp(logits, tokens):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = logits.gather(2, tokens[:, :, None])[:, :, 0]
-    return chosen - logits.logsumexp(dim=2)
+    chosen = logits.gather(-1, tokens[..., None])[..., 0]
+    return chosen - logits.logsumexp(dim=-1)
 
 
 def token_logprobs__cross_entropy(logits, tokens):
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.to(torch.float32)
-    return -nn.functional.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+    flat = logits.reshape(-1, logits.shape[-1])
+    loss = nn.functional.cross_entropy(flat, tokens.flatten(), reduction="none")
+    return -loss.view(tokens.shape)
 
 
 def token_logprobs__row_by_row(logits, tokens):
     rows = []
-    for row, chosen in zip(logits, tokens):
+    for row, chosen in zip(logits.reshape(-1, logits.shape[-1]), tokens.flatten()):
         row = row.float()
-        row = row - row.max(dim=-1, keepdim=True).values
-        normal = row.exp().sum(-1).log()
-        rows.append(row[torch.arange(len(chosen)), chosen] - normal)
-    return torch.stack(rows)
+        row = row - row.max()
+        rows.append(row[chosen] - row.exp().sum().log())
+    return torch.stack(rows).view(tokens.shape)
 
 
 # --- kl_estimate ---
@@ -962,10 +963,11 @@ WRONG = [
     ("grpo_loop", "torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)", "torch.tensor(1.0)", "the gradient is not clipped"),
     ("rloo_loop", "rloo_advantages(rewards, G, config.normalize_advantages)", "rloo_advantages(rewards, G)", "advantages are not normalised"),
     ("rloo_loop", "scores.clamp(*clip) if clip", "scores.clamp(-1, 1) if clip", "another range for the clip"),
-    ("token_logprobs__cross_entropy", "    return -nn.functional.cross_entropy(logits.transpose", "    return -nn.functional.cross_entropy(logits.detach().transpose", "log-probs without gradient"),
-    ("token_logprobs__log_sum_exp", "return chosen - logits.logsumexp(dim=2)", "return (chosen - logits.logsumexp(dim=2)).unsqueeze(-1)", "a dimension of 1 too many"),
-    ("token_logprobs__log_sum_exp", "logits.logsumexp(dim=2)", "logits.logsumexp(dim=1)[:, :1].sum(-1)", "softmax over time"),
-    ("token_logprobs__row_by_row", "row = row - row.max(dim=-1, keepdim=True).values\n", "pass\n", "exp that overflows"),
+    ("token_logprobs__cross_entropy", "    flat = logits.reshape", "    flat = logits.detach().reshape", "log-probs without gradient"),
+    ("token_logprobs__log_sum_exp", "return chosen - logits.logsumexp(dim=-1)", "return (chosen - logits.logsumexp(dim=-1)).unsqueeze(-1)", "a dimension of 1 too many"),
+    ("token_logprobs__log_sum_exp", "logits.logsumexp(dim=-1)", "logits.logsumexp(dim=0)[..., :1].sum(-1)", "softmax over time"),
+    ("token_logprobs__log_sum_exp", "logits.gather(-1, tokens[..., None])[..., 0]", "logits.gather(2, tokens[:, :, None])[:, :, 0]", "log-probs of (B, T, V) alone"),
+    ("token_logprobs__row_by_row", "row = row - row.max()\n", "pass\n", "exp that overflows"),
     ("generate__without_a_cache", "completions], 1), torch.cat([mask[:, :P], real], 1), real,", "completions], 1), torch.cat([mask[:, :P], real], 1), real.long(),", "an integer mask in the rollout"),
     ("generate__without_a_cache", "    model.train(was_training)\n", "", "the model stays in evaluation mode"),
     ("generate__without_a_cache", "draw(logits, uniform, temperature, top_k, top_p)", "draw(logits, uniform, 1.0, top_k, top_p)", "temperature ignored"),

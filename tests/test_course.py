@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +20,15 @@ REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "course"))
 
 import bughunt
-import checks
 import grade
 import labs
 import make
-from checks import CHECKS
+from checks import CHECKS, Solution, repository_files, run_check, run_checks
 from course_answers import HARMLESS, LOOPS, WRONG
 from mutations import MUTATIONS
 from problems import BY_NAME, PROBLEMS, function_of, solution_lines, splice, top_level
+from remote import Student
+from sandbox import Sandbox, folder_for
 
 pytestmark = pytest.mark.slow  # runs of the scripts, again and again
 ANSWERS = Path(__file__).with_name("course_answers.py")
@@ -69,14 +69,33 @@ def loop_answer(way: str) -> tuple[str, str]:
     return problem.name, "\n".join(lines)
 
 
-def faults(problem, submission: str, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """(check, fault) of those that fail, in this process; what isn't asked for isn't run."""
-    path = tmp_path / problem.file
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(splice(solution(problem), submission, problem.function))
-    for check in CHECKS[problem.name]:
-        if fault := checks.run_check(check, problem.file, path, 0):
-            yield check.name, fault
+class Shared(Sandbox):
+    """One for all tests: to start it takes seconds."""
+
+    def close(self) -> None:
+        pass
+
+
+SANDBOX = Shared()
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    monkeypatch.setattr(grade, "Sandbox", lambda: SANDBOX)
+
+
+def faults(problem, submission: str) -> Iterator[tuple[str, str]]:
+    """(check, fault) of those that fail; what isn't asked for isn't run."""
+    text = splice(solution(problem), submission, problem.function)
+    with folder_for(repository_files() | {problem.file: text.encode()}) as folder:
+        process = SANDBOX.start(folder, 120)
+        try:
+            student, right = Student(process, problem.file), Solution(SANDBOX, problem.file)
+            for number, check in enumerate(CHECKS[problem.name]):
+                if fault := run_check(check, student, right, number):
+                    yield check.name, fault
+        finally:
+            process.close()
 
 
 def test_the_pages_hold_what_they_promise():
@@ -101,13 +120,13 @@ def test_every_problem_has_points_three_hints_public_tests_and_three_other_answe
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_the_solution_itself_gets_all_points(problem, tmp_path):
-    assert not list(faults(problem, solution(problem), tmp_path))
+    assert not list(faults(problem, solution(problem)))
 
 
 @pytest.mark.parametrize("way", [*answers(), *LOOPS])
 def test_a_right_answer_written_differently_gets_all_points(way, tmp_path):
     name, submission = loop_answer(way) if way in LOOPS else answers()[way]
-    assert not list(faults(BY_NAME[name], submission, tmp_path))
+    assert not list(faults(BY_NAME[name], submission))
 
 
 def planted() -> dict[str, tuple[str, str]]:
@@ -137,7 +156,7 @@ def test_wrong_answers_lose_points(tmp_path):
     bugs = planted()
     unseen = []
     for bug, (name, submission) in bugs.items():
-        if next(faults(BY_NAME[name], submission, tmp_path), None) is None:
+        if next(faults(BY_NAME[name], submission), None) is None:
             unseen.append(bug)
     print(len(bugs), unseen)
     assert len(unseen) <= 0.03 * len(bugs), unseen
@@ -237,13 +256,13 @@ def solve(starter: Path, out: Path) -> Path:
     return out
 
 
-def test_solved_it_is_graded_at_100(starter, tmp_path, capsys):
+def test_solved_it_gets_all_points_its_scripts_included(starter, tmp_path, capsys):
     solved = solve(starter, tmp_path / "solved")
     assert grade.main([str(solved), "--json", str(tmp_path / "results.json")]) == 0
     output = capsys.readouterr().out
-    assert output.endswith("100 of 100 points\n"), output
+    assert output.endswith("120 of 120 points\n"), output
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["score"] == 100 and len(results["tests"]) == len(PROBLEMS)
+    assert results["score"] == 120 and len(results["tests"]) == len(PROBLEMS) + 4 + 1
     assert all(test["score"] == test["max_score"] for test in results["tests"])
 
 
@@ -284,7 +303,7 @@ def test_a_submission_that_hangs_crashes_or_breaks_keeps_the_points_of_its_other
     flags = ["--problems", *names, "--time_limit", "20", "--json", str(tmp_path / "r.json")]
     assert grade.main([str(tmp_path), *flags]) == 0
     output = capsys.readouterr().out
-    results = json.loads((tmp_path / "r.json").read_text())["tests"]
+    results = json.loads((tmp_path / "r.json").read_text())["tests"][:-1]
     points = {test["name"].split(":")[0]: test["score"] for test in results}
     assert points.pop("disable_dropout") == sum(c.points for c in CHECKS["disable_dropout"])
     assert set(points.values()) == {0}, points
@@ -345,11 +364,9 @@ def test_a_right_answer_in_an_unusual_file_gets_all_points(way, tmp_path):
     (tmp_path / "common.py").write_bytes(submission.encode())
     prepared = grade.prepare(BY_NAME["gae"], tmp_path)
     assert not prepared.fault
-    path = tmp_path / "spliced" / "common.py"
-    path.parent.mkdir()
-    path.write_text(prepared.files["common.py"])
-    faults = [checks.run_check(c, "common.py", path, 0) for c in CHECKS["gae"]]
-    assert not any(faults), faults
+    files = {name: text.encode() for name, text in prepared.files.items()}
+    found, _ = run_checks("gae", repository_files() | files, SANDBOX, 120)
+    assert not any(found), found
 
 
 def test_files_beside_the_submission_and_odd_encodings_cost_nothing(tmp_path, capsys):
@@ -360,7 +377,7 @@ def test_files_beside_the_submission_and_odd_encodings_cost_nothing(tmp_path, ca
     (tmp_path / "rloo.py").write_bytes(b"\xff\xfe" + text.encode("utf-16-le"))
     (tmp_path / "common.py").write_text(solution(BY_NAME["gae"]), encoding="utf-8-sig")
     assert grade.main([str(tmp_path), "--problems", "rloo_loss", "gae"]) == 0
-    assert capsys.readouterr().out.endswith("\n12 of 12 points\n")
+    assert capsys.readouterr().out.endswith("\n11 of 11 points\n")
 
 
 def test_a_missing_file_or_folder_or_problem_is_one_line(tmp_path, capsys):
@@ -379,8 +396,8 @@ def test_lost_points_come_with_the_fault_and_advice(tmp_path, capsys):
     (tmp_path / "ppo.py").write_text(text)
     assert grade.main([str(tmp_path), "--problems", "shape_rewards"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "2 of 5 shape_rewards" in output
-    assert "-2 each token pays for its kl: rewards: expected" in output
+    assert "3 of 4 shape_rewards" in output
+    assert "-1 each token pays for its kl: rewards: expected" in output
     assert "-kl_coef * kl at every real token" in output
 
 
@@ -509,110 +526,6 @@ def test_a_hunt_has_one_bug_a_picture_and_a_sealed_answer(tmp_path, capsys):
     assert (again / changed[0]).exists() and bughunt.main([str(again)]) == 2
 
 
-# --- What a submission may use up ---
-
-
-def graded(tmp_path: Path, body: str, *flags: str, problem: str = "kl_estimate") -> dict:
-    """The grader's verdict, as Gradescope reads it, on one function with this body."""
-    (tmp_path / "hand_in").mkdir()
-    arguments = ast.unparse(function_of(solution(BY_NAME[problem]), problem).args)
-    text = f"def {problem}({arguments}):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
-    (tmp_path / "hand_in" / BY_NAME[problem].file).write_text(text)
-    options = ["--problems", problem, "--json", str(tmp_path / "r.json"), *flags]
-    assert grade.main([str(tmp_path / "hand_in"), *options]) == 0
-    [test] = json.loads((tmp_path / "r.json").read_text())["tests"]
-    return test
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie that init hasn't taken away yet has ended.
-    status = Path(f"/proc/{pid}/stat")
-    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are those of POSIX")
-def test_a_process_that_a_submission_starts_ends_with_the_grading(tmp_path):
-    noted = tmp_path / "pids"
-    body = f"""
-    import subprocess
-    process = subprocess.Popen(["sleep", "300"])
-    with open({str(noted)!r}, "a") as file:
-        print(process.pid, file=file)
-    """
-    assert graded(tmp_path, body)["score"] == 0
-    pids = [int(line) for line in noted.read_text().split()]
-    assert len(pids) == len(CHECKS["kl_estimate"])
-    # The grader kills without waiting: on a machine at work the end takes a moment.
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, pids))
-
-
-LONG = {
-    "a verdict": ["raise RuntimeError('x' * 3_000_000)"],
-    "stderr": ["import os", "os.write(2, b'x' * 3_000_000)", "os._exit(3)"],
-    "verdicts written by itself": [
-        "import os, sys", "with open(sys.argv[3], 'a') as file:",
-        "    file.write('{\"fault\": \"' + 'x' * 3_000_000 + '\"}\\n')", "os._exit(3)"
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", LONG)
-def test_a_message_of_megabytes_is_cut_and_that_is_said(way, tmp_path, capsys):
-    test = graded(tmp_path, "\n".join(LONG[way]))
-    assert test["score"] == 0 and "x" * 100 in test["output"]
-    assert len(test["output"]) < 5000 and "characters more" in test["output"]
-    assert len(capsys.readouterr().out) < 8000
-
-
-ODD_VERDICTS = ["[" * 100_000, "7", "{}", '{"fault": 7}', '{"fault": ["x"]}']
-
-
-@pytest.mark.parametrize("line", ODD_VERDICTS, ids=lambda line: line[:20])
-def test_a_submission_that_writes_verdicts_of_another_form_breaks_nothing(line, tmp_path):
-    body = f"""
-    import os, sys
-    with open(sys.argv[3], "a") as file:
-        file.write({line!r} + "\\n")
-    os._exit(3)
-    """
-    assert "ended with code 3" in graded(tmp_path, body)["output"]
-
-
-@pytest.mark.skipif(checks.resource is None, reason="limits are those of POSIX")
-def test_a_submission_that_writes_gigabytes_is_stopped(tmp_path):
-    noted = tmp_path / "sizes"
-    body = f"""
-    import os, sys, tempfile
-    for file in (sys.stderr, tempfile.NamedTemporaryFile("w", delete=False)):
-        try:
-            for _ in range(300):
-                file.write("x" * 2**20)
-                file.flush()
-        except OSError:
-            pass
-        with open({str(noted)!r}, "a") as sizes:
-            print(os.fstat(file.fileno()).st_size, file.name, file=sizes)
-    """
-    graded(tmp_path, body)
-    lines = [line.split() for line in noted.read_text().splitlines()]
-    assert all(int(size) <= checks.FILE_SIZE < 300 * 2**20 for size, _ in lines)
-    # And what is left in the temporary folder goes with the grading.
-    assert not any(Path(name).exists() for _, name in lines if name != "<stderr>")
-
-
-@pytest.mark.skipif(checks.resource is None, reason="limits are those of POSIX")
-def test_a_submission_that_takes_all_memory_is_stopped(tmp_path):
-    body = "return torch.zeros(6 * 2**30, dtype=torch.uint8)"
-    assert "DefaultCPUAllocator" in graded(tmp_path, body)["output"]
-
-
 # --- Where the files of a submission lie, and where the results go ---
 
 
@@ -622,7 +535,7 @@ def test_results_that_can_not_be_written_are_one_line_before_anything_is_graded(
     def refuse(*args):
         raise AssertionError("graded")
 
-    monkeypatch.setattr(grade, "grade", refuse)
+    monkeypatch.setattr(grade, "grade_all", refuse)
     for path in (tmp_path / "nowhere" / "r.json", tmp_path):
         for flag in ("--json", "--class"):
             assert grade.main([str(tmp_path), flag, str(path)]) == 2
@@ -689,7 +602,7 @@ def test_a_file_that_is_none_or_has_no_end_costs_its_own_problems(way, tmp_path,
     assert grade.main([str(tmp_path), "--problems", "kl_estimate", "rloo_loss"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "0 of 5 kl_estimate" in output and said in output
-    assert "5 of 5 rloo_loss" in output
+    assert "4 of 4 rloo_loss" in output
 
 
 # --- A class ---
@@ -755,13 +668,14 @@ def test_a_class_gets_a_row_for_each_student_whatever_the_others_hand_in(hand_in
 def fake_grade(calls: list) -> Callable:
     """A grader that gives all points, and notes who got them."""
 
-    def run(problem, prepared, submission, time_limit):
+    def run(submission, options):
         calls.append(submission.name)
         if len(calls) == 3:
             raise KeyboardInterrupt
         if submission.name == "odd":
             raise RuntimeError("of the grader itself")
-        return grade.Result(problem, 5, [])
+        [problem] = grade.chosen_of(options)
+        return grade.Grading([grade.Result(problem, 5, [])], [])
 
     return run
 
@@ -771,7 +685,7 @@ def test_a_class_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "common.py").write_text("\n")
-    monkeypatch.setattr(grade, "grade", fake_grade(calls))
+    monkeypatch.setattr(grade, "grade_all", fake_grade(calls))
     results = tmp_path / "results.csv"
     command = [str(tmp_path), "--class", str(results), "--problems", "kl_estimate"]
     assert grade.main(command) == 130
@@ -794,7 +708,7 @@ def test_a_fault_of_the_grader_itself_leaves_the_row_without_points(tmp_path, mo
     for name in ("odd", "zoe"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "common.py").write_text("\n")
-    monkeypatch.setattr(grade, "grade", fake_grade([]))
+    monkeypatch.setattr(grade, "grade_all", fake_grade([]))
     results = tmp_path / "results.csv"
     command = [str(tmp_path), "--class", str(results), "--problems", "kl_estimate"]
     assert grade.main(command) == 1
@@ -878,7 +792,7 @@ def test_a_helper_that_is_nowhere_costs_what_needs_it_and_is_named(tmp_path, cap
     (tmp_path / "rloo.py").write_text(f"from common import row_sums\n{text}")
     assert grade.main([str(tmp_path), "--problems", "rloo_loss", "rloo_advantages"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "0 of 5 rloo_loss" in output and "name 'row_sums' is not defined" in output
+    assert "0 of 4 rloo_loss" in output and "name 'row_sums' is not defined" in output
     assert "4 of 4 rloo_advantages" in output
 
 
@@ -940,14 +854,14 @@ def test_a_mistake_costs_the_checks_that_are_about_it(mistake, tmp_path):
     for old, new in edits.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    assert {check for check, _ in faults(BY_NAME[name], text, tmp_path)} == expected
+    assert {check for check, _ in faults(BY_NAME[name], text)} == expected
 
 
 def test_advantages_that_are_no_sum_earn_no_points_for_padding(tmp_path):
     text = "def gae(rewards, values, mask, gamma, lam):\n    mask = mask.bool()\n"
     text += "    found = rewards.masked_fill(~mask, 0)\n"
     text += "    return found, (found + values).masked_fill(~mask, 0)\n"
-    lost = {check for check, _ in faults(BY_NAME["gae"], text, tmp_path)}
+    lost = {check for check, _ in faults(BY_NAME["gae"], text)}
     assert lost >= {"the discounted sum of deltas", "an episode ends with its last real token"}
 
 
