@@ -79,7 +79,7 @@ def faults(problem, submission: str, tmp_path: Path) -> Iterator[tuple[str, str]
 
 
 def test_the_pages_hold_what_they_promise():
-    for page in ("README.md", "handout.md"):
+    for page in ("README.md", *(f"handout/lab{n}.md" for n in range(1, 7))):
         text = (REPOSITORY / "course" / page).read_text()
         assert not re.search(r"\b[A-Z]+_[A-Z]+\b|MUTANTS|UNSEEN|HUNTS", text), page
     text = (REPOSITORY / "course/README.md").read_text()
