@@ -143,10 +143,9 @@ sums right. Reinforcement learning has to make the right answer the preferred on
 
 **Where to begin.** `handout/` has a page for each lab: theory, what to write, questions;
 `notebooks/` has the same as notebooks, for Colab. Write the functions that say
-`raise NotImplementedError`. Each
-docstring has the shapes, the formula and its source; the headers of ppo.py, grpo.py, rloo.py and
-reward_model.py have the algorithms with their papers. Write your answers into `answers.md`, and put
-plots into `figures/` as png files that answers.md names.
+`raise NotImplementedError`. Each docstring has the shapes, the formula and its source; the headers
+of ppo.py, grpo.py, rloo.py and reward_model.py have the algorithms with their papers. Write your
+answers into `answers.md`, and put plots into `figures/` as png files that answers.md names.
 
 **Words.** B completions of up to T tokens; a mask is 1 at tokens that were really sampled, EOS
 included. A run of a script writes a folder in `runs/`; `python tools/look.py runs/NAME` makes

@@ -173,8 +173,8 @@ if os.path.basename(os.getcwd()) == "notebooks":
     %cd -q ..
 sys.path.insert(0, "notebooks")
 %load_ext into"""
-HOW = """The first cell clones and installs on Colab; in a checkout it goes to its top folder. A cell
-that begins with `%%into FILE` puts the function in it into that file, once it no longer says
+HOW = """The first cell clones and installs on Colab; in a checkout it goes to its top folder. A
+cell that begins with `%%into FILE` puts the function in it into that file, once it no longer says
 `raise NotImplementedError`. Tests and experiments then use it. Answers may stand here, or in
 answers.md."""
 
