@@ -318,6 +318,20 @@ def test_gradescopes_zip_has_no_key_no_bugs_and_no_students_files(autograder):
         subprocess.run(["bash", "-n", str(autograder / "source" / name)], check=True)
 
 
+def test_gradescopes_setup_installs_all_that_the_grader_imports(autograder):
+    source = autograder / "source"
+    installed = (source / "grader" / "requirements.txt").read_text()
+    installed += (source / "setup.sh").read_text()
+    trees = [ast.parse(path.read_text()) for path in source.rglob("course/*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+    ours = {path.stem for path in source.rglob("*.py")} | {"plumbing", "tools", "tiny"}
+    wanted = names - ours - set(sys.stdlib_module_names)
+    assert {"torch", "peft"} <= wanted
+    assert not [name for name in wanted if name not in installed]
+
+
 def test_a_folder_or_a_file_has_to_be_given(tmp_path, capsys):
     assert make.main([]) == 2
     assert make.main(["--gradescope", str(tmp_path / "nowhere" / "a.zip")]) == 2

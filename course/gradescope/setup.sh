@@ -11,4 +11,4 @@ pip() { "$root/venv/bin/python" -m pip install -q --no-cache-dir "$@"; }
 # The build of torch for CPUs is a tenth of the other; TORCH_INDEX= takes pip's own index.
 index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 pip ${index:+--index-url "$index"} "$(grep '^torch' "$root/source/grader/requirements.txt")"
-pip -r "$root/source/grader/requirements.txt"
+pip -r "$root/source/grader/requirements.txt" "peft>=0.18" # the checks of reference take an adapter
