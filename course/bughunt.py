@@ -81,9 +81,30 @@ BUGS = {
         "max_grad_norm ignored", "constant learning rate in RLOO",
     ],
 }  # fmt: skip
+# In another place than tests/mutations.py has them, where theirs would leave a name unused: an
+# editor greys that out, and the hunt is over.
+IN_ITS_PLACE = {
+    "mean over padding too": (
+        "(x.sum(), mask.sum()) if dim is None",
+        "(x.sum(), torch.ones_like(x).sum()) if dim is None",
+    ),
+    "temperature missing from the log-probs": (
+        "logits if temperature == 1 else",
+        "logits if temperature >= 1 else",
+    ),
+    "values clipped around 0": (
+        "values.clamp(old_values - clip_range_value, old_values + clip_range_value)",
+        "(values - old_values).clamp(-clip_range_value, clip_range_value)",
+    ),
+    "PPO sums over tokens and averages over rows": (
+        "num_tokens = mask[to(device, mini_batch)].sum()",
+        "num_tokens = mask[to(device, mini_batch)].any(1).sum()",
+    ),
+}
 SHARED = ["common.py", "sampling.py", "plumbing/forward.py"]  # where else than in the script
+# Those of evaluations are left out: a short run has two of them, and two points make no curve.
 METRICS = [
-    "objective/scores", "eval/accuracy", "objective/kl", "policy/entropy_avg", "length/mean",
+    "objective/scores", "objective/kl", "policy/entropy_avg", "length/mean",
     "val/ratio_max_dev_first", "val/ratio", "policy/clipfrac_avg", "policy/approxkl_avg",
     "val/explained_variance", "loss/value_avg", "loss/policy_avg", "grad_norm",
     "val/num_eos_tokens", "length/truncated_frac", "lr", "objective/entropy",
@@ -94,7 +115,7 @@ def candidates() -> list[tuple[str, str, str, str, str]]:
     """(bug, script, file, text, what it becomes) of each of BUGS."""
     from mutations import MUTATIONS
 
-    edits = {bug: (file, old, new) for file, old, new, bug in MUTATIONS}
+    edits = {bug: (file, *IN_ITS_PLACE.get(bug, (old, new))) for file, old, new, bug in MUTATIONS}
     return [(bug, script, *edits[bug]) for script, bugs in BUGS.items() for bug in bugs]
 
 
@@ -228,12 +249,14 @@ def make(out: Path, seed: int) -> None:
     draw(about, measured["right"][about["script"]][about["metric"]], out / "symptom.png")
     where = [f"{about['script']}.py", *SHARED]
     (out / "README.md").write_text(
-        f"# Bug hunt {seed}\n\nOne line of {', '.join(where[:-1])} or {where[-1]} is wrong. This is"
-        f" what the short run below makes of `{about['metric']}`, beside five seeds of the right"
-        f" code:\n\n![{about['metric']} against steps](symptom.png)\n\n"
+        f"# Bug hunt {seed}\n\nOne place of {', '.join(where[:-1])} or {where[-1]} is wrong: a line"
+        " says something else, a line is one too many, or a statement is missing. This is what the"
+        f" short run below makes of `{about['metric']}`, beside five seeds of the right code:\n\n"
+        f"![{about['metric']} against steps](symptom.png)\n\n"
         f"    python {about['script']}.py {JOBS[about['script']]} --output_dir run\n\n"
         "Which line is it, what should it say, and why does it show as it does? Whoever made this"
-        " folder can check `FILE:LINE`.\n",
+        " folder can check `FILE:LINE`. Where a statement is missing, the line before the gap and"
+        " the line after it both count.\n",
         encoding="utf-8",
     )
 

@@ -3,6 +3,7 @@
   python course/make.py OUT                                  # all problems, a first hint each
   python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
   python course/make.py OUT --hints 3                        # 0: none, 3: a recipe
+  python course/make.py --gradescope autograder.zip          # the grader, for Gradescope
 
 Points are those of grade.py, expected curves those of benchmarks/learning.json.
 """
@@ -10,15 +11,18 @@ Points are those of grade.py, expected curves those of benchmarks/learning.json.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import statistics
 import sys
+import zipfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from checks import CHECKS
+from pages import answer_sheet, chosen_labs, notebook, page
 from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
 
 COURSE = Path(__file__).parent
@@ -31,7 +35,11 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenize
          "tokenizer_config.json"]  # fmt: skip
 
 
-def make(out: Path, problems: list[Problem], hints: int) -> None:
+# Of course/, what the grader doesn't need.
+NOT_GRADING = {"bughunt.py", "reasons.py", "labs.py", "make.py", "pages.py"}
+
+
+def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     """Write the starter repository into the new folder `out`."""
     copy_files(out, problems, hints)
     (out / "tests").mkdir()
@@ -39,11 +47,47 @@ def make(out: Path, problems: list[Problem], hints: int) -> None:
         name = f"test_{problem.name}.py"
         shutil.copy(COURSE / "public_tests" / name, out / "tests" / name)
     shutil.copy(COURSE / "public_tests" / "conftest.py", out / "tests" / "conftest.py")
-    (out / "requirements-dev.txt").write_text("-r requirements.txt\npytest\nmatplotlib\npeft\n")
-    shutil.copy(COURSE / "handout.md", out / "handout.md")
+    (out / "requirements-dev.txt").write_text(REQUIREMENTS)
     shutil.copy(COURSE / "labs.py", out / "labs.py")
     shutil.copy(COURSE / "reference.json", out / "reference.json")
+    pack = (COURSE / "starter" / "pack.py").read_text(encoding="utf-8")
+    files = " ".join(files_to_write(problems))
+    (out / "pack.py").write_text(pack.replace('"FILES"', f'"{files}"'), encoding="utf-8")
     (out / "README.md").write_text(readme(problems), encoding="utf-8")
+    labs = chosen_labs(problems)
+    (out / "answers.md").write_text(answer_sheet(labs), encoding="utf-8")
+    (out / "handout").mkdir()
+    for lab in labs:
+        (out / "handout" / f"lab{lab.number}.md").write_text(page(lab), encoding="utf-8")
+    if importlib.util.find_spec("jupytext"):
+        (out / "notebooks").mkdir()
+        shutil.copy(COURSE / "starter" / "into.py", out / "notebooks" / "into.py")
+        for lab in labs:
+            text = notebook(lab, hints, url)
+            (out / "notebooks" / f"lab{lab.number}.ipynb").write_text(text, encoding="utf-8")
+
+
+def files_to_write(problems: list[Problem]) -> list[str]:
+    """The files that have functions to write."""
+    return sorted({problem.file for problem in problems})
+
+
+def make_autograder(out: Path, problems: list[Problem]) -> None:
+    """Write the zip file that Gradescope asks for: setup.sh, run_autograder, and the grader."""
+    names = [p.name for p in problems]
+    chosen = f"--problems {' '.join(names)}" if len(names) < len(PROBLEMS) else ""
+    patterns = ("*.py", "plumbing/*.py", "tools/*.py", "requirements.txt", "course/*.py")
+    paths = [path for pattern in patterns for path in sorted(REPOSITORY.glob(pattern))]
+    paths += [REPOSITORY / "tiny" / name for name in (*MODEL, "make.py", "temperature.py")]
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("setup.sh", "run_autograder"):
+            text = (COURSE / "gradescope" / name).read_text(encoding="utf-8")
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = 0o755 << 16  # a program
+            archive.writestr(entry, text.replace("# --problems", chosen))
+        for path in paths:
+            if path.name not in NOT_GRADING or path.parent != COURSE:
+                archive.write(path, f"grader/{path.relative_to(REPOSITORY).as_posix()}")
 
 
 def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
@@ -79,24 +123,34 @@ def readme(problems: list[Problem]) -> str:
     head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
     table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
     text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))
-    files = sorted({problem.file for problem in problems})
-    text = text.replace("FILES", ", ".join(files[:-1]) + " and " * (len(files) > 1) + files[-1])
     return text.replace("CURVES", table).replace("FIRST", problems[0].name)
 
 
 SHARES = (0, 0.25, 0.5, 0.75, 1)
+REQUIREMENTS = "-r requirements.txt\npytest\nmatplotlib\npeft\njupytext\nipykernel\n"
 README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
 
-Write the functions that say `raise NotImplementedError`. Each docstring has the shapes, the formula
-and its source; the headers of ppo.py, grpo.py, rloo.py and reward_model.py have the algorithms with
-their papers. handout.md leads through it in six labs.
+You need Python 3.10 or newer and a laptop; no GPU, no network, no model download. The model is in
+`tiny/`: a GPT-2 of 0.6 M parameters that adds two-digit numbers and forgets to carry. Its preferred
+answer to `57+68=` is 115; the right one comes once in a while when it samples: it gets 44% of the
+sums right. Reinforcement learning has to make the right answer the preferred one.
 
     pip install -r requirements-dev.txt
     python -m pytest -k FIRST         # the public tests of one problem
     python -m pytest                  # of all
+    python labs.py                    # the experiments; labs.py NAME runs one
+    python pack.py                    # hand_in.zip, and what is missing in it
 
-Nothing needs a GPU, a network or a model download: `tiny/` holds a model of 0.6 M parameters that
-adds two-digit numbers and forgets to carry: it gets 44% of the sums right when it samples.
+**Where to begin.** `handout/` has a page for each lab: theory, what to write, questions;
+`notebooks/` has the same as notebooks, for Colab. Write the functions that say
+`raise NotImplementedError`. Each docstring has the shapes, the formula and its source; the headers
+of ppo.py, grpo.py, rloo.py and reward_model.py have the algorithms with their papers. Write your
+answers into `answers.md`, and put plots into `figures/` as png files that answers.md names.
+
+**Words.** B completions of up to T tokens; a mask is 1 at tokens that were really sampled, EOS
+included. A run of a script writes a folder in `runs/`; `python tools/look.py runs/NAME` makes
+a page of it: every token of a few completions with its credit, step by step. docs/metrics.md says
+what each number of a run means.
 
 | problem | what | where | points |
 |---|---|---|---|
@@ -110,8 +164,9 @@ hold everywhere: a mask may be of bool or of 0 and 1; what stands off the mask m
 NaN, and has no influence; no input is changed. Where a docstring names the values that an argument
 may have, any other is a ValueError.
 
-Hand in FILES.
-All else in plumbing/, tools/ and tiny/ stays as it is and may be left away.
+**What to hand in.** `python pack.py` writes `hand_in.zip` with the files that have functions to
+write, answers.md, notebooks, figures, and the figures of the runs in `runs/`. All else in
+plumbing/, tools/ and tiny/ stays as it is and is left away.
 
 When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
 
@@ -123,20 +178,42 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="the new folder")
+    parser.add_argument("out", type=Path, nargs="?", help="the new folder")
+    parser.add_argument(
+        "--gradescope",
+        type=Path,
+        metavar="FILE",
+        help="write Gradescope's zip file, with the grader",
+    )
     parser.add_argument("--problems", nargs="+", default=["all"], metavar="NAME", help="(all)")
     parser.add_argument("--hints", type=int, choices=range(4), default=1, help="depth of hints (1)")
+    parser.add_argument(
+        "--url", default="https://github.com/OWNER/assignment",
+        help="where you put the starter: the notebooks clone it on Colab",
+    )  # fmt: skip
     options = parser.parse_args(args)
     unknown = sorted(set(options.problems) - set(BY_NAME) - {"all"})
-    fault = f"{options.out} exists already, choose a new folder" if options.out.exists() else ""
+    fault = ""
+    if options.out and options.out.exists():
+        fault = f"{options.out} exists already, choose a new folder"
+    elif not options.out and not options.gradescope:
+        fault = "give a folder for the starter, or --gradescope FILE"
+    elif options.gradescope and not options.gradescope.parent.is_dir():
+        fault = f"--gradescope: there is no folder {options.gradescope.parent}"
     if unknown:
         fault = f"--problems {unknown[0]}: choose from all, {', '.join(BY_NAME)}"
     if fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
     chosen = [p for p in PROBLEMS if "all" in options.problems or p.name in options.problems]
-    make(options.out, chosen, options.hints)
-    print(f"{options.out} has {len(chosen)} problems.")
+    if options.gradescope:
+        make_autograder(options.gradescope, chosen)
+        print(f"{options.gradescope} grades {len(chosen)} problems.")
+    if options.out:
+        make(options.out, chosen, options.hints, options.url)
+        print(f"{options.out} has {len(chosen)} problems.")
+        if not (options.out / "notebooks").exists():
+            print("It has no notebooks: pip install jupytext and make it again.")
     return 0
 
 

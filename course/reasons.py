@@ -54,9 +54,10 @@ REASONS = {
         "grows."
     ),
     "values clipped around 0": (
-        "The prediction is clipped to a range around 0, not around the old value. A value "
-        "that leaves that range on its way to the return has the larger error when it is "
-        "clipped, and no gradient: the values stay near 0 and explain little."
+        "The old value is taken off before the clip and not added again, so the clipped "
+        "prediction stays near 0, however large the return is. Its error is the larger one at "
+        "most tokens: the loss is about half the squared return, and grows with the scores "
+        "instead of falling."
     ),
     "no half in the value loss": (
         "The loss is that of the right runs times 2, from the first step on. Its gradient is "
