@@ -10,7 +10,7 @@ from drawing import SIZES, VARIANTS
 
 INTRODUCTION = """# Experiments
 
-What is often said of RLHF, tried on the embedded model. It has 0.6 M parameters and answers a
+Common claims about RLHF, tested on the embedded model. It has 0.6 M parameters and answers a
 sum with up to four tokens, so what holds here need not hold for your model. But you can watch
 it happen: a run takes less than two minutes on two CPU cores.
 
@@ -110,10 +110,10 @@ k3 can't be negative, so it hides the mistake.""",
         "KL {forgotten|kl}, right {right|kl}; accuracy {forgotten|accuracy}, right"
         " {right|accuracy}",
         """Completions are sampled at temperature 1.5, and the log-probs are those at 1. No
-error is raised, the ratio is 1, and the sums are learnt as well. But the KL is that of another
-distribution: half of what it should be, and below 0 for a while in every seed. In the right run
-it is never below -0.01. Where sampling and log-probs may differ, compare those of `generate`
-with those of the training forward pass.""",
+error is raised, the ratio is 1, and the sums are learnt equally well. But the KL is that of
+another distribution: half of what it should be, and below 0 for a while in every seed. In the
+right run it is never below -0.01. Where sampling and log-probs may differ, compare those of
+`generate` with those of the training forward pass.""",
         {"kl": "KL, last 5 steps", "accuracy": "accuracy at the end"},
         most=SHARE,
         zero=True,
@@ -124,8 +124,8 @@ with those of the training forward pass.""",
         "accuracy {kl_coef 0|accuracy} with kl_coef 0, {kl_coef 0.05|accuracy} with 0.05,"
         " {kl_coef 0.5|accuracy} with 0.5",
         """The reward counts nines, and right sums are what was meant. With a weight of 0 or
-0.05 the model answers `99` and more nines to everything; at 0.05 the KL, {kl_coef 0.05|=kl},
-says so as well. With 0.5 the KL stays at {kl_coef 0.5|kl}, and a third of the sums are still
+0.05 the model answers `99` and more nines to everything; at 0.05 a KL of {kl_coef 0.05|=kl}
+shows it too. With 0.5 the KL stays at {kl_coef 0.5|kl}, and a third of the sums are still
 right. The reward doesn't show the damage: read the samples.""",
         {"accuracy": "accuracy at the end"},
         colours=(SIZES[0], SIZES[2], SIZES[4]),
@@ -137,10 +137,10 @@ right. The reward doesn't show the damage: read the samples.""",
         "lowest reward {8e-4, none|lowest}, with warm-up {8e-4, warm-up|lowest}; accuracy"
         " {8e-4, none|accuracy} and {8e-4, warm-up|accuracy}",
         """Adam divides the gradient by its size, so its first steps are as large as the
-learning rate. At 8e-4, the default, ten steps of warm-up prevent most of the fall. A rate of
-1e-4 is safe and slow ({1e-4, warm-up|accuracy}); 4e-3 ruins the model with and without a
-warm-up. With a model of your own, watch the first ten steps: if the reward falls and the KL
-jumps, lower the rate.""",
+learning rate. At 8e-4, the default, ten steps of warm-up prevent most of the fall in mean
+reward. A rate of 1e-4 is safe and slow ({1e-4, warm-up|accuracy}); 4e-3 ruins the model with
+and without a warm-up. With a model of your own, watch the first ten steps: if the reward falls
+and the KL jumps, lower the rate.""",
         {"lowest": "lowest reward of a step", "accuracy": "accuracy at the end"},
         colours=(SIZES[0], SIZES[0], SIZES[2], SIZES[2], SIZES[4], SIZES[4]),
         styles={f"{rate}, none": "--" for rate in ("1e-4", "8e-4", "4e-3")},
@@ -189,10 +189,10 @@ it.""",
         "lambda 0 fails while the value model knows nothing",
         "accuracy {lam 0.0|accuracy}; {lam 0.95|accuracy} at 0.95, {lam 1.0|accuracy} at 1",
         """With lambda 0 a digit hears of the score only through the next value, and the values
-start at 0. So the first updates lower every token that was drawn, right or wrong, and the model
-doesn't recover; without whitening the advantages it is the same ({lam 0.0, not
-whitened|accuracy}). 0.95 and 1 are alike for answers of four tokens. The value model explains
-almost nothing of the returns here, and PPO learns all the same.""",
+start at 0. So whitening makes the first advantages of all digits negative, right or wrong, and
+the model doesn't recover. Without whitening it fails too ({lam 0.0, not whitened|accuracy}).
+0.95 and 1 are alike for answers of four tokens. The value model explains almost nothing of the
+returns here, and PPO learns all the same.""",
         {"accuracy": "accuracy at the end"},
         colours=(VARIANTS[1], VARIANTS[0], VARIANTS[2], VARIANTS[3]),
         most=SHARE,
@@ -203,8 +203,7 @@ almost nothing of the returns here, and PPO learns all the same.""",
         "accuracy {4 epochs|accuracy} after 4 passes, {1 epochs|accuracy} after 1",
         """Both runs sample the same number of completions. Four passes move the policy further
 in an update: {4 epochs|clipfrac} of the tokens are clipped instead of {1 epochs|clipfrac}, and
-the KL ends at {4 epochs|kl} instead of {1 epochs|kl}. They cost four times the work of the
-update.""",
+the KL ends at {4 epochs|kl} instead of {1 epochs|kl}. The update costs four times as much.""",
         {"accuracy": "accuracy at the end", "kl": "KL, last 5 steps"},
         labels={"1 epochs": "1 pass", "4 epochs": "4 passes"},
         most=SHARE,
@@ -213,11 +212,10 @@ update.""",
         "pad_is_eos",
         "With a mask inferred from ids, and pad equal to EOS, ending can't be learnt",
         "reward {mask inferred|reward}, mask carried {mask carried|reward}",
-        """The reward is for short text. If every id that equals padding is masked, EOS gets no
-gradient. In none of the seeds does the reward move; the entropy stays high, because all that
-can be learnt is to lower other tokens. With the mask carried from sampling, three of five seeds
-learn to end within 60 steps (their entropy falls). The sign of the mistake:
-`length/truncated_frac` is 1 from step 0.""",
+        """The reward favours short text. If every id that equals padding is masked, EOS gets no
+gradient. The reward moves in no seed. The entropy stays high: training can only lower other
+tokens. With the mask carried from sampling, three of five seeds learn to end within 60 steps
+(their entropy falls). The symptom: `length/truncated_frac` is 1 from step 0.""",
         {"reward": "reward, last 5 steps", "truncated": "share without EOS"},
         each_seed=True,
         most={"reward": 1.0},
@@ -226,11 +224,11 @@ learn to end within 60 steps (their entropy falls). The sign of the mistake:
         "length_bias",
         "GRPO's gradient pushes right answers to end early, wrong ones to go on",
         "push on EOS {grpo|right} and {grpo|wrong}; Dr. GRPO {dr_grpo|right} and {dr_grpo|wrong}",
-        """The gradient of one step at temperature 3, where only the first digit is judged, so
-length is not rewarded. A push of 1 would mean: EOS is raised wherever it may stand. GRPO
-divides by the length of a completion: a right one gains most per token if it is short, a wrong
-one loses least if it is long. Dr. GRPO and DAPO hardly push. In 60 steps of training, the
-lengths of the three don't differ.""",
+        """This is the gradient of one step at temperature 3. Only the first digit is judged, so
+length is not rewarded. A push of 1 would mean that EOS is raised everywhere. GRPO divides by
+the length of a completion: a right one gains most per token if it is short, a wrong one loses
+least if it is long. Dr. GRPO and DAPO hardly push. In 60 steps of training, the lengths of the
+three don't differ.""",
         {"right": "push on EOS, right completions", "wrong": "push on EOS, wrong completions"},
     ),
     Claim(
@@ -238,10 +236,10 @@ lengths of the three don't differ.""",
         "Replacing flat groups is no better than sampling more prompts",
         "accuracy {8 prompts, replaced|accuracy} and {11 prompts|accuracy}, at"
         " {8 prompts, replaced|=sampled} and {11 prompts|=sampled} completions",
-        """DAPO samples other prompts for groups whose rewards are all equal. With 8 prompts a
-step it samples as many completions as 11 prompts without it. It leaves {8 prompts,
-replaced|flat} of the groups flat instead of {11 prompts|flat}, and learns as much. It pays
-where an update costs more than a completion.""",
+        """DAPO replaces groups whose rewards are all equal with other prompts. With 8 prompts a
+step it samples as many completions as a plain run with 11. It leaves {8 prompts, replaced|flat}
+of the groups flat instead of {11 prompts|flat}, and learns as much. It should pay where updates
+cost more than sampling.""",
         {"accuracy": "accuracy at the end", "flat": "flat groups, last 5 steps"},
         curves=False,
         most=SHARE | {"flat": 1.0},
@@ -250,9 +248,9 @@ where an update costs more than a completion.""",
         "overlong",
         "DAPO's soft penalty keeps completions below the limit",
         "share cut off {penalty|truncated}; without it {no penalty|truncated}",
-        """The reward pays for length, up to 12 tokens. With a penalty over the last 6, the
-length settles at {penalty|length} tokens, just below where the penalty begins: there one token
-more earns 1/12 and costs 1/6.""",
+        """The reward pays for length, up to 12 tokens. With a penalty over the last 6 tokens,
+the length settles at {penalty|length} tokens, just below where the penalty begins: there one
+token more earns 1/12 and costs 1/6.""",
         {"truncated": "share without EOS"},
         most={"truncated": 1.0},
     ),
@@ -260,14 +258,14 @@ more earns 1/12 and costs 1/6.""",
         "overoptimisation",
         "Trust a reward model too far, and its score rises while the truth falls",
         "of 5,000 pairs: right sums 0.43 to 0.26 ± 0.12 with kl_coef 0.01, 0.70 ± 0.08 with 0.1",
-        """PPO trains on reward models that have seen 50 to 5,000 pairs; nothing is trained on
-the right sums. The score rises in every run. With kl_coef 0.01 all four reward models end below
+        """PPO trains on reward models that have seen 50 to 5,000 pairs; the right sums are
+never a reward. The score rises in every run. With kl_coef 0.01 all four reward models end below
 the start, even the one that ranks 92% of held-out pairs rightly: it first leads to 62%, then to
-26%. More pairs move the top of the curve up and to the right. The best of n samples, which
-trains nothing, does the same. kl_coef 0.1 stops the run of 5,000 pairs near its top, at 70%;
-with fewer pairs a penalty can't add what the reward model never learnt. The score doesn't say
-when to stop: right answers or people do. The KL gives a hint: look at the samples long before
-it is 3. (Gao et al. 2023, arXiv 2210.10760.)""",
+26%. More pairs raise the accuracy's peak and move it to the right. Choosing the best of n
+samples, without training, shows the same rise and fall. kl_coef 0.1 stops the run of 5,000
+pairs near its top, at 70%; with fewer pairs a penalty can't add what the reward model never
+learnt. The score doesn't say when to stop: right answers or people do. The KL gives a hint:
+look at the samples long before it is 3. (Gao et al. 2023, arXiv 2210.10760.)""",
         heading="Trusted too far",
         command="python benchmarks/overoptimisation.py",
         picture="overoptimisation.png",
