@@ -380,9 +380,9 @@ def evidence(results: dict[str, dict]) -> str:
 Mean ± standard deviation over the seeds, on two CPU cores. [compare.md](../compare.md) says what
 they show. Made by `python benchmarks/learning.py --draw` from
 [learning.json](../../benchmarks/learning.json), which has every point of every run. Seconds are
-those of rollout and update, on a machine that was shared: compare them within a table. The machine
-of the two tables at equal episodes was too busy to measure any. The runs at equal settings had one
-thread each. The film reviews were measured with older defaults: no warm-up, beta2 = 0.999, and
+those of rollout and update, on a machine that was shared: compare them within a table. The two
+tables at equal episodes have none, since their machine was too busy. The runs at equal settings had
+one thread each. The film reviews were measured with older defaults: no warm-up, beta2 = 0.999, and
 GRPO's KL estimated by k3. Memory is the peak of the whole process, of which the libraries take
 0.5 GB."""
     ]

@@ -41,8 +41,8 @@ is said here of other models, of other tasks, or of a GPU.
 A run passes if three things hold. At the end at least {LOWEST_ACCURACY} of the held-out sums are
 right when sampled, and {LOWEST_GREEDY} when greedy. No evaluation lies more than {LARGEST_DROP}
 below the best one before it, sampled or greedy. The KL is at most {LARGEST_KL:.0f} nats at every
-step. Where all of 20 seeds pass, at most 14% of all seeds may fail (with 95% confidence): the run
-of a seed on two threads is much like that on one, and doesn't count again. Seed {UNUSED_SEED} is
+step. If all of 20 seeds pass, at most 14% of all seeds fail (with 95% confidence). The run of a
+seed on two threads is much like that on one, and isn't counted again. Seed {UNUSED_SEED} is
 one on which no default was chosen. The last 16 runs, of seeds 18, 19 and {UNUSED_SEED}, were made
 on another CPU than the rest, one with AVX-512.
 

@@ -275,9 +275,9 @@ look at the samples long before it is 3. (Gao et al. 2023, arXiv 2210.10760.)"""
 EVIDENCE = """# The experiments: runs and figures
 
 Every experiment of the labs, with its commands and all its figures: mean and standard deviation
-over the seeds. [experiments.md](../experiments.md) says what they show. Some are on this page
-alone: a paragraph says what they show. `python docs/experiments.py` makes this page from
-[reference.json](../../course/reference.json).
+over the seeds. [experiments.md](../experiments.md) says what they show. Experiments on this
+page alone have a paragraph that says what they show. `python docs/experiments.py` makes this
+page from [reference.json](../../course/reference.json).
 
 `accuracy` is that of sampled answers to held-out sums after the last step, at the temperature
 of the run; `accuracy_first` that before the first step. `reward`, `kl`, `entropy`, `length`,

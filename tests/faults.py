@@ -387,7 +387,7 @@ Each row is a mistake of a user or a fault of the machine, and the line that the
 are {count} of them. `python tests/faults.py` makes each one, reads what is printed, and writes this
 page; tests/test_faults.py makes each one again. All print one line on stderr, `error: ` and the text
 below, without a traceback. The exit code is 2 for a bad input and 1 for a fault. Memory that runs out
-and a full disk are imitated. Warnings are not here: [metrics.md](../metrics.md) has them.
+and a full disk are imitated. Warnings are in [debugging.md](../debugging.md) and [metrics.md](../metrics.md).
 
 | what | code | line |
 |---|---|---|

@@ -753,7 +753,7 @@ def main() -> None:
         f"with it: {number_caught} of {len(rows)} are caught. `python tests/mutations.py` plants",
         "them in a copy of the code, one after the other, and writes this page but for its last",
         "section. Without a bug all tests pass; tests that don't start or don't end catch nothing. The",
-        "tests were written to this list, so the share says little about bugs that nobody thought of:",
+        "tests were written for this list, so the share says little about bugs that nobody thought of:",
         "the last section is about those.",
         "",
         "| file | bug | caught by |",

@@ -65,8 +65,8 @@ def compare(quantity: str, ours: list[torch.Tensor], theirs: list[torch.Tensor])
 INTRODUCTION = """# The same numbers by plainrlhf, TRL and verl
 
 The first table has losses, gradients, advantages and updated weights of GRPO, RLOO and the reward
-model, by this code and by TRL's own trainers, from the same completions and rewards. Of many
-numbers it has the norm, and the largest difference. `python tests/test_trl_parity.py` writes it;
+model, by this code and by TRL's own trainers, from the same completions and rewards. For a
+tensor it has the norm and the largest difference. `python tests/test_trl_parity.py` writes it;
 here with TRL {trl} and torch {torch}. PPO is not in it, because TRL has no PPO trainer any more: it
 is in the table of verl below. Sampling is not compared here, nor what a whole run learns: for that
 see [compare.md](../compare.md).
