@@ -261,7 +261,9 @@ def spying(module: ModuleType, steps: list):
         rows, tokens = options.get("num_rows"), options.get("num_tokens")
         counted = int(mask.sum())
         given = [rows or len(mask), counted if tokens is None else int(tokens)]
-        calls.append([advantages.tolist(), counted, given])
+        # What tells a row from the others.
+        rows_given = (old_logprobs.detach() * mask).sum(1).tolist()
+        calls.append([advantages.tolist(), counted, given, rows_given])
         return loss(logprobs, old_logprobs, advantages, mask, **options)
 
     def spy_step(self, *args, **kwargs):

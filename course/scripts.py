@@ -243,8 +243,8 @@ RUNS = 6  # that are repeated, at most
 REPEATED = """seed num_steps learning_rate warmup_steps micro_batch_size max_grad_norm lora_r
 bf16 digits num_generations max_new_tokens temperature prompts_per_step rollout_batch_size kl_coef
 num_epochs num_mini_batches clip_range entropy_coef num_eval_prompts kl_estimator
-missing_eos_penalty whiten_rewards gamma lam clip_range_value vf_coef clip_range_high loss_type scale_rewards
-importance_sampling_level mask_truncated_completions cispo_bound normalize_advantages
+missing_eos_penalty whiten_rewards gamma lam clip_range_value vf_coef clip_range_high loss_type
+scale_rewards importance_sampling_level mask_truncated_completions cispo_bound normalize_advantages
 reward_clip_range num_pairs num_eval_pairs label_noise pairs_per_step center_rewards_coef""".split()
 DIFFERS = re.compile(r"time/|memory/|tokens_per_second|lr$|_se$|reliab")
 

@@ -266,7 +266,7 @@ def reference__adapter_judged_by_its_weights(policy, kl_coef):
 @torch.no_grad()
 def generate__without_a_cache(
     model, prompt_ids, prompt_mask, *, num_generations=1, max_new_tokens, temperature=1.0,
-    eos_token_ids, pad_token_id, top_k=0, top_p=1.0, generator=None, bf16=False, static=None,
+    eos_token_ids, pad_token_id, top_k=0, top_p=1.0, generator=None, **decoding,
 ):  # fmt: skip
     tokens = prompt_ids.repeat_interleave(num_generations, 0)
     mask = prompt_mask.bool().repeat_interleave(num_generations, 0)
@@ -293,7 +293,7 @@ def generate__without_a_cache(
 
 def generate__multinomial(
     model, prompt_ids, prompt_mask, *, num_generations=1, max_new_tokens, temperature=1.0,
-    eos_token_ids, pad_token_id, top_k=0, top_p=1.0, generator=None, bf16=False, static=None,
+    eos_token_ids, pad_token_id, top_k=0, top_p=1.0, generator=None, **decoding,
 ):  # fmt: skip
     ids = torch.repeat_interleave(prompt_ids, num_generations, dim=0)
     mask = torch.repeat_interleave(prompt_mask.bool(), num_generations, dim=0)
@@ -325,7 +325,7 @@ def generate__multinomial(
 @torch.inference_mode()
 def generate__one_prompt_at_a_time(
     model, prompt_ids, prompt_mask, *, num_generations=1, max_new_tokens, temperature=1.0,
-    eos_token_ids, pad_token_id, top_k=0, top_p=1.0, generator=None, bf16=False, static=None,
+    eos_token_ids, pad_token_id, top_k=0, top_p=1.0, generator=None, **decoding,
 ):  # fmt: skip
     mode = model.training
     model.train(False)

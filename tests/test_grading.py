@@ -167,7 +167,7 @@ def test_a_cheat_gets_no_points_and_the_teacher_hears_of_it(cheat, tmp_path):
     body, said = CHEATS[cheat]
     before = (REPOSITORY / "course/checks.py").read_bytes()
     test, teacher = graded(tmp_path, body, "--time_limit", "15")
-    print(f"| {cheat} | {test['score']:g} | {test['output'][:80]!r} | {teacher!r}")
+    assert f"| {cheat} | 0 |" in (REPOSITORY / "course/README.md").read_text()
     assert test["score"] == 0, test
     assert said in teacher, teacher
     assert (REPOSITORY / "course/checks.py").read_bytes() == before
