@@ -62,6 +62,12 @@ def test_each_problem_is_written_in_one_lab_and_each_lab_has_a_page_of_theory():
         assert "arXiv" in lab.theory or "Schulman 2020" in lab.theory
 
 
+def test_no_formula_within_a_line_is_broken_over_two():
+    for path in pages.SOURCES:
+        for line in path.read_text().split("\n"):
+            assert line.replace("$$", "").count("$") % 2 == 0, f"{path.name}: {line}"
+
+
 @pytest.mark.parametrize(("lab", "question"), QUESTIONS, ids=IDS)
 def test_each_question_says_what_to_hand_in_and_has_a_key(lab, question):
     assert 1 <= question.points <= 6 and 5 <= question.minutes <= 90
