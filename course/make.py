@@ -136,10 +136,10 @@ answer to `57+68=` is 115; the right one comes once in a while when it samples: 
 sums right. Reinforcement learning has to make the right answer the preferred one.
 
     pip install -r requirements-dev.txt
-    python -m pytest -k FIRST         # the public tests of one problem
-    python -m pytest                  # of all
-    python labs.py                    # the experiments; labs.py NAME runs one
-    python pack.py                    # hand_in.zip, and what is missing in it
+    python -m pytest tests/test_FIRST.py   # the public tests of one problem
+    python -m pytest                       # of all
+    python labs.py                         # the experiments; labs.py NAME runs one
+    python pack.py                         # hand_in.zip, and what is missing in it
 
 **Where to begin.** `handout/` has a page for each lab: theory, what to write, questions;
 `notebooks/` has the same as notebooks, for Colab. Write the functions that say

@@ -117,7 +117,7 @@ def page(lab: Lab) -> str:
     if lab.problems:
         rows = [f"| `{p}` | {_place(BY_NAME[p])} | {_points(p)} |" for p in lab.problems]
         parts += ["## Functions to write", "\n".join([TABLE_HEAD, *rows])]
-        parts += [f"Test one with `python -m pytest -k {lab.problems[0]}`."]
+        parts += [f"Test one with `python -m pytest tests/test_{lab.problems[0]}.py`."]
     if lab.questions:
         parts += ["## Questions", QUESTIONS.format(points=lab.points, minutes=minutes)]
     for question in lab.questions:
@@ -192,7 +192,7 @@ def notebook(lab: Lab, hints: int, url: str) -> str:
             parts.append(f"Open {problem.file} and write {_place(problem).partition(', ')[2]}.")
         else:
             parts.append(_cell(f"%%into {problem.file}\n{stub(problem, hints)}"))
-        parts.append(_cell(f"!python -m pytest -q -k {name}"))
+        parts.append(_cell(f"!python -m pytest -q tests/test_{name}.py"))
     for question in lab.questions:
         text = f"## {_title(lab, question)}\n\n{_timed(question)}\n\n"
         parts.append(text + question.text.replace("\nHand in: ", "\n**Hand in:** "))

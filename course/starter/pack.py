@@ -38,7 +38,7 @@ def main() -> int:
     for name in FILES:
         try:
             functions = unwritten((ROOT / name).read_text(encoding="utf-8"))
-            notes += [f"{name}: {function} is not written" for function in functions]
+            notes += [f"{name}: not written yet: {', '.join(functions)}"] * bool(functions)
         except OSError:
             faults.append(f"{name} is missing")
         except (SyntaxError, ValueError) as e:
