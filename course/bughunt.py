@@ -30,7 +30,7 @@ COURSE = Path(__file__).resolve().parent
 REPOSITORY = COURSE.parent
 sys.path[:0] = [str(COURSE), str(REPOSITORY), str(REPOSITORY / "tests")]
 
-from labs import T_99
+from labs import student_t
 from make import FILES, copy_files
 from reasons import REASONS
 
@@ -162,7 +162,7 @@ def symptom(buggy: dict, right: list[dict]) -> tuple[str, float] | None:
             distance = abs(ends(buggy[name])[end] - mean)
             # Visible: also a sizeable part of what the curve itself covers.
             span = max(map(max, rows)) - min(map(min, rows))
-            room = T_99 * std * (1 + 1 / len(values)) ** 0.5
+            room = student_t(0.995, len(values) - 1) * std * (1 + 1 / len(values)) ** 0.5
             least = 0.05 if "frac" in name or "accuracy" in name else 1e-6
             if distance > max(room, 0.15 * span, 0.02 * abs(mean), least):
                 z = min(distance / (std + 0.02 * span + 1e-9), 99.0)

@@ -3,7 +3,10 @@
   python labs.py                          # what there is
   python labs.py dropout                  # one seed of each variant, beside what to expect
   python labs.py dropout --seeds 5 --pictures here
-  python labs.py all --seeds 5 --update   # makes reference.json, from which the bounds come
+  python labs.py all --seeds 40 --update  # adds the seeds that reference.json lacks
+
+The bounds come from the means and the spread of the seeds in reference.json. seeds.jsonl has the
+figures of each run that was added (not of the first five of the older experiments).
 
 All of them train the embedded model of 0.6 M parameters on sums, without a network. A mistake is
 put into a fresh copy of the script: the files stay as they are.
@@ -17,8 +20,8 @@ import functools
 import importlib.util
 import io
 import json
+import math
 import multiprocessing
-import multiprocessing.pool
 import os
 import shlex
 import statistics
@@ -26,7 +29,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +38,7 @@ from types import ModuleType
 HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
 REFERENCE = HERE / "reference.json"
+SEEDS = HERE / "seeds.jsonl"
 CURVES = HERE / "curves.json"
 sys.path.insert(0, str(ROOT))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
@@ -45,11 +50,29 @@ PPO = "--num_steps 30 --prompts_per_step 64 --num_eval_prompts 256 --eval_every 
 GROUPS = "--num_steps 60 --prompts_per_step 8 --num_generations 8 --num_eval_prompts 256"
 GROUPS += " --eval_every 60"
 HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperature 1.5"
-# Of Student's t with 4 degrees of freedom, 99.5%: one more run lies within mean -+ this many
-# standard deviations of 5 runs, times sqrt(1 + 1/5), 99 times in 100.
-T_99 = 4.604
-SHARES = {"accuracy", "accuracy_first", "greedy", "lowest", "flat", "truncated", "clipfrac"}
-SHARES |= {"clip_first", "pass_at_8", "accuracy_best", "judge"}
+# 10 rollouts of 256 completions, 32 updates of 32 rows with each: 4 epochs of 8 minibatches.
+ROLLOUTS = "--num_steps 10 --prompts_per_step 32 --num_generations 8 --num_eval_prompts 256"
+ROLLOUTS += " --eval_every 10 --warmup_steps 0 --kl_coef 0 --eval_generations 8"
+REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
+
+# Three steps of four minibatches or more: what must be so long before anything is learnt.
+FIRST = "--num_steps 3 --num_eval_prompts 8 --eval_every 3 --warmup_steps 0 --learning_rate 2e-4"
+FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 64 --num_generations 8 --num_mini_batches 4"
+FIRST_FIGURES = "length_first entropy_first kl policy_loss clipfrac approxkl grad_norm".split()
+
+# What the figures can be. Shares are from 0 to 1; those of some 256 samples have at least the error
+# of that sample, here on the scale asin(sqrt(share)), where it is the same for all shares.
+SAMPLED = set("accuracy accuracy_first accuracy_best judge pass_at_8".split())
+SAMPLED |= set("reward truncated clip_first flat".split())
+SHARES = SAMPLED | set("greedy lowest clipfrac easy hard".split())
+SAMPLING_ERROR = 1 / (2 * 256**0.5)
+SIGNED = {"right", "wrong"}  # from -1 to 1
+POSITIVE = set("k1_std k2_std k3_std entropy entropy_first value_loss".split())
+POSITIVE |= set("grad_norm approxkl kl kl_largest length length_first sampler_dev reward".split())
+# The spread of the accuracy over 5 seeds, on that scale, in 51 variants: as if each had been run 4
+# times more, with this spread (Smyth 2004, doi 10.2202/1544-6115.1027, fitted to them).
+ACCURACY_SPREAD, ACCURACY_FREEDOM = 0.036, 4
+CONFIDENCE = 0.999  # one more run lies within the bounds of a figure so often
 
 
 @dataclass
@@ -155,6 +178,32 @@ def leave_advantages_raw(module: ModuleType) -> None:
     module.masked_whiten = whiten_rewards_only
 
 
+def drop_the_ratio(module: ModuleType) -> None:
+    """REINFORCE on a rollout that is used again: each update takes its own policy for the old."""
+    original = module.grpo_loss
+
+    def on_policy(logprobs, old_logprobs, *args, **options):
+        return original(logprobs, logprobs.detach(), *args, **options)
+
+    module.grpo_loss = on_policy
+
+
+def imitate_what_is_right(module: ModuleType) -> None:
+    """Rejection fine-tuning: the mean log-prob of the right completions rises, and no other."""
+    drop_the_ratio(module)
+    module.group_advantages = lambda rewards, *_: (rewards == 1).float()
+
+
+def take_all_rows(module: ModuleType) -> None:
+    """Rows without an advantage go through the model as well."""
+    original = module.micro_batches
+
+    def micro_batches(rollout, rows, has_gradient, **options):
+        return original(rollout, rows, **options)
+
+    module.micro_batches = micro_batches
+
+
 # --- Figures without training: the tiny model at another temperature against itself at 1 ---
 
 
@@ -203,6 +252,7 @@ def against_itself(
 
 
 def estimators(seed: int) -> dict[str, float]:
+    """The exact KL, and mean and spread of each estimator over the tokens."""
     exact, estimates = against_itself(seed, 0.7)
     found = {"exact": exact.mean().item()}
     for name, values in estimates.items():
@@ -298,6 +348,28 @@ def one_of_k(chance: Tensor) -> dict[str, float]:
     return {f"pass@{k}": (1 - (1 - chance) ** k).mean().item() for k in PASS_AT}
 
 
+def by_difficulty(scale_rewards: str, seed: int) -> dict[str, float]:
+    """The sum of |A| of a group with one right answer of 8, over that of one with 4; and after
+    training the mean chance of a right sample of the held-out sums that were hard and easy before
+    (below 1/2 and above). The chances are exact, as in pass_at_k.
+    """
+    from grpo import group_advantages
+    from tasks import add_prompts
+    from tiny.temperature import chances
+
+    torch.set_num_threads(1)
+    rewards = (torch.arange(8.0) < torch.tensor([[1.0], [4.0]])).float().flatten()
+    one, half = group_advantages(rewards, 8, scale_rewards).view(2, 8).abs().sum(1).tolist()
+    prompts = add_prompts()[1]
+    hard = chances(ROOT / "tiny", prompts, [1.0])[0] < 0.5
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{GROUPS} --kl_coef 0 --scale_rewards {scale_rewards}"
+        start(module_of("grpo"), flags, seed, Path(folder) / "run")
+        after = chances(Path(folder) / "run" / "model", prompts, [1.0])[0]
+    means = {"hard": after[hard].mean().item(), "easy": after[~hard].mean().item()}
+    return {"one_of_8": one / half} | means
+
+
 PASS_AT = (1, 4, 16, 64, 256)
 # What rloo.py does with the embedded model, for any folder; but 120 steps instead of 180.
 AS_EMBEDDED = """--task add --max_new_tokens 5 --num_steps 120 --prompts_per_step 64
@@ -313,6 +385,13 @@ EXPERIMENTS = {
         " (No training: the tiny model at temperature 0.7 against itself at 1, and the exact KL.)",
         [Variant("tiny", measure=estimators)],
         ["exact", "k1", "k2", "k3", "k1_std", "k2_std", "k3_std"],
+    ),
+    "rloo_steps": Experiment(
+        2,
+        "Three steps of 512 completions, in seconds: are the figures of your RLOO what they should"
+        " be, before you wait for what it learns?",
+        [Variant("3 steps", "rloo", FIRST_OF_GROUPS)],
+        FIRST_FIGURES,
     ),
     "dropout": Experiment(
         2,
@@ -366,6 +445,13 @@ EXPERIMENTS = {
         ],
         ["reward", "kl", "accuracy"],
         samples=True,
+    ),
+    "ppo_steps": Experiment(
+        3,
+        "Three steps of 512 completions, in seconds: are the figures of your PPO what they should"
+        " be, before you wait for what it learns?",
+        [Variant("3 steps", "ppo", f"{FIRST} --prompts_per_step 512")],
+        [*FIRST_FIGURES, "value_loss", "explained"],
     ),
     "missing_eos": Experiment(
         3,
@@ -464,6 +550,13 @@ EXPERIMENTS = {
         ],
         [f"{where} {lam}" for lam in LAMBDAS for where in ("EOS", "before")],
     ),
+    "grpo_steps": Experiment(
+        4,
+        "Three steps of 512 completions, in seconds: are the figures of your GRPO what they should"
+        " be, before you wait for what it learns?",
+        [Variant("3 steps", "grpo", FIRST_OF_GROUPS)],
+        FIRST_FIGURES,
+    ),
     "pad_is_eos": Experiment(
         4,
         "Pad and EOS are the same id, and the mask is inferred from the ids: EOS gets no gradient."
@@ -483,6 +576,56 @@ EXPERIMENTS = {
         ],
         ["reward", "entropy", "truncated"],
         "objective/entropy",
+    ),
+    "difficulty": Experiment(
+        4,
+        "Divided by the std of its group, of the batch, or not at all: how much does a group with"
+        " one right answer of 8 weigh, where one with 4 weighs 1? Does the model learn more of the"
+        " sums that were hard? (`hard` and `easy`: the chance of a right sample at the end.)",
+        [
+            Variant(scale, measure=functools.partial(by_difficulty, scale))
+            for scale in ("group", "batch", "none")
+        ],
+        ["one_of_8", "hard", "easy"],
+    ),
+    "skipped_rows": Experiment(
+        4,
+        "Without a KL a group of equal rewards has no gradient, and its rows are left out of the"
+        " update. Does that change what is learnt? Which share of the rows is saved (`flat`)?",
+        [
+            Variant("left out", "grpo", f"{GROUPS} --kl_coef 0"),
+            Variant("taken along", "grpo", f"{GROUPS} --kl_coef 0", take_all_rows),
+        ],
+        ["flat", "grad_norm", "accuracy"],
+        "reward/frac_flat_groups",
+    ),
+    "rejection": Experiment(
+        4,
+        "Rejection fine-tuning keeps the right samples and imitates them: no advantage, no ratio."
+        " With one update for each rollout, and with 32: is it behind GRPO, and what is left of the"
+        " entropy?",
+        [
+            Variant("GRPO, 1 update", "grpo", ROLLOUTS),
+            Variant("GRPO, 32 updates", "grpo", REUSED),
+            Variant("right ones, 1 update", "grpo", ROLLOUTS, imitate_what_is_right),
+            Variant("right ones, 32 updates", "grpo", REUSED, imitate_what_is_right),
+        ],
+        ["accuracy", "pass_at_8", "entropy", "reward"],
+    ),
+    "off_policy": Experiment(
+        5,
+        "32 updates with each rollout: the policy leaves the one that drew it. What happens without"
+        " a ratio, with one that isn't clipped, with GRPO's clip and with GSPO's? What is the size"
+        " of a step to blame for?",
+        [
+            Variant("1 update", "grpo", ROLLOUTS),
+            Variant("no ratio", "grpo", REUSED, drop_the_ratio),
+            Variant("not clipped", "grpo", f"{REUSED} --clip_range 1e6"),
+            Variant("clipped", "grpo", REUSED),
+            Variant("GSPO", "grpo", f"{REUSED} --importance_sampling_level sequence"),
+            Variant("no ratio, rate / 4", "grpo", f"{REUSED} --learning_rate 2e-4", drop_the_ratio),
+        ],
+        ["accuracy", "approxkl", "clipfrac", "entropy"],
     ),
     "length_bias": Experiment(
         5,
@@ -586,6 +729,9 @@ EXPERIMENTS = {
 }
 
 
+CURVE_NAMES = {experiment.curve for experiment in EXPERIMENTS.values()}
+
+
 def figures_of(lines: list[dict]) -> dict[str, float]:
     """What a run comes to: of its beginning, of its last five steps, of its last evaluation."""
     steps, last = lines[:-1], lines[-1]
@@ -622,6 +768,8 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "explained": late("val/explained_variance"),
         "flat": late("reward/frac_flat_groups"),
         "pass_at_8": last.get("eval/pass_at_k"),
+        "policy_loss": statistics.mean(line["loss/policy_avg"] for line in steps),
+        "value_loss": late("loss/value_avg"),
         "sampler_kl_x1000": 1000 * statistics.mean(line["val/sampler_kl"] for line in steps),
         "sampler_dev": max(line["val/sampler_max_dev"] for line in steps),
         "sampled": steps[-1]["episode"] + dropped,  # completions
@@ -665,8 +813,8 @@ class NotWritten(Exception):
     """A function of a starter repository, and its file, that an experiment needs."""
 
 
-def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], list, list[str]]:
-    """(figures, curve, samples) of a variant of an experiment with a seed. Raises NotWritten."""
+def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], dict, list[str]]:
+    """(figures, curves, samples) of a variant of an experiment with a seed. Raises NotWritten."""
     try:
         return _run_variant(*job)
     except NotImplementedError as e:
@@ -678,11 +826,11 @@ def run_variant(job: tuple[str, int, int]) -> tuple[dict[str, float], list, list
         raise NotWritten(f"{place.name} in {file}{what}") from None
 
 
-def _run_variant(name: str, index: int, seed: int) -> tuple[dict[str, float], list, list[str]]:
+def _run_variant(name: str, index: int, seed: int) -> tuple[dict[str, float], dict, list[str]]:
     experiment = EXPERIMENTS[name]
     variant = experiment.variants[index]
     if variant.measure is not None:
-        return variant.measure(seed), [], []
+        return variant.measure(seed), {}, []
     module, flags, figures = module_of(variant.script, variant.change), variant.flags, {}
     with tempfile.TemporaryDirectory() as folder:
         if variant.judge:
@@ -693,35 +841,42 @@ def _run_variant(name: str, index: int, seed: int) -> tuple[dict[str, float], li
             flags = flags.replace("JUDGE", shlex.quote(str(judge)))
         lines, samples = train(module, flags, seed)
     figures |= figures_of(lines)
-    return figures, [line.get(experiment.curve) for line in lines[:-1]], samples
+    return figures, {name: [line.get(name) for line in lines[:-1]] for name in CURVE_NAMES}, samples
 
 
-def run(name: str, seeds: int) -> dict[str, dict]:
-    """{variant: {"figures": one dict per seed, "curves": one list per seed, "samples": those of the
-    first seed}} of an experiment.
+def run(names: list[str], seeds: range) -> Iterator[tuple[str, dict[str, dict]]]:
+    """Pairs of an experiment and what it came to: {variant: {"figures": one dict per seed,
+    "curves": one list per seed, "samples": those of the first seed}}. Raises NotWritten.
     """
-    variants = EXPERIMENTS[name].variants
-    jobs = [(name, index, seed) for index in range(len(variants)) for seed in range(seeds)]
-    found = {variant.label: {"figures": [], "curves": []} for variant in variants}
+    jobs = {}  # {(name, index): the same, or that of an equal run: it is made once}
+    for name in names:
+        for index, variant in enumerate(EXPERIMENTS[name].variants):
+            equal = (x for x in jobs if _is_same_run(EXPERIMENTS[x[0]].variants[x[1]], variant))
+            jobs[name, index] = jobs.get(next(equal, None), (name, index))
+    distinct = [(*job, seed) for job in dict.fromkeys(jobs.values()) for seed in seeds]
     # Processes of one thread each: two runs at a time are faster than one on two threads.
-    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        try:
-            for (_, index, _), (figures, curve, samples) in zip(jobs, pool.imap(run_variant, jobs)):
-                part = found[variants[index].label]
-                part["figures"].append(figures)
-                part["curves"].append(curve)
-                part.setdefault("samples", samples)
-        except NotWritten:
-            _leave(pool)
-            raise
-        _leave(pool)
-    return found
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(distinct), os.cpu_count() or 1), context) as pool:
+        made = {job: pool.submit(run_variant, job) for job in distinct}
+        for name in names:
+            found, curve = {}, EXPERIMENTS[name].curve
+            for index, variant in enumerate(EXPERIMENTS[name].variants):
+                try:
+                    parts = [made[(*jobs[name, index], seed)].result() for seed in seeds]
+                except NotWritten as e:
+                    pool.shutdown(cancel_futures=True)
+                    what = f"{name} needs a function that is not written yet: {e}"
+                    raise NotWritten(what) from None
+                found[variant.label] = {
+                    "figures": [figures for figures, _, _ in parts],
+                    "curves": [curves.get(curve, []) for _, curves, _ in parts],
+                    "samples": parts[0][2],
+                }
+            yield name, found
 
 
-def _leave(pool: multiprocessing.pool.Pool) -> None:
-    """Let its processes end: a pool that is only left ends them at once, and semaphores leak."""
-    pool.close()
-    pool.join()
+def _is_same_run(a: Variant, b: Variant) -> bool:
+    return a.measure is None and replace(a, label="") == replace(b, label="")
 
 
 def curves_of(name: str, found: dict[str, dict]) -> dict[str, list]:
@@ -733,22 +888,74 @@ def curves_of(name: str, found: dict[str, dict]) -> dict[str, list]:
     }
 
 
-def summary(figures: list[dict[str, float]], names: list[str]) -> dict[str, dict[str, float]]:
-    """{figure: mean, std over the seeds, and the bounds within which one more run is expected}."""
+def summary(
+    figures: list[dict[str, float]], names: list[str], before: dict[str, dict] | None = None
+) -> dict[str, dict[str, float]]:
+    """{figure: the number of seeds, mean, std, and the bounds within which one more run is expected
+    (or None)}, of these seeds together with those of a summary `before`.
+    """
     found = {}
     for name in names:
         values = [f[name] for f in figures if name in f]
-        if not values:
+        known = (before or {}).get(name, {"seeds": 0, "mean": 0.0, "std": 0.0})
+        seeds = known["seeds"] + len(values)
+        if seeds == 0:
             continue
-        mean = statistics.mean(values)
-        std = statistics.stdev(values) if len(values) > 1 else 0.0
-        room = T_99 * std * (1 + 1 / len(values)) ** 0.5
-        low, high = mean - room, mean + room
-        if name in SHARES or name.startswith("pass@"):
-            low, high = max(0.0, low), min(1.0, high)
+        mean = (known["seeds"] * known["mean"] + sum(values)) / seeds
+        squares = max(0, known["seeds"] - 1) * known["std"] ** 2
+        squares += known["seeds"] * (known["mean"] - mean) ** 2
+        squares += sum((value - mean) ** 2 for value in values)
+        std = (squares / max(1, seeds - 1)) ** 0.5
+        low, high = bounds(name, seeds, mean, std) or (None, None)
         found[name] = {"mean": mean, "std": std, "low": low, "high": high}
-        found[name] = {key: round(value, 5) for key, value in found[name].items()}
+        found[name] = {k: v if v is None else round(v, 5) for k, v in found[name].items()}
+        found[name]["seeds"] = seeds
     return found
+
+
+def bounds(name: str, seeds: int, mean: float, std: float) -> tuple[float, float] | None:
+    """Where one more run lies with CONFIDENCE: a prediction interval of Student's t, on a scale on
+    which the figure is closer to normal and can't leave what is possible. None for an interval that
+    would let nearly everything pass.
+    """
+    if seeds < 2:
+        return None
+    freedom, spread = seeds - 1, std
+    is_share = (name in SHARES or name.startswith("pass@")) and 0 <= mean <= 1
+    is_positive = name in POSITIVE and mean > 0 and not is_share
+    if is_share:  # the slope of asin(sqrt(share))
+        spread = std / (2 * (mean * (1 - mean)) ** 0.5) if 0 < mean < 1 else 0.0
+        if name == "accuracy":
+            squares = freedom * spread**2 + ACCURACY_FREEDOM * ACCURACY_SPREAD**2
+            freedom += ACCURACY_FREEDOM
+            spread = (squares / freedom) ** 0.5
+    elif is_positive:  # that of the logarithm
+        spread = std / mean
+    chance, more = (1 + CONFIDENCE) / 2, (1 + 1 / seeds) ** 0.5
+    room = student_t(chance, freedom) * more * spread
+    if is_share:
+        if name in SAMPLED:
+            room = max(room, statistics.NormalDist().inv_cdf(chance) * more * SAMPLING_ERROR)
+        middle = math.asin(mean**0.5)
+        low = math.sin(max(0.0, middle - room)) ** 2
+        high = math.sin(min(math.pi / 2, middle + room)) ** 2
+        return (low, high) if high - low < 0.7 else None
+    if is_positive:
+        factor = math.exp(min(room, 10.0))
+        return (mean / factor, mean * factor) if factor < 3.5 else None
+    if name in SIGNED:
+        return (max(-1.0, mean - room), min(1.0, mean + room)) if room < 0.7 else None
+    return (mean - room, mean + room) if room <= max(1e-4, abs(mean)) else None
+
+
+@functools.cache
+def student_t(share: float, freedom: int) -> float:
+    """The value below which Student's t lies with the chance `share`. (t = sqrt(freedom) tan(x)
+    has a density in x of cos(x) to the power of freedom - 1.)
+    """
+    x = torch.linspace(-math.pi / 2, math.pi / 2, 1_000_001, dtype=torch.float64)
+    below = (x.cos().clamp(min=0) ** (freedom - 1)).cumsum(0)
+    return freedom**0.5 * math.tan(x[torch.searchsorted(below, share * below[-1])].item())
 
 
 def table(name: str, found: dict[str, dict], reference: dict) -> str:
@@ -762,18 +969,50 @@ def table(name: str, found: dict[str, dict], reference: dict) -> str:
             cell = f"{figure} {x['mean']:.3f}" + (f" ± {x['std']:.3f}" if x["std"] else "")
             expected = reference.get(name, {}).get(label, {}).get(figure)
             if expected is not None:
-                # Rounding differs between machines; a model that is made from nothing, by more.
-                slack = 1e-4 + 0.01 * abs(expected["mean"])
-                slack = 0.05 if label.startswith("unfinished") else slack
-                inside = expected["low"] - slack <= x["mean"] <= expected["high"] + slack
-                bounds = f"{expected['low']:.3f} to {expected['high']:.3f}"
-                cell += f" (expected {bounds})" if inside else f" (NOT within {bounds})"
+                cell += _beside(expected, x["mean"], label)
             cells.append(cell)
         lines += [f"  {label:{width}}  {cell}" for cell in cells[:1]]
         lines += [f"  {'':{width}}  {cell}" for cell in cells[1:]]
         if experiment.samples:
             lines += [f"  {'':{width}}  wrote {sample}" for sample in part.get("samples", [])]
     return "\n".join(lines)
+
+
+def _beside(expected: dict[str, float], value: float, label: str) -> str:
+    """What is expected of a figure, and whether it is."""
+    low, high, of = expected["low"], expected["high"], f"{expected['seeds']} seeds"
+    if low is None:
+        return f" (no bounds: {expected['mean']:.3f} ± {expected['std']:.3f} in {of})"
+    # Rounding differs between machines; a model that is made from nothing, by more.
+    slack = 0.05 if label.startswith("unfinished") else 1e-4 + 0.01 * abs(expected["mean"])
+    inside = low - slack <= value <= high + slack
+    return f" ({'expected' if inside else 'NOT within'} {low:.3f} to {high:.3f}, from {of})"
+
+
+def seeds_of(expected: dict[str, dict]) -> int:
+    """How many seeds of an experiment are in its part of reference.json."""
+    return min((x["seeds"] for figures in expected.values() for x in figures.values()), default=0)
+
+
+def add_seeds(name: str, found: dict[str, dict], seeds: range, reference: dict, curves: dict):
+    """Add what run() found to reference.json and seeds.jsonl, and to curves.json up to 5 curves."""
+    expected = reference["experiments"].setdefault(name, {})
+    with SEEDS.open("a", encoding="utf-8") as file:
+        for label, part in found.items():
+            names = EXPERIMENTS[name].figures
+            expected[label] = summary(part["figures"], names, expected.get(label))
+            for seed, figures in zip(seeds, part["figures"]):
+                short = {x: float(f"{figures[x]:.5g}") for x in names if x in figures}
+                line = {"experiment": name, "variant": label, "seed": seed} | short
+                file.write(json.dumps(line) + "\n")
+            if EXPERIMENTS[name].samples:
+                samples = reference.setdefault("samples", {}).setdefault(name, {})
+                samples.setdefault(label, part["samples"])
+    for label, new in curves_of(name, found).items():
+        known = curves.setdefault(name, {}).setdefault(label, [])
+        known += new[: max(0, 5 - len(known))]
+    REFERENCE.write_text(json.dumps(reference, indent=1) + "\n")
+    CURVES.write_text(json.dumps(curves) + "\n")
 
 
 def draw(name: str, curves: dict[str, list[list[float | None]]], output: Path) -> None:
@@ -807,7 +1046,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant (1)")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the curves there")
-    parser.add_argument("--update", action="store_true", help="write reference.json, curves.json")
+    parser.add_argument("--update", action="store_true", help="add seeds to reference.json")
     options = parser.parse_args()
     if not options.names:
         for name, x in EXPERIMENTS.items():
@@ -815,7 +1054,7 @@ def main() -> int:
         return 0
     labs = {f"lab{n}": [k for k, x in EXPERIMENTS.items() if x.lab == n] for n in range(1, 7)}
     labs["all"] = list(EXPERIMENTS)
-    names = [name for given in options.names for name in labs.get(given, [given])]
+    names = [*dict.fromkeys(x for given in options.names for x in labs.get(given, [given]))]
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown or options.seeds < 1:
         fault = f"there is no experiment {unknown[0]}" if unknown else "--seeds must be 1 or more"
@@ -825,28 +1064,23 @@ def main() -> int:
     reference = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
     expected = reference.setdefault("experiments", {})
     curves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
-    for name in names:
-        try:
-            found = run(name, options.seeds)
-        except NotWritten as e:
-            print(f"error: {name} needs a function that is not written yet: {e}", file=sys.stderr)
-            return 2
-        print(table(name, found, {} if options.update else expected), flush=True)
-        if experiment_curves := curves_of(name, found):
-            curves[name] = experiment_curves
+    try:
         if options.update:
-            expected[name] = {
-                label: summary(part["figures"], EXPERIMENTS[name].figures)
-                for label, part in found.items()
-            }
-            if EXPERIMENTS[name].samples:
-                samples = {label: part["samples"] for label, part in found.items()}
-                reference.setdefault("samples", {})[name] = samples
-            REFERENCE.write_text(json.dumps(reference, indent=1) + "\n")
-            CURVES.write_text(json.dumps(curves) + "\n")
-        if options.pictures and name in curves:
-            options.pictures.mkdir(parents=True, exist_ok=True)
-            draw(name, curves[name], options.pictures / f"{name}.png")
+            for name in names:
+                if missing := range(seeds_of(expected.get(name, {})), options.seeds):
+                    [(_, found)] = run([name], missing)
+                    add_seeds(name, found, missing, reference, curves)
+                    print(table(name, found, {}), flush=True)
+        else:
+            for name, found in run(names, range(options.seeds)):
+                print(table(name, found, expected), flush=True)
+                curves |= {name: made} if (made := curves_of(name, found)) else {}
+                if options.pictures and name in curves:
+                    options.pictures.mkdir(parents=True, exist_ok=True)
+                    draw(name, curves[name], options.pictures / f"{name}.png")
+    except NotWritten as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     print(f"{time.perf_counter() - started:.0f} seconds")
     return 0
 

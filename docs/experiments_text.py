@@ -14,8 +14,9 @@ Common claims about RLHF, tested on the embedded model. It has 0.6 M parameters 
 sum with up to four tokens, so what holds here need not hold for your model. But you can watch
 it happen: a run takes less than two minutes on two CPU cores.
 
-± is the standard deviation over {seeds} seeds. Accuracy is the share of held-out sums that are
-right, sampled, after the last step. Before the first step it is 0.44 (0.22 at temperature 1.5).
+± is the standard deviation over {seeds} seeds; where nothing is trained, over more. Accuracy is
+the share of held-out sums that are right, sampled, after the last step. Before the first step
+it is 0.44 (0.22 at temperature 1.5).
 [All figures, and the flags of every run](evidence/experiments.md), are on another page, with
 the experiments in which the seeds show no difference. `python docs/experiments.py` makes both
 pages from [reference.json](../course/reference.json) and [curves.json](../course/curves.json)."""
@@ -275,7 +276,8 @@ look at the samples long before it is 3. (Gao et al. 2023, arXiv 2210.10760.)"""
 EVIDENCE = """# The experiments: runs and figures
 
 Every experiment of the labs, with its commands and all its figures: mean and standard deviation
-over the seeds. [experiments.md](../experiments.md) says what they show. Experiments on this
+over the seeds, whose number is in [reference.json](../../course/reference.json).
+[experiments.md](../experiments.md) says what they show. Experiments on this
 page alone have a paragraph that says what they show. `python docs/experiments.py` makes this
 page from [reference.json](../../course/reference.json).
 
@@ -284,7 +286,9 @@ of the run; `accuracy_first` that before the first step. `reward`, `kl`, `entrop
 `truncated`, `flat` and `explained` are means of the last five steps. Names that end in `_first`
 and `ratio_dev` are of step 0. `lowest` is the lowest reward of a step, `kl_largest` the largest
 KL, `sampler_dev` the largest deviation, `sampled` the number of completions, dropped ones
-included. `judge` is the share of held-out pairs that the reward model ranks rightly, `score`
+included. `one_of_8` is the weight of a group with one right answer of 8, `hard` and `easy` the
+chance of a right sample at the end. `judge` is the share of held-out pairs that the reward model
+ranks rightly, `score`
 what it gives to answers to held-out sums after the last step. `accuracy_best` and `best_step`
 are those of the best evaluation. The others are means of all steps. [metrics.md](../metrics.md)
 has the definitions."""
@@ -294,6 +298,19 @@ UNDECIDED = {
     "whitening": """The accuracies are equal within their spread. What changes is the gradient:
 {advantages|grad_norm} with whitening, {neither|grad_norm} without. `--max_grad_norm` means
 something else then; Adam hides the rest.""",
+    "off_policy": """At this rate 32 updates with each rollout ruin the policy without a ratio
+({no ratio|accuracy}) and with one that isn't clipped ({not clipped|accuracy}). The clip limits
+the harm ({clipped|accuracy}, GSPO {GSPO|accuracy}), and one seed of five ends at 0.23 all the
+same. One update for each rollout, 10 in all, gives {1 update|accuracy}. At a quarter of the
+rate the 320 updates need no ratio: {no ratio, rate / 4|accuracy}.""",
+    "rejection": """At one update for each rollout imitation of the right samples is not behind
+GRPO. It bears 32 updates, at which GRPO falls back at this rate, since it pushes nothing away.
+The price is the entropy, {right ones, 32 updates|entropy} instead of
+{right ones, 1 update|entropy}, and in four of five seeds pass@8.""",
+    "difficulty": """Divided by the std of its group, a group with one right answer of 8 weighs
+0.66 of one with four, else 0.44. After 60 steps the hard sums do not differ by more than the
+seeds do.""",
+    "skipped_rows": """The figures are the same with and without these rows, in each seed.""",
     "score_slot": """This is arithmetic, without seeds. While V is 0 and the score is one slot
 after EOS, EOS gets lambda times the score, and the token before it lambda squared times. TRL,
 which has the score there, trains V in that slot, so later more of it arrives. With the score on

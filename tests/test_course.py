@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "course"))
 
 import grade
-import labs
 import make
 from checks import CHECKS, Solution, repository_files, run_check, run_checks
 from course_answers import HARMLESS, LOOPS, WRONG
@@ -398,78 +396,6 @@ def test_lost_points_come_with_the_fault_and_advice(tmp_path, capsys):
     assert "-kl_coef * kl at every real token" in output
 
 
-# --- Labs ---
-
-
-def test_every_experiment_has_its_figures_and_bounds_in_the_reference():
-    reference = json.loads((REPOSITORY / "course/reference.json").read_text())["experiments"]
-    pages = (REPOSITORY / "course/handout").glob("lab*.md")
-    handout = "".join(page.read_text() for page in pages)
-    for name, experiment in labs.EXPERIMENTS.items():
-        assert list(reference[name]) == [v.label for v in experiment.variants]
-        for figures in reference[name].values():
-            # Without a reference, at kl_coef 0, the KL is unknown.
-            assert set(figures) in (set(experiment.figures), set(experiment.figures) - {"kl"})
-            assert all(x["low"] <= x["mean"] <= x["high"] for x in figures.values())
-        assert re.search(rf"labs\.py [\w ]*{name}", handout), f"{name} is in no lab"
-
-
-def test_an_experiment_runs_and_lies_within_its_bounds():
-    found = {"tiny": {"figures": [labs.estimators(seed=7)], "curves": [[]]}}
-    reference = json.loads((REPOSITORY / "course/reference.json").read_text())["experiments"]
-    text = labs.table("estimators", found, reference)
-    assert text.count("(expected") == 7 and "NOT" not in text
-    found["tiny"]["figures"][0]["k3"] += 1
-    assert labs.table("estimators", found, reference).count("NOT within") == 1
-
-
-def test_a_variant_with_a_judge_trains_on_the_reward_model_that_is_made_first(monkeypatch):
-    few = "--num_steps 1 --num_eval_pairs 8 --num_pairs"
-    flags = "--reward_model JUDGE/model --num_steps 1 --prompts_per_step 8 --num_eval_prompts 4"
-    variants = [labs.Variant(n, "ppo", flags, judge=f"{few} {n}") for n in ("8", "64")]
-    monkeypatch.setitem(labs.EXPERIMENTS, "few", labs.Experiment(6, "", variants, ["judge"]))
-    (first, curve, _), (second, other, _) = (labs.run_variant(("few", i, 0)) for i in (0, 1))
-    assert 0 <= first["judge"] <= 1 and first["accuracy_first"] == second["accuracy_first"]
-    assert curve != other and first["score_first"] != second["score_first"]
-
-
-def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
-    found = labs.one_of_k(torch.tensor([0.5, 0.0, 1.0]))
-    assert found["pass@1"] == pytest.approx(0.5) and found["pass@4"] == pytest.approx(1.9375 / 3)
-    assert list(found) == ["pass@1", "pass@4", "pass@16", "pass@64", "pass@256"]
-
-
-def test_the_unfinished_model_may_come_out_a_little_different_on_another_machine():
-    expected = {"greedy": {"mean": 0.6, "std": 0.0, "low": 0.6, "high": 0.6}}
-    labels = ("unfinished, before", "embedded, before")
-    found = {label: {"figures": [{"greedy": 0.63}], "curves": [[]]} for label in labels}
-    reference = {"base_model": {label: expected for label in labels}}
-    lines = labs.table("base_model", found, reference).splitlines()
-    assert ["NOT within" in line for line in lines[1:]] == [False, True]
-
-
-def test_one_slot_after_eos_the_score_is_discounted_before_it_arrives():
-    """Worked out by hand: EOS hears lambda of it, the token before lambda squared."""
-    on_eos, after = labs.share_of_score(None), labs.share_of_score(labs.one_slot_after)
-    for lam in labs.LAMBDAS:
-        assert (on_eos[f"EOS {lam}"], on_eos[f"before {lam}"]) == pytest.approx((1, lam))
-        assert (after[f"EOS {lam}"], after[f"before {lam}"]) == pytest.approx((lam, lam**2))
-
-
-@pytest.mark.parametrize("name", ["top_k", "pad_is_eos", "temperature", "whitening"])
-def test_each_planted_mistake_of_the_labs_runs_and_changes_the_run(name):
-    experiment = labs.EXPERIMENTS[name]
-    right, wrong = (
-        next(v for v in experiment.variants if bool(v.change) == changed) for changed in (0, 1)
-    )
-    few = "--num_steps 2 --num_eval_prompts 4 --prompts_per_step 8"
-    first, second = (
-        labs.train(labs.module_of(v.script, v.change), f"{v.flags} {few}", 0)[0]
-        for v in (right, wrong)
-    )
-    assert first[1]["policy/entropy_avg"] != second[1]["policy/entropy_avg"]
-
-
 # --- Where the files of a submission lie, and where the results go ---
 
 
@@ -738,28 +664,6 @@ def test_a_helper_that_is_nowhere_costs_what_needs_it_and_is_named(tmp_path, cap
     output = " ".join(capsys.readouterr().out.split())
     assert "0 of 4 rloo_loss" in output and "name 'row_sums' is not defined" in output
     assert "4 of 4 rloo_advantages" in output
-
-
-# --- Labs on a starter in which something isn't written yet ---
-
-
-def test_an_experiment_names_the_function_that_is_not_written_yet(tmp_path):
-    bare = tmp_path / "bare"
-    assert make.main([str(bare), "--problems", "kl_estimate", "generate", "rloo_loop"]) == 0
-    said = {}
-    for name in ("estimators", "dropout"):
-        command = [sys.executable, "labs.py", name]
-        run = subprocess.run(command, cwd=bare, capture_output=True, text=True)
-        assert run.returncode == 2
-        lines = [x for x in run.stderr.splitlines() if x and "Loading weights" not in x]
-        assert len(lines) == 1, run.stderr  # and no warning of what a process has left behind
-        said[name] = lines[0]
-        for problem in ("generate", "kl_estimate"):
-            (bare / BY_NAME[problem].file).write_text(solution(BY_NAME[problem]))
-    start = "error: {} needs a function that is not written yet: {}"
-    assert said["estimators"] == start.format("estimators", "generate in sampling.py")
-    what = "main in rloo.py, set "
-    assert said["dropout"].startswith(start.format("dropout", what)), said["dropout"]
 
 
 # --- A mistake costs the check that is about it ---
