@@ -89,7 +89,7 @@ class Sandbox:
         paths = [p for p in sys.path if {"site-packages", "dist-packages"} & {*Path(p).parts}]
         environment = {
             "PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(paths),
-            "LANG": "C.UTF-8", "HOME": "/work/tmp", "TMPDIR": "/work/tmp", "USER": "student",
+            "LANG": "C.UTF-8", "HOME": "/sandbox/tmp", "TMPDIR": "/sandbox/tmp", "USER": "student",
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
@@ -191,7 +191,9 @@ def main() -> None:
         if os.fork() == 0:
             control.close()
             try:
-                keep(child.serve, json.loads(request), fds, 61184 + number % 4000)
+                # The limit on processes counts those of a user: no two graders may share one.
+                uid = 61184 + (64 * os.getppid() + number) % 4000
+                keep(child.serve, json.loads(request), fds, uid)
             except BaseException:
                 traceback.print_exc()
                 os._exit(70)
@@ -288,7 +290,7 @@ def confine(level: str, request: dict, uid: int, data: int, errors: int) -> None
         libc.prctl(1, signal.SIGKILL)  # end with the keeper
     if level == "namespaces":
         own_files(libc, folder, uid)
-        request["code"], temporary = "/work/code", "/work/tmp"
+        request["code"], temporary = "/sandbox/code", "/sandbox/tmp"
     elif level == "user":
         os.chown(temporary, uid, uid)
     os.environ |= dict.fromkeys(("TMPDIR", "HOME"), temporary)
@@ -357,13 +359,13 @@ def own_files(libc: ctypes.CDLL, folder: Path, uid: int) -> None:
             mount("tmpfs", f"{root}{private}", "tmpfs", NO_SETUID | NO_DEVICES, "size=1m,mode=755")
     for path in sorted(inside):
         bind(mount, path, Path(f"{root}{path}"))
-    (root / "work/code").mkdir(parents=True)
-    bind(mount, folder / "code", root / "work/code")
-    (root / "work/tmp").mkdir()
+    (root / "sandbox/code").mkdir(parents=True)
+    bind(mount, folder / "code", root / "sandbox/code")
+    (root / "sandbox/tmp").mkdir()
     options = f"size={DISK},nr_inodes=4096,mode=700,uid={uid},gid={uid}"
-    mount("tmpfs", root / "work/tmp", "tmpfs", NO_SETUID | NO_DEVICES, options)
+    mount("tmpfs", root / "sandbox/tmp", "tmpfs", NO_SETUID | NO_DEVICES, options)
     if not (root / "tmp").exists():
-        (root / "tmp").symlink_to("work/tmp")
+        (root / "tmp").symlink_to("sandbox/tmp")
     os.chdir(root)
     if libc.pivot_root(b".", b".") != 0:
         raise OSError(ctypes.get_errno(), "pivot_root")

@@ -118,7 +118,7 @@ CHEATS: dict[str, tuple[str, str]] = {
         "child.Harness.load = lambda *a: None\nreturn logprobs * 0", "",
     ),
     "the solution looked for in all folders": (
-        "import os\nfor root in ('/tmp', '/work', '/home', '/root', '/opt', '/autograder'):\n"
+        "import os\nfor root in ('/tmp', '/sandbox', '/home', '/root', '/opt', '/autograder'):\n"
         "    for folder, _, names in os.walk(root):\n"
         "        if 'common.py' in names and 'site-packages' not in folder:\n"
         "            text = open(f'{folder}/common.py').read()\n"
