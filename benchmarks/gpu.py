@@ -69,8 +69,8 @@ def job(path: str, rows: int, sizes: Sizes, **more: object) -> dict:
 
 
 def tests(path: str, sizes: Sizes) -> dict:
-    """pytest -m cuda, in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "cuda", "-k", sizes.tests, "tests"]
+    """The tests of the CUDA path, in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-k", sizes.tests, "tests/test_cuda.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     last = done.stdout.strip().splitlines()[-1]
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)

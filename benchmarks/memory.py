@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
@@ -123,11 +124,12 @@ def measured_table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def estimated_table() -> str:
+def estimated_table(models: Sequence[str] = tuple(MODELS)) -> str:
     """A row per model, a column per method: GB on a GPU, and the smallest one that it fits."""
     lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
     with tempfile.TemporaryDirectory() as folder:
-        for name, config in MODELS.items():
+        for name in models:
+            config = MODELS[name]
             config.save_pretrained(Path(folder) / name)
             cells = []
             for script, flags in METHODS.values():

@@ -1204,7 +1204,7 @@ def the_mask_alone_decides(student, right):
 
 SMALL = (
     "--num_steps 2 --warmup_steps 2 --num_eval_prompts 4 --eval_every 2 --device cpu"
-    " --temperature 0.9"
+    " --temperature 0.9 --record_tokens false"
     " --learning_rate 2e-3 --rollout_batch_size 16 --micro_batch_size 8 --prompts_per_step"
 )
 # What says whether the mathematics of a step is right; times and memory differ anyway.

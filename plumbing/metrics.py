@@ -74,7 +74,7 @@ class Meter:
                 whole = (len(rollout.tokens), *x.shape[1:])
                 self.last_pass[name] = x.new_full(whole, torch.nan)
             self.last_pass[name][rows] = x.masked_fill(~used, torch.nan)
-        self.add("policy/approxkl_avg", 0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)
+        self.add("policy/approxkl_avg", 0.5 * (logprobs - old_logprobs) ** 2, mask)
         self.add("policy/entropy_avg", entropy, mask)
         where = mask if ratio.dim() == 2 else None
         self.add("policy/clipfrac_avg", clipped, where)

@@ -183,7 +183,7 @@ MUTATIONS = [
     ("ppo.py", "            mask = rollout.completion_mask  #", "            rollout.tokens.masked_fill_(~rollout.attention_mask, 1)\n            mask = rollout.completion_mask  #", "PPO trains on other tokens after EOS"),
     ("plumbing/metrics.py", "if not grad_norm.isfinite():", "if False:", "a NaN goes into the weights"),
     ("plumbing/metrics.py", 'self.add("val/ratio", ratio, where)', 'self.add("val/ratio", ratio)', "PPO's mean ratio over padding too"),
-    ("plumbing/metrics.py", "0.5 * (logprobs.detach() - old_logprobs) ** 2, mask)", "0.5 * (logprobs.detach() - old_logprobs) ** 2)", "PPO's KL to the old policy over padding too"),
+    ("plumbing/metrics.py", "0.5 * (logprobs - old_logprobs) ** 2, mask)", "0.5 * (logprobs - old_logprobs) ** 2)", "PPO's KL to the old policy over padding too"),
     ("ppo.py", "value_loss(\n                        values, old_values[rows], returns[rows]", "value_loss(\n                        values, old_values[rows], advantages[rows]", "the value model learns advantages"),
     ("ppo.py", "                with torch.no_grad(), ref as ref_model:\n", "                ref_model = ref.__enter__()\n                with torch.no_grad():\n", "the reference context is never left"),
     ("ppo.py", "single_update = config.num_epochs * config.num_mini_batches == 1 and", "single_update = config.num_mini_batches == 1 and", "PPO takes old log-probs for new ones in the second epoch"),

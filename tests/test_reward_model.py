@@ -618,6 +618,38 @@ def test_an_evaluation_is_without_dropout_in_any_case(tmp_path):
     assert not torch.equal(pair_scores(model, pairs)[0], pair_scores(model, pairs)[0])
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_forward_pass_is_under_autocast_where_it_is_asked_for(bf16, tmp_path, monkeypatch):
+    save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
+    under, real = [], plumbing.pairs.sequence_scores
+
+    def noted(*args):
+        under.append(torch.is_autocast_enabled("cpu"))
+        return real(*args)
+
+    monkeypatch.setattr(plumbing.pairs, "sequence_scores", noted)
+    pairs = [{"chosen_ids": [1, 2, 3], "rejected_ids": [4, 5]}]
+    pair_scores(load_for_training(str(tmp_path / "m")), pairs, bf16)
+    assert under == [bf16]
+
+
+def test_an_evaluation_keeps_no_graph(tmp_path, monkeypatch):
+    save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
+    needs_grad, real = [], plumbing.pairs.sequence_scores
+
+    def noted(*args):
+        scores = real(*args)
+        needs_grad.append(scores.requires_grad)
+        return scores
+
+    monkeypatch.setattr(plumbing.pairs, "sequence_scores", noted)
+    model = load_for_training(str(tmp_path / "m"))
+    pairs = [{"chosen_ids": [1, 2, 3], "rejected_ids": [4, 5]}]
+    evaluate_pairs(model, pairs, False, 2)
+    pair_scores(model, pairs)
+    assert needs_grad == [False, True]
+
+
 @pytest.mark.parametrize(("size", "most"), [(4, 4), (5, 4), (1, 2), (64, 16)])
 def test_a_forward_pass_has_no_more_rows_than_a_micro_batch_and_a_pair_stays_whole(
     size, most, job, monkeypatch
@@ -816,13 +848,14 @@ def test_a_run_warns_of_what_goes_wrong(history, names):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_header_learn_what_they_say(tmp_path):
-    """In short: the held-out accuracy, and what PPO makes of it with the verifier only watching."""
+def test_the_commands_of_the_header_learn(tmp_path):
+    """In short: 80 steps, and 15 of PPO with the verifier only watching."""
     import ppo
 
-    reward_model.main(["--output_dir", str(tmp_path / "judge"), "--device", "cpu"])
+    flags = ["--num_steps", "80", "--num_eval_pairs", "256", "--eval_every", "80"]
+    reward_model.main([*flags, "--output_dir", str(tmp_path / "judge"), "--device", "cpu"])
     lines = (tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["eval/accuracy"] > 0.9  # with seed 0; the header says 0.93
+    assert json.loads(lines[-1])["eval/accuracy"] > 0.8
     judge = str(tmp_path / "judge" / "model")
     flags = ["--reward_model", judge, "--num_steps", "15", "--num_eval_prompts", "128"]
     ppo.main([*flags, "--output_dir", str(tmp_path / "ppo"), "--device", "cpu"])

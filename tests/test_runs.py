@@ -524,6 +524,21 @@ def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_ro
     assert results["policy/clipfrac_avg"] == pytest.approx(share_clipped)
 
 
+def test_what_the_metrics_keep_of_a_micro_batch_holds_no_graph_of_it():
+    """Else the activations of every micro-batch would stay in memory until the step is logged."""
+    rollout = make_rollout([[1], [1]], [[5, EOS], [5]])
+    mask, rows = rollout.completion_mask, torch.arange(2)
+    old = torch.zeros(2, 2)
+    new = torch.full((2, 2), 0.1, requires_grad=True)
+    entropy, ratio = new**2, new.exp()
+    meter = Meter()
+    meter.add_policy(rollout, rows, new * 1, old, entropy, ratio, ratio > 1, mask)
+    meter.add_largest("largest", entropy)
+    meter.add_share("share", entropy.sum())
+    kept = [*meter.sums.values(), *meter.shares.values(), *meter.last_pass.values()]
+    assert len(kept) > 8 and not any(x.requires_grad for x in kept)
+
+
 def test_each_lap_of_a_step_is_the_time_since_the_one_before(monkeypatch):
     now = itertools.accumulate([100.0, 2.0, 5.0])
     monkeypatch.setattr("plumbing.metrics.time.perf_counter", lambda: next(now))

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import letter_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -74,6 +75,19 @@ def test_held_out_completions_are_drawn_with_the_same_random_numbers_each_time(m
     drawn = [[x["tokens"] for x in lines if x["step"] == step] for step in range(4)]
     assert drawn[0] == drawn[1] == drawn[2] == drawn[3] and len(drawn[0]) == 6
     assert drawn[0][0] != drawn[0][3], "the two completions of a prompt are one"
+
+
+def test_to_record_takes_no_graph_and_no_dropout(make_job, monkeypatch):
+    seen = []
+    for name in ("completion_logprobs", "completion_values"):
+
+        def noted(model, *args, real=getattr(tokens, name), **options):
+            seen.append((torch.is_grad_enabled(), model.training))
+            return real(model, *args, **options)
+
+        monkeypatch.setattr(tokens, name, noted)
+    make_job(ppo)(record_tokens=True, num_steps=2, eval_every=1, disable_dropout=False)
+    assert len(seen) > 10 and set(seen) == {(False, False)}
 
 
 def test_of_long_completions_fewer_prompts_are_recorded(make_job):
