@@ -24,7 +24,14 @@ from tqdm import tqdm
 import grpo
 import ppo
 import rloo
-from plumbing.checkpoints import FIELDS, FREE_ON_RESUME, check_settings, read_state, write_state
+from plumbing.checkpoints import (
+    FIELDS,
+    FREE_ON_RESUME,
+    check_settings,
+    read_state,
+    trained_weights,
+    write_state,
+)
 from plumbing.config import parse_flags
 from plumbing.errors import Fault, InputError
 from plumbing.runs import Run
@@ -67,6 +74,14 @@ def stop_after(step: int, monkeypatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Run, "log", log)
+
+
+def test_a_checkpoint_holds_the_weights_that_train_and_no_others():
+    model = small_gpt2()
+    model.transformer.requires_grad_(False)  # as under an adapter
+    model.transformer.h[1].requires_grad_(True)
+    kept = trained_weights(policy=model, value=None)
+    assert kept and all(name.startswith("policy.transformer.h.1.") for name in kept)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,16 @@ def test_held_out_completions_are_drawn_with_the_same_random_numbers_each_time(m
 
 def test_to_record_takes_no_graph_and_no_dropout(make_job, monkeypatch):
     seen = []
-    for name in ("completion_logprobs", "completion_values"):
 
-        def noted(model, *args, real=getattr(tokens, name), **options):
+    def noting(real):
+        def noted(model, *args, **options):
             seen.append((torch.is_grad_enabled(), model.training))
             return real(model, *args, **options)
 
-        monkeypatch.setattr(tokens, name, noted)
+        return noted
+
+    for name in ("completion_logprobs", "completion_values"):
+        monkeypatch.setattr(tokens, name, noting(getattr(tokens, name)))
     make_job(ppo)(record_tokens=True, num_steps=2, eval_every=1, disable_dropout=False)
     assert len(seen) > 10 and set(seen) == {(False, False)}
 
