@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Sequence
@@ -53,15 +54,26 @@ def check_prompts(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer, ta
     if limit is not None and new >= limit:
         raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
     vocab_size = policy.get_input_embeddings().weight.shape[0]
-    for row in task.train + task.heldout:
-        ids = prompt_tokens(tokenizer, row["prompt"])
+    prompts = [row["prompt"] for row in task.train + task.heldout]
+    for prompt, ids in zip(prompts, _tokens_of_all(tokenizer, prompts), strict=True):
         if limit is not None and len(ids) + new > limit:
             fault = f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context"
-            remedy = f"lower --max_new_tokens or shorten {str(row['prompt'])[:60]!r}"
+            remedy = f"lower --max_new_tokens or shorten {str(prompt)[:60]!r}"
             raise InputError(f"{fault} of {limit}: {remedy}")
         if max(ids) >= vocab_size:
             fault = f"its tokenizer gives id {max(ids)}, and the model knows {vocab_size} tokens"
             raise InputError(f"--model {config.model}: {fault}: they don't belong together")
+
+
+def _tokens_of_all(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
+    """prompt_tokens of each prompt: texts all at once, which is many times as fast."""
+    if all(isinstance(prompt, str) for prompt in prompts):
+        with contextlib.suppress(Exception):
+            ids = tokenizer(prompts).input_ids
+            if all(ids):
+                return ids
+    # One by one: so that an error names its prompt.
+    return [prompt_tokens(tokenizer, prompt) for prompt in prompts]
 
 
 def encode_prompts(tokenizer: Tokenizer, rows: list[dict]) -> tuple[Tensor, Tensor]:

@@ -198,14 +198,34 @@ def test_a_token_that_the_model_lacks_is_refused_also_if_it_lacks_just_one(small
         rows = [{"prompt": "x"}]
         task = SimpleNamespace(train=rows, heldout=[])
 
-        def tokenizer(text: str, last: int = last) -> SimpleNamespace:
-            return SimpleNamespace(input_ids=[3, last])
+        def tokenizer(texts: list[str], last: int = last) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[[3, last] for _ in texts])
 
         if fits:
             check_prompts(config, small_model, tokenizer, task)
         else:
             with pytest.raises(InputError, match="id 40, and the model knows 40 tokens"):
                 check_prompts(config, small_model, tokenizer, task)
+
+
+def test_prompts_are_checked_at_once_and_the_one_at_fault_is_named(small_model, monkeypatch):
+    tokenizer, calls = byte_tokenizer(), []
+    real = type(tokenizer).__call__
+
+    def noted(self, *args, **options):
+        calls.append(args)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", noted)
+    small_model.resize_token_embeddings(257)
+    config = SimpleNamespace(max_new_tokens=1, model="m")
+    rows = [{"prompt": "x" * n} for n in (3, 1, 2)]
+    check_prompts(config, small_model, tokenizer, SimpleNamespace(train=rows, heldout=rows[:1]))
+    assert len(calls) == 1
+    for prompt, message in (("", "the prompt '' has no tokens"), ("\ud800", "can't be tokenised")):
+        task = SimpleNamespace(train=rows, heldout=[{"prompt": prompt}])
+        with pytest.raises(InputError, match=message):
+            check_prompts(config, small_model, tokenizer, task)
 
 
 def test_prompts_are_read_with_all_their_columns(tmp_path):
