@@ -157,6 +157,14 @@ def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     assert [lab.number for lab in pages.chosen_labs(PROBLEMS)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_plan_of_five_weeks_has_all_functions_and_all_points():
+    text = (REPOSITORY / "course" / "README.md").read_text()
+    rows = re.findall(r"^\| \d \| .+ \| (\d+) \| (\d+) points \| \d+ \|$", text, re.M)
+    assert len(rows) == 5
+    assert sum(int(functions) for functions, _ in rows) == len(PROBLEMS)
+    assert sum(int(points) for _, points in rows) == sum(lab.points for lab in LABS)
+
+
 # --- What is handed in ---
 
 
