@@ -24,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from checks import CHECKS
 from pages import answer_sheet, chosen_labs, notebook, page
 from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
+from scripts import SCRIPT_CHECKS, SCRIPTS
 
 COURSE = Path(__file__).parent
 FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
@@ -123,7 +124,23 @@ def readme(problems: list[Problem]) -> str:
     head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
     table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
     text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))
+    # They are graded where all problems are.
+    text = text.replace("SCRIPTS\n\n", whole_scripts() if len(problems) == len(PROBLEMS) else "")
     return text.replace("CURVES", table).replace("FIRST", problems[0].name)
+
+
+def whole_scripts() -> str:
+    """What students read of the points for the scripts."""
+    ends, learns, true = (str(check.points) for check in SCRIPT_CHECKS)
+    each = sum(check.points for check in SCRIPT_CHECKS)
+    commands = [
+        f"    python {script.file} {script.flags} --output_dir try/{script.name} --overwrite"
+        for script in SCRIPTS
+    ]
+    bounds = ", ".join(f"{script.bound:.2f} ({script.file})" for script in SCRIPTS)
+    text = WHOLE.replace("COMMANDS", "\n".join(commands)).replace("BOUNDS", bounds)
+    text = text.replace("SUM", str(each * len(SCRIPTS))).replace("EACH", str(each))
+    return text.replace("ENDS", ends).replace("LEARNS", learns).replace("TRUE", true)
 
 
 SHARES = (0, 0.25, 0.5, 0.75, 1)
@@ -164,6 +181,8 @@ hold everywhere: a mask may be of bool or of 0 and 1; what stands off the mask m
 NaN, and has no influence; no input is changed. Where a docstring names the values that an argument
 may have, any other is a ValueError.
 
+SCRIPTS
+
 **What to hand in.** `python pack.py` writes `hand_in.zip` with the files that have functions to
 write, answers.md, notebooks, figures, and the figures of the runs in `runs/`. All else in
 plumbing/, tools/ and tiny/ stays as it is and is left away.
@@ -171,6 +190,20 @@ plumbing/, tools/ and tiny/ stays as it is and is left away.
 When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
 
 CURVES
+"""
+WHOLE = """**The scripts as a whole** have SUM points beside these, EACH for each script. The
+grader puts all your files together and makes a short run of each script: ENDS points if it comes
+to its end,
+LEARNS if the model that it saved has learnt, and TRUE if its metrics are true. Before the first
+update the KL has to be 0, and the loss of the reward model log 2. The grader draws its own
+`--seed`, and evaluates the saved model itself. At home these are the commands; each takes about 10
+to 15 seconds of one CPU core:
+
+COMMANDS
+
+The last evaluation has to reach BOUNDS. It is `eval/reward`, for
+reward_model.py `eval/accuracy`.
+
 """
 
 

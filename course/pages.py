@@ -19,7 +19,8 @@ SOURCES = sorted((Path(__file__).parent / "handout").glob("lab*.md"))
 # ## 3. Title (4 points, 20 minutes, gae policy_loss)
 HEAD = re.compile(r"^## (\d+)\. (.+) \((\d+) points, (\d+) minutes(?:, ([\w ]+))?\)$", re.M)
 CLAIM = re.compile(
-    r"`(\w+)`:\s+([^;]+?)\s+of\s+`([^`]+)`\s+([<>])\s+(?:([^;]+?)\s+of\s+`([^`]+)`|(-?[\d.]+))(?:;|$)"
+    r"`(\w+)`:\s+([^;]+?)\s+of\s+`([^`]+)`\s+([<>])\s+"
+    r"(?:([^;]+?)\s+of\s+`([^`]+)`|(-?[\d.]+))(?:;|$)"
 )
 EMPTY = "(your answer)"
 

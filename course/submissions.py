@@ -86,7 +86,8 @@ SIGNS = {
     name: re.compile(pattern)
     for name, pattern in {
         "import of {}": r"^\s*(?:import|from)\s+(subprocess|socket|ctypes|gc|inspect"
-        r"|multiprocessing|requests|urllib|http|pickle|marshal|signal|pty|importlib|checks|grade|problems)\b",
+        r"|multiprocessing|requests|urllib|http|pickle|marshal|signal|pty|importlib"
+        r"|checks|grade|problems)\b",
         "{}": r"(sys\._getframe|sys\.settrace|sys\.setprofile|gc\.get_objects|gc\.get_referrers"
         r"|__import__|__reduce__|__main__\.|sys\.modules|os\._exit|os\.fork|os\.system|os\.kill"
         r"|/proc/|\beval\(|\bexec\(|torch\.allclose\s*=|torch\.isclose\s*=|\bopen\()",

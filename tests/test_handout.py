@@ -23,6 +23,7 @@ import labs
 import make
 import pages
 from problems import BY_NAME, PROBLEMS, function_of
+from scripts import SCRIPTS
 
 pytestmark = pytest.mark.slow  # copies of the repository, and its scripts
 LABS = pages.all_labs()
@@ -143,6 +144,20 @@ def test_the_pages_of_the_starter_have_every_question_and_its_points(starter):
     assert sheet.count("(your answer)") == len(QUESTIONS)
 
 
+def test_the_readme_has_a_command_for_each_script_that_is_graded_whole(starter, tmp_path):
+    text = (starter / "README.md").read_text()
+    assert "100 points. The grader" in text and "have 20 points beside these, 5 for" in text
+    commands = re.findall(
+        r"^    python (\S+\.py) (.+ --output_dir try/\w+ --overwrite)$", text, re.M
+    )
+    assert [file for file, _ in commands] == [script.file for script in SCRIPTS]
+    for (file, flags), script in zip(commands, SCRIPTS):
+        assert flags.startswith(script.flags) and f"{script.bound:.2f} ({file})" in text
+    assert not re.search(r"\b[A-Z]{3,}S\b|WHOLE|EACH|TRUE|SUM\b", text)
+    assert make.main([str(tmp_path / "one"), "--problems", "gae"]) == 0
+    assert "as a whole" not in (tmp_path / "one" / "README.md").read_text()
+
+
 def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     out = tmp_path / "gae"
     assert make.main([str(out), "--problems", "gae"]) == 0
@@ -155,6 +170,14 @@ def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     chosen = [BY_NAME["last_real_token"], BY_NAME["rloo_loss"]]
     assert [lab.number for lab in pages.chosen_labs(chosen)] == [2, 6]
     assert [lab.number for lab in pages.chosen_labs(PROBLEMS)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_plan_of_five_weeks_has_all_functions_and_all_points():
+    text = (REPOSITORY / "course" / "README.md").read_text()
+    rows = re.findall(r"^\| \d \| .+ \| (\d+) \| (\d+) points \| \d+ \|$", text, re.M)
+    assert len(rows) == 5
+    assert sum(int(functions) for functions, _ in rows) == len(PROBLEMS)
+    assert sum(int(points) for _, points in rows) == sum(lab.points for lab in LABS)
 
 
 # --- What is handed in ---
