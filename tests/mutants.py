@@ -54,6 +54,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("sampling.py", "logits.amax(1, keepdim=True)", LAST_OF_TWO),
     ("sampling.py", "sums.sum(1)", LAST_OF_TWO),
     ("sampling.py", "weights.cumsum(1)", LAST_OF_TWO),
+    ("sampling.py", "Mul_Div: /,", "what a keyword must name may be given by its place as well"),
     ("sampling.py", "top_k: int = -1", "off, as 0 is"),
     ("sampling.py", "top_p: float = 2.0", "off, as 1 is"),
     ("sampling.py", "if top_p <= 1:", "top_p 1 drops what float32 can't add, if anything"),
@@ -152,9 +153,8 @@ INTRODUCTION = """# Mutants of cosmic-ray
 
 cosmic-ray, an off-the-shelf tool, makes small edits of the code: `+` becomes `-`, 0 becomes 1. Each
 edit should make a test fail. `python tests/mutants.py` tries them in a random order, keeps the
-results in [mutants.json](mutants.json) and writes this page. Those tried so far are a sample:
-the page says nothing about the others, nor about files that are not in the table. With some edits
-no test starts: they count neither as caught nor as missed. Equivalent edits change nothing that a
+results in [mutants.json](mutants.json) and writes this page. If it is stopped, those tried are a
+random sample. With some edits no test starts: they count neither as caught nor as missed. Equivalent edits change nothing that a
 test could see. "Of the rest" is the share caught of the edits that are left.
 
 | file | mutants | not tried | don't start | equivalent | caught | of the rest |

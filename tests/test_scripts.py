@@ -69,6 +69,7 @@ def test_dropout_left_on_moves_the_ratio_off_1(job, num_epochs):
         ({"kl_coef": 0, "num_mini_batches": 2}, {"ppo": 2, "grpo": 2, "rloo": 2}),
         ({"kl_coef": 0, "num_epochs": 2}, {"ppo": 2, "grpo": 2, "rloo": 2}),
         ({"kl_coef": 0.1, "num_epochs": 2}, {"ppo": 4, "grpo": 4, "rloo": 4}),
+        ({"kl_coef": 0, "num_epochs": 2, "num_mini_batches": 2}, {"ppo": 2, "grpo": 2, "rloo": 2}),
     ],
 )
 def test_old_logprobs_are_computed_only_where_they_can_differ(job, monkeypatch, flags, forwards):

@@ -77,6 +77,20 @@ def test_held_out_completions_are_drawn_with_the_same_random_numbers_each_time(m
     assert drawn[0][0] != drawn[0][3], "the two completions of a prompt are one"
 
 
+def test_held_out_advantages_are_those_of_the_scores_with_the_length_penalty(make_job):
+    job = make_job(grpo)
+    long = {"max_new_tokens": 30, "temperature": 3.0, "overlong_buffer": 29}
+    long |= {"num_generations": 2, "scale_rewards": "none"}
+    job(record_tokens=True, num_eval_prompts=8, **long)
+    lines = [x for x in lines_of(job.folder) if x["split"] == "heldout" and x["step"] == 0]
+    lines.sort(key=lambda line: line["prompt_index"])
+    penalties = [(line["num_tokens"] - 1) / 29 for line in lines]
+    rewards = torch.tensor([line["score"] - p for line, p in zip(lines, penalties)])
+    expected = grpo.group_advantages(rewards, 2, "none").tolist()
+    assert [line["advantages"] for line in lines] == pytest.approx(expected, abs=1e-3)
+    assert len(lines) == 6 and len(set(penalties)) > 2
+
+
 def test_to_record_takes_no_graph_and_no_dropout(make_job, monkeypatch):
     seen = []
 
