@@ -154,8 +154,9 @@ INTRODUCTION = """# Mutants of cosmic-ray
 cosmic-ray, an off-the-shelf tool, makes small edits of the code: `+` becomes `-`, 0 becomes 1. Each
 edit should make a test fail. `python tests/mutants.py` tries them in a random order, keeps the
 results in [mutants.json](mutants.json) and writes this page. If it is stopped, those tried are a
-random sample. With some edits no test starts: they count neither as caught nor as missed. Equivalent edits change nothing that a
-test could see. "Of the rest" is the share caught of the edits that are left.
+random sample. With some edits no test starts: they count neither as caught nor as missed.
+Equivalent edits change nothing that a test could see. "Of the rest" is the share caught of the
+edits that are left.
 
 | file | mutants | not tried | don't start | equivalent | caught | of the rest |
 |---|---|---|---|---|---|---|
