@@ -228,8 +228,8 @@ def page(results: dict[str, dict]) -> str:
             if right
             else ["- Right answers in other styles have not been run yet."]
         ),
-        f"- The seeds themselves: {alone[0]} of {alone[1]:,} figures lie outside of the bounds that",
-        f"  the other seeds give ({alone[0] / alone[1]:.2%}).",
+        f"- The seeds themselves: {alone[0]} of {alone[1]:,} figures are outside of the bounds",
+        f"  that the other seeds give ({alone[0] / alone[1]:.2%}).",
         "",
         "| wrong answer | problem | told by |",
         "|---|---|---|",
