@@ -70,7 +70,7 @@ SAMPLING_ERROR = 1 / (2 * 256**0.5)
 SIGNED = {"right", "wrong"}  # from -1 to 1
 POSITIVE = set("k1_std k2_std k3_std entropy entropy_first value_loss".split())
 POSITIVE |= set("grad_norm approxkl kl kl_largest length length_first sampler_dev reward".split())
-POSITIVE |= {"loss", "loss_last"}
+POSITIVE |= {"loss", "loss_last"}  # of reward_model.py
 # The same with every seed.
 EXACT = set("ratio_dev clip_first kl_first one_of_8 loss_first".split())
 FEWEST = 40  # seeds that bounds are made from: of fewer the spread is not known well enough

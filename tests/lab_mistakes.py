@@ -86,7 +86,7 @@ def figures(source: dict[str, str], names: list[str], seed: int) -> dict | str:
 
 
 def outside(found: dict, reference: dict) -> list[str]:
-    """The figures beyond their bounds, as labs.py judges them, and how many have bounds."""
+    """The figures beyond their bounds, as labs.py judges them."""
     said = []
     for name, variants in found.items():
         for variant, values in zip(labs.EXPERIMENTS[name].variants, variants, strict=True):
@@ -211,13 +211,13 @@ def page(results: dict[str, dict]) -> str:
     lines = [
         "# The bounds of the labs",
         "",
-        "The quick experiments of the course's labs (`estimators`, `score_slot`, and those called",
+        "The quick experiments of the course's labs (`estimators`, `score_slot`, those called",
         "`steps`) have bounds from 40 seeds. `python tests/lab_mistakes.py` puts wrong functions",
         "into the code, and right ones in other styles, runs these experiments with seeds that the",
         "bounds don't know, and writes this page.",
         "",
-        f"- Wrong answers, a random sample of {len(wrong)}: {len(seen)} change a figure; others",
-        "  concern an edge that these runs don't meet: a missing reward, an unknown name, a dtype.",
+        f"- Wrong answers, a random sample of {len(wrong)}: {len(seen)} change a figure. The rest",
+        "  concerns an edge that these runs don't meet: a missing reward, a dtype.",
         f"  Of the {len(seen)}, {len(caught)} ({len(caught) / max(1, len(seen)):.0%}) are told",
         "  by a figure outside of its bounds, or by an error.",
         *(

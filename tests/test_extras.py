@@ -204,6 +204,39 @@ def test_the_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(
     assert max(g.abs().max() for g in expected) > 1e-4
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_bonus_of_a_minibatch_with_a_single_token_has_its_full_weight(
+    script, make_job, monkeypatch, tmp_path
+):
+    (tmp_path / "flat.py").write_text("def flat(prompts, **_):\n    return [1.0] * len(prompts)\n")
+    module, recorded = SCRIPTS[script], record_gradients(monkeypatch)
+    in_float64(monkeypatch, module)
+    job, grads, flags = make_job(module), [], {"reward": f"{tmp_path}/flat.py:flat", "kl_coef": 0}
+    flags |= {"completions": 4, "num_mini_batches": 4, "max_new_tokens": 1, "max_grad_norm": 1e9}
+    draw, rollouts = module.sample, []
+
+    def spy(*args, **options):
+        rollouts.append(draw(*args, **options))
+        return rollouts[-1]
+
+    monkeypatch.setattr(module, "sample", spy)
+    for coef in (0, 0.5):
+        recorded.clear()
+        job(entropy_coef=coef, num_epochs=1, **flags)
+        grads.append(recorded[0][0])
+    model, possible = module.load_policy(job.model).eval(), []
+    for row in range(4):  # which one comes first is drawn
+        model.zero_grad()
+        one = rollouts[-1][torch.tensor([row])]
+        completion_logprobs(model, one, 0.7, entropy_grad=True)[1].sum().backward()
+        possible.append([0.5 * p.grad for p in model.parameters()])
+    bonus = [before - after for before, after in zip(*grads)]
+    assert any(
+        all(torch.allclose(x, y, atol=1e-8) for x, y in zip(bonus, expected))
+        for expected in possible
+    )
+
+
 # --- DAPO's length penalty ---
 
 
