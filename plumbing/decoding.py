@@ -131,7 +131,7 @@ def _next_logits(
     model: nn.Module, tokens: Tensor, mask: Tensor, cache: DynamicCache, **options: Tensor
 ) -> Tensor:
     """Logits of the next token (B, V): tokens (B, L) follow the C in the cache; mask (B, C+L)."""
-    options |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    options |= {"cache": cache, "use_cache": True, "logits_to_keep": 1}
     return model(**model_inputs(model, tokens, mask, **options)).logits[:, -1]
 
 

@@ -182,6 +182,8 @@ def model_inputs(
     off in huggingface/trl#6800. attention_mask (B, C+L) also covers the C tokens in a KV cache.
     """
     accepted = inspect.signature(base_model(model).forward).parameters
+    if "cache" in options and "cache" not in accepted:  # its name before transformers 5.24
+        options["past_key_values"] = options.pop("cache")
     position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     options = options | {"position_ids": position_ids, "attention_mask": attention_mask.long()}
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
@@ -240,7 +242,7 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     # Else one over the distinct prompts; their keys and values are repeated for the completions.
     first, which = to(tokens.device, first), to(tokens.device, which)
     cache = DynamicCache(config=backbone.config)
-    options = {"past_key_values": cache, "use_cache": True}
+    options = {"cache": cache, "use_cache": True}
     of_prompts = states(tokens[first, :length], mask[first, :length], **options)[:, -1:]
     of_rows = _repeat_rows(of_prompts, which)
     if longest == 1:

@@ -151,7 +151,7 @@ def _decodes_from_its_cache(model: PreTrainedModel, tokens: Tensor) -> bool:
     elsewhere (Mamba, RWKV) fails: finished rows couldn't be dropped from it.
     """
     mask, cache = torch.ones_like(tokens), DynamicCache(config=model.config)
-    options = {"past_key_values": cache, "use_cache": True}
+    options = {"cache": cache, "use_cache": True}
     model(**model_inputs(model, tokens[:, :-1], mask[:, :-1], **options))
     cache.batch_select_indices(torch.tensor([1, 0]))
     last = model(**model_inputs(model, tokens.flip(0)[:, -1:], mask, **options)).logits[:, -1]

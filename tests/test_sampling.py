@@ -10,7 +10,7 @@ from conftest import EOS, VOCAB, small_gpt2, small_llama
 from common import Rollout, completion_mask, disable_dropout, kl_estimate
 from plumbing.decoding import PackedLinear, bfloat16_copy, preallocated_cache
 from plumbing.errors import Fault, InputError
-from plumbing.forward import completion_logprobs
+from plumbing.forward import completion_logprobs, model_inputs
 from plumbing.loading import set_up_training
 from sampling import _first_above, concatenate, draw, generate
 from sampling import sample as sample_in_parts
@@ -352,20 +352,27 @@ def test_the_token_drawn_is_the_first_whose_cumulative_probability_exceeds_the_n
     assert torch.allclose(logprobs.double(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_is_passed_by_the_name_that_this_version_of_transformers_gives_it(name):
+    """It was renamed in 5.24. A model that doesn't get it decodes without the prompt."""
+    forward = {"cache": lambda input_ids, cache: 0, "past_key_values": lambda past_key_values: 0}
+    model, tokens = SimpleNamespace(forward=forward[name]), torch.ones(1, 2)
+    assert model_inputs(model, tokens, tokens, cache="full")[name] == "full"
+
+
 def test_keys_and_values_stay_where_they_are_while_decoding(small_model):
     """Concatenating would copy all of them at every token."""
     cache = preallocated_cache(small_model, capacity=9)
     tokens, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 9, dtype=torch.long)
     with torch.no_grad():
-        small_model(tokens, past_key_values=cache, use_cache=True)
+        options = {"cache": cache, "use_cache": True}
+        small_model(**model_inputs(small_model, tokens, mask[:, :3], **options))
         cache.batch_select_indices(torch.tensor([0, 0, 1, 1]))
         places = [layer.keys.data_ptr() for layer in cache.layers]
         for t in range(3, 9):
-            small_model(
-                torch.full((4, 1), t),
-                past_key_values=cache,
-                attention_mask=mask.repeat(2, 1)[:, : t + 1],
-            )
+            seen = mask.repeat(2, 1)[:, : t + 1]
+            tokens = torch.full((4, 1), t)
+            small_model(**model_inputs(small_model, tokens, seen, **options))
     assert cache.get_seq_length() == 9
     assert [layer.keys.data_ptr() for layer in cache.layers] == places
 

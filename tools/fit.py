@@ -210,9 +210,9 @@ def _kept(
         if rows == num_prompts:
             forward(rows, prompt_tokens + new_tokens - 1, use_cache=False)
         else:
-            options = {"past_key_values": DynamicCache(config=backbone.config), "use_cache": True}
+            options = {"cache": DynamicCache(config=backbone.config), "use_cache": True}
             forward(num_prompts, prompt_tokens, **options)
-            options["past_key_values"].reorder_cache(torch.zeros(rows, dtype=torch.long))
+            options["cache"].reorder_cache(torch.zeros(rows, dtype=torch.long))
             forward(rows, max(1, new_tokens - 1), prompt_tokens, **options)
     return sum(kept.values())
 
