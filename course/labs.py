@@ -6,8 +6,9 @@
   python labs.py all --seeds 40 --update  # adds the seeds that reference.json lacks
 
 Where 40 seeds have been run, a figure has bounds: one more run lies within them in 999 of 1,000
-cases. Elsewhere it stands beside the mean and the spread in reference.json. seeds.jsonl has the
-figures of each run that was added (not of the first five of the older experiments).
+cases. `rloo_steps`, `ppo_steps` and `grpo_steps` draw nothing: their figures must be those of the
+solution. Elsewhere a figure stands beside the mean and the spread in reference.json. seeds.jsonl
+has the figures of each run that was added (not of the first five of the older experiments).
 
 All of them train the embedded model of 0.6 M parameters on sums, without a network. A mistake is
 put into a fresh copy of the script: the files stay as they are.
@@ -24,6 +25,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -56,20 +58,24 @@ ROLLOUTS = "--num_steps 10 --prompts_per_step 32 --num_generations 8 --num_eval_
 ROLLOUTS += " --eval_every 10 --warmup_steps 0 --kl_coef 0 --eval_generations 8"
 REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
 
-# Three steps of four minibatches or more: what must be so long before anything is learnt.
+# Three steps of three updates on given completions. A whole rollout is a minibatch, so the order of
+# its rows, which a right solution may draw otherwise, changes nothing but rounding.
 FIRST = "--num_steps 3 --num_eval_prompts 8 --eval_every 3 --warmup_steps 0 --learning_rate 2e-4"
-FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 64 --num_generations 8 --num_mini_batches 4"
-FIRST_FIGURES = "length_first entropy_first kl policy_loss clipfrac approxkl grad_norm".split()
+FIRST += " --num_epochs 3 --num_mini_batches 1 --micro_batch_size 48"
+FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 32 --num_generations 8"
+FIRST_FIGURES = "entropy_first kl policy_loss clipfrac approxkl grad_norm".split()
 
 # What the figures can be. Shares are from 0 to 1; those of some 256 samples have at least the error
 # of that sample, here on the scale asin(sqrt(share)), where it is the same for all shares.
 SAMPLED = set("accuracy accuracy_first accuracy_best judge pass_at_8".split())
-SAMPLED |= set("reward truncated clip_first flat".split())
+SAMPLED |= set("reward truncated clip_first flat first_digit".split())
 SHARES = SAMPLED | set("greedy lowest clipfrac easy hard".split())
 SAMPLING_ERROR = 1 / (2 * 256**0.5)
 SIGNED = {"right", "wrong"}  # from -1 to 1
 POSITIVE = set("k1_std k2_std k3_std entropy entropy_first value_loss".split())
-POSITIVE |= set("grad_norm approxkl kl kl_largest length length_first sampler_dev reward".split())
+POSITIVE |= set(
+    "grad_norm approxkl kl kl_largest length length_first sampler_dev reward surprise".split()
+)
 POSITIVE |= {"loss", "loss_last"}  # of reward_model.py
 # The same with every seed.
 EXACT = set("ratio_dev clip_first kl_first one_of_8 loss_first".split())
@@ -100,6 +106,7 @@ class Experiment:
     question: str
     variants: list[Variant]
     figures: list[str]
+    exact: bool = False  # always run with seed 0: the figures are the same but for rounding
     curve: str = "objective/scores"
     samples: bool = False  # keep some of the last completions
 
@@ -206,12 +213,49 @@ def take_all_rows(module: ModuleType) -> None:
     module.micro_batches = micro_batches
 
 
+def give_completions(module: ModuleType) -> None:
+    """Completions that are made up take the place of sampled ones: of each prompt some right sums,
+    some that forget the carry, and some random digits, of which a few have no EOS.
+    """
+    from common import Rollout
+    from plumbing.loading import load_tokenizer
+
+    tokenizer, choices = load_tokenizer("tiny"), random.Random(0)
+
+    def text_for(prompt: str) -> str:
+        first, second = map(int, prompt.removesuffix("=").split("+"))
+        without_carry = (first // 10 + second // 10) * 10 + (first + second) % 10
+        digits = "".join(choices.choices("0123456789", k=choices.randint(1, 5)))
+        return choices.choice([str(first + second), str(without_carry), digits])
+
+    def sample(model, prompt_ids, prompt_mask, *, num_generations, **options):
+        length, eos = options["max_new_tokens"], options["eos_token_ids"][0]
+        texts = tokenizer.batch_decode([i[m.bool()] for i, m in zip(prompt_ids, prompt_mask)])
+        tokens = torch.full((len(texts) * num_generations, length), options["pad_token_id"])
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, ids in enumerate(tokens):
+            text = text_for(texts[row // num_generations].strip())
+            drawn = [*tokenizer.encode(text, add_special_tokens=False), eos][:length]
+            ids[: len(drawn)], mask[row, : len(drawn)] = torch.tensor(drawn), True
+        prompts = [x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask)]
+        return Rollout(
+            tokens=torch.cat([prompts[0], tokens], dim=1),
+            attention_mask=torch.cat([prompts[1].bool(), mask], dim=1),
+            completion_mask=mask,
+            logprobs=torch.zeros(mask.shape),
+            finished=(tokens.eq(eos) & mask).any(1),
+        )
+
+    module.sample = sample
+
+
 # --- Figures without training: the tiny model at another temperature against itself at 1 ---
 
 
 def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, ...]:
     """8 completions of each of 250 sums by the tiny model: logits (B, T, V), the tokens that were
-    drawn (B, T), the mask (B, T), and which (B,) begin with the right digit.
+    drawn (B, T), the mask (B, T), which (B,) begin with the right digit, and the log-probs that
+    `generate` noted (B, T).
     """
     from plumbing.forward import completion_states, logits_from
     from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
@@ -235,7 +279,7 @@ def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, .
     texts = tokenizer.batch_decode(tokens)
     answers = [prompt["answer"] for prompt in prompts for _ in range(8)]
     right = torch.tensor([text[:1] == a[:1] for text, a in zip(texts, answers)])
-    return logits, tokens, rollout.completion_mask[:, :length], right
+    return logits, tokens, rollout.completion_mask[:, :length], right, rollout.logprobs[:, :length]
 
 
 def against_itself(
@@ -246,11 +290,27 @@ def against_itself(
     """
     from common import kl_estimate
 
-    logits, tokens, real, _ = sampled(seed, temperature, top_k=top_k)
+    logits, tokens, real, *_ = sampled(seed, temperature, top_k=top_k)
     ours, theirs = (logits / temperature).log_softmax(-1), logits.log_softmax(-1)
     exact = (ours.exp() * (ours - theirs)).sum(-1)[real]
     drawn = [x.gather(2, tokens.unsqueeze(2)).squeeze(2) for x in (ours, theirs)]
     return exact, {name: kl_estimate(*drawn, name)[real] for name in ("k1", "k2", "k3")}
+
+
+def draws(seed: int) -> dict[str, float]:
+    """What `generate` draws at temperature 1.5, and how far the log-probs that it notes are from
+    those of a forward pass over the whole text, at most.
+    """
+    from common import token_logprobs
+
+    logits, tokens, real, right, noted = sampled(seed, 1.5)
+    logprobs = token_logprobs(logits / 1.5, tokens)
+    return {
+        "first_digit": right.float().mean().item(),
+        "length": real.sum(1).float().mean().item(),
+        "surprise": -logprobs[real].mean().item(),
+        "logprob_dev": (noted - logprobs)[real].abs().max().item(),
+    }
 
 
 def estimators(seed: int) -> dict[str, float]:
@@ -297,7 +357,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     from grpo import group_advantages, grpo_loss
     from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
 
-    logits, tokens, real, right = sampled(seed, 3.0)
+    logits, tokens, real, right, _ = sampled(seed, 3.0)
     eos = eos_token_ids(load_policy("tiny"), load_tokenizer("tiny"))[0]
     logits.requires_grad_()
     logprobs = token_logprobs(logits / 3.0, tokens)
@@ -404,6 +464,14 @@ LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_
 LEARNT += " --eval_every 5"
 REWARD = f"--reward {shlex.quote(str(Path(__file__).resolve()))}"
 EXPERIMENTS = {
+    "draws": Experiment(
+        1,
+        "2,000 completions at temperature 1.5, in seconds: does your `generate` draw what it"
+        " should? (`first_digit` is the share that begins with the right digit, `surprise` the mean"
+        " of -log p of the tokens, `logprob_dev` how far the noted log-probs are from right ones.)",
+        [Variant("tiny", measure=draws)],
+        ["first_digit", "length", "surprise", "logprob_dev"],
+    ),
     "estimators": Experiment(
         1,
         "k1, k2 and k3 estimate the same KL from samples. Which is unbiased, which varies least?"
@@ -413,10 +481,11 @@ EXPERIMENTS = {
     ),
     "rloo_steps": Experiment(
         2,
-        "Three steps of 512 completions, in seconds: are the figures of your RLOO what they should"
-        " be, before you wait for what it learns?",
-        [Variant("3 steps", "rloo", FIRST_OF_GROUPS)],
+        "Three steps on 256 given completions, in seconds: does your RLOO compute what it should,"
+        " before you wait for what it learns? (They aren't samples, so `kl` may be below 0.)",
+        [Variant("3 steps", "rloo", f"{FIRST_OF_GROUPS} --kl_coef 0.1", give_completions)],
         FIRST_FIGURES,
+        exact=True,
     ),
     "dropout": Experiment(
         2,
@@ -473,10 +542,15 @@ EXPERIMENTS = {
     ),
     "ppo_steps": Experiment(
         3,
-        "Three steps of 512 completions, in seconds: are the figures of your PPO what they should"
-        " be, before you wait for what it learns?",
-        [Variant("3 steps", "ppo", f"{FIRST} --prompts_per_step 512")],
+        "Three steps on 256 given completions, in seconds: does your PPO compute what it should,"
+        " before you wait for what it learns? (They aren't samples, so `kl` may be below 0.)",
+        [
+            Variant(
+                "3 steps", "ppo", f"{FIRST} --prompts_per_step 256 --kl_coef 0.1", give_completions
+            )
+        ],
         [*FIRST_FIGURES, "value_loss", "explained"],
+        exact=True,
     ),
     "missing_eos": Experiment(
         3,
@@ -577,10 +651,11 @@ EXPERIMENTS = {
     ),
     "grpo_steps": Experiment(
         4,
-        "Three steps of 512 completions, in seconds: are the figures of your GRPO what they should"
-        " be, before you wait for what it learns?",
-        [Variant("3 steps", "grpo", FIRST_OF_GROUPS)],
+        "Three steps on 256 given completions, in seconds: does your GRPO compute what it should,"
+        " before you wait for what it learns? (They aren't samples, so `kl` may be below 0.)",
+        [Variant("3 steps", "grpo", f"{FIRST_OF_GROUPS} --kl_coef 0.01", give_completions)],
         FIRST_FIGURES,
+        exact=True,
     ),
     "pad_is_eos": Experiment(
         4,
@@ -862,7 +937,9 @@ def _run_variant(name: str, index: int, seed: int) -> tuple[dict[str, float], di
     experiment = EXPERIMENTS[name]
     variant = experiment.variants[index]
     if variant.measure is not None:
-        return variant.measure(seed), {}, []
+        with contextlib.redirect_stderr(io.StringIO()):  # bars of loading weights
+            return variant.measure(seed), {}, []
+    seed = 0 if experiment.exact else seed
     module, flags, figures = module_of(variant.script, variant.change), variant.flags, {}
     with tempfile.TemporaryDirectory() as folder:
         if variant.judge:
@@ -921,10 +998,14 @@ def curves_of(name: str, found: dict[str, dict]) -> dict[str, list]:
 
 
 def summary(
-    figures: list[dict[str, float]], names: list[str], before: dict[str, dict] | None = None
+    figures: list[dict[str, float]],
+    names: list[str],
+    before: dict[str, dict] | None = None,
+    exact: bool = False,
 ) -> dict[str, dict[str, float]]:
     """{figure: the number of seeds, mean, std, and the bounds within which one more run is expected
-    (or None)}, of these seeds together with those of a summary `before`.
+    (or None)}, of these seeds together with those of a summary `before`. exact: no figure depends
+    on the seed.
     """
     found = {}
     for name in names:
@@ -938,7 +1019,7 @@ def summary(
         squares += known["seeds"] * (known["mean"] - mean) ** 2
         squares += sum((value - mean) ** 2 for value in values)
         std = (squares / max(1, seeds - 1)) ** 0.5
-        low, high = bounds(name, seeds, mean, std) or (None, None)
+        low, high = (mean, mean) if exact else bounds(name, seeds, mean, std) or (None, None)
         found[name] = {"mean": mean, "std": std, "low": low, "high": high}
         found[name] = {k: v if v is None else round(v, 5) for k, v in found[name].items()}
         found[name]["seeds"] = seeds
@@ -1016,6 +1097,8 @@ def _beside(expected: dict[str, float], value: float, label: str) -> str:
     # Rounding differs between machines; a model that is made from nothing, by more.
     slack = 0.05 if label.startswith("unfinished") else 1e-4 + 0.01 * abs(expected["mean"])
     inside = low - slack <= value <= high + slack
+    if low == high:
+        return f" (as expected: {low:.3f})" if inside else f" (NOT the expected {low:.3f})"
     return f" ({'expected' if inside else 'NOT within'} {low:.3f} to {high:.3f}, from {of})"
 
 
@@ -1029,8 +1112,8 @@ def add_seeds(name: str, found: dict[str, dict], seeds: range, reference: dict, 
     expected = reference["experiments"].setdefault(name, {})
     with SEEDS.open("a", encoding="utf-8") as file:
         for label, part in found.items():
-            names = EXPERIMENTS[name].figures
-            expected[label] = summary(part["figures"], names, expected.get(label))
+            names, exact = EXPERIMENTS[name].figures, EXPERIMENTS[name].exact
+            expected[label] = summary(part["figures"], names, expected.get(label), exact)
             for seed, figures in zip(seeds, part["figures"]):
                 short = {x: float(f"{figures[x]:.5g}") for x in names if x in figures}
                 line = {"experiment": name, "variant": label, "seed": seed} | short

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Faster for models this small, in the processes that tests start too: threads would wait for each
+# other, as other workers have the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
@@ -30,7 +33,7 @@ from transformers import (
 
 from common import Rollout
 
-torch.set_num_threads(1)  # faster for models this small, and steady on a shared machine
+torch.set_num_threads(1)
 
 VOCAB = 40
 EOS = 39
