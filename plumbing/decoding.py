@@ -236,8 +236,10 @@ class PreallocatedLayer(DynamicLayer):
     def get_seq_length(self) -> int | Tensor:
         return super().get_seq_length() if self.column is None else self.column
 
-    def get_max_cache_shape(self) -> int:  # transformers 5.0 takes the size of some masks from it
+    def get_max_length(self) -> int:  # transformers takes the size of some masks from it
         return -1 if self.column is None else self.capacity
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
     def get_mask_sizes(self, *args) -> tuple[int, int]:
         return super().get_mask_sizes(*args) if self.column is None else (self.capacity, 0)
