@@ -408,18 +408,20 @@ def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(capsys, tmp_path
     args = ["--model", small_folder, "--output_dir", str(tmp_path / "run"), *flags]
     ppo.main(args)
     before = {p: p.read_bytes() for p in files_in(tmp_path / "run")}
-    (tmp_path / "bad.py").write_text("def bad(completions, **kw): return 1 / 0")
+    (tmp_path / "rewards").mkdir()  # Python may leave its __pycache__ beside a file of rewards
+    bad = tmp_path / "rewards" / "bad.py"
+    bad.write_text("def bad(completions, **kw): return 1 / 0")
     # Refused before it starts: nothing is touched.
-    for fault in (["--reward", f"{tmp_path}/bad.py:worse"], ["--prompts", "nowhere.jsonl"]):
+    for fault in (["--reward", f"{bad}:worse"], ["--prompts", "nowhere.jsonl"]):
         fails([*args, "--overwrite", *fault], 2, capsys)
         assert {p: p.read_bytes() for p in files_in(tmp_path / "run")} == before
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "small"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["rewards", "run", "small"]
     # At its first call of the reward: the run is there under its new name.
-    fails([*args, "--overwrite", "--reward", f"{tmp_path}/bad.py:bad"], 2, capsys)
+    fails([*args, "--overwrite", "--reward", f"{bad}:bad"], 2, capsys)
     old = tmp_path / "run.old"
     kept = {tmp_path / "run" / p.relative_to(old): p.read_bytes() for p in files_in(old)}
     assert kept == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.py", "run", "run.old", "small"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rewards", "run", "run.old", "small"]
 
 
 def test_a_run_that_failed_before_its_first_step_is_simply_done_again(
