@@ -200,10 +200,10 @@ def profile(path: str, sizes: Sizes) -> dict:
     with torch.profiler.profile(activities=activities) as record:
         speed.ours(job(path, sizes.step_rows, sizes, script="grpo"), bf16=True)
     # An operation also has the time of its kernels: either these or those count, not both.
-    kernels = [x for x in record.key_averages() if x.device_type == DeviceType.CUDA]
-    kernels = [x for x in kernels if not x.is_user_annotation]
+    events = record.key_averages()
+    kernels = [x for x in events if x.device_type == DeviceType.CUDA and not x.is_user_annotation]
     costs = {x.key: x.self_device_time_total for x in kernels}
-    costs = costs or {x.key: x.self_cpu_time_total for x in record.key_averages()}
+    costs = costs or {x.key: x.self_cpu_time_total for x in events}
     dearest = sorted(costs, key=costs.get, reverse=True)[:10]
     return {key[:60]: round(costs[key] / sum(costs.values()), 3) for key in dearest}
 

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 import torch
-from conftest import byte_tokenizer, letter_tokenizer, save_model, small_gpt2
+from small import byte_tokenizer, letter_tokenizer, save_model, small_gpt2
 from transformers import (
     BertConfig,
     BertForMaskedLM,

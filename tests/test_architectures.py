@@ -7,7 +7,7 @@ rotary positions, ALiBi and mixtures of experts are all among them.
 import pytest
 import torch
 import transformers
-from conftest import letter_tokenizer, make_rollout, save_model
+from small import letter_tokenizer, make_rollout, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import ValueModel, disable_dropout

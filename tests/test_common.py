@@ -8,15 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import (
-    EOS,
-    IN_GROUPS,
-    RAGGED,
-    SMALL_MODELS,
-    make_rollout,
-    small_gpt2,
-    small_llama,
-)
+from small import EOS, IN_GROUPS, RAGGED, SMALL_MODELS, make_rollout, small_gpt2, small_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

@@ -22,10 +22,11 @@ import grade
 import make
 from checks import CHECKS, Solution, repository_files, run_check, run_checks
 from course_answers import HARMLESS, LOOPS, WRONG
+from course_sandbox import SANDBOX
 from mutations import MUTATIONS
 from problems import BY_NAME, PROBLEMS, function_of, solution_lines, splice, top_level
 from remote import Student
-from sandbox import Sandbox, folder_for
+from sandbox import folder_for
 
 pytestmark = pytest.mark.slow  # runs of the scripts, again and again
 ANSWERS = Path(__file__).with_name("course_answers.py")
@@ -64,16 +65,6 @@ def loop_answer(way: str) -> tuple[str, str]:
     indent = re.match(" *", lines[start - 1])[0]
     lines[start - 1 : end] = textwrap.indent(textwrap.dedent(new).strip(), indent).split("\n")
     return problem.name, "\n".join(lines)
-
-
-class Shared(Sandbox):
-    """One for all tests: to start it takes seconds."""
-
-    def close(self) -> None:
-        pass
-
-
-SANDBOX = Shared()
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +106,6 @@ def test_every_problem_has_points_three_hints_public_tests_and_three_other_answe
     assert all(c.run.__doc__ for items in CHECKS.values() for c in items)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
-def test_the_solution_itself_gets_all_points(problem, tmp_path):
-    assert not list(faults(problem, solution(problem)))
-
-
 @pytest.mark.parametrize("way", [*answers(), *LOOPS])
 def test_a_right_answer_written_differently_gets_all_points(way, tmp_path):
     name, submission = loop_answer(way) if way in LOOPS else answers()[way]
@@ -148,15 +134,21 @@ def planted() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_wrong_answers_lose_points(tmp_path):
-    """97% of them at least; those that no check sees are listed in the course's guide."""
-    bugs = planted()
-    unseen = []
-    for bug, (name, submission) in bugs.items():
-        if next(faults(BY_NAME[name], submission), None) is None:
-            unseen.append(bug)
-    print(len(bugs), unseen)
-    assert len(unseen) <= 0.03 * len(bugs), unseen
+# Wrong answers that no check sees: listed in the course's guide.
+UNSEEN = {
+    "an empty minibatch divides by 0",
+    "GRPO's bonus changes with the micro-batch",
+    "what a stop string ended counts as truncated",
+    "a mask on the CPU",
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+def test_wrong_answers_lose_points(problem):
+    bugs = [(bug, text) for bug, (name, text) in planted().items() if name == problem.name]
+    seen = {bug: next(faults(problem, text), None) is not None for bug, text in bugs}
+    assert {bug for bug in seen if not seen[bug]} == UNSEEN & set(seen)
+    assert len(seen) >= 3
 
 
 # --- The starter repository ---
@@ -296,7 +288,7 @@ def test_a_submission_that_hangs_crashes_or_breaks_keeps_the_points_of_its_other
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "conftest.py").write_text("raise SystemExit('no tests today')")
     names = [*FAULTY, "disable_dropout"]
-    flags = ["--problems", *names, "--time_limit", "20", "--json", str(tmp_path / "r.json")]
+    flags = ["--problems", *names, "--time_limit", "8", "--json", str(tmp_path / "r.json")]
     assert grade.main([str(tmp_path), *flags]) == 0
     output = capsys.readouterr().out
     results = json.loads((tmp_path / "r.json").read_text())["tests"][:-1]

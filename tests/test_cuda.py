@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EOS, small_gpt2, small_llama
 from pretended_cuda import SYNCHRONIZES, pretended_cuda
+from small import EOS, small_gpt2, small_llama
 
 import grpo
 import ppo

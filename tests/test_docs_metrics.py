@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import reward_model_job
+from small import reward_model_job
 
 import grpo
 import ppo

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
+from small import letter_tokenizer, save_model, small_gpt2, small_llama
 
 import ppo
 from plumbing.data import Task

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import EOS, IN_GROUPS, RAGGED, in_float64, make_rollout, small_gpt2, small_llama
+from small import EOS, IN_GROUPS, RAGGED, in_float64, make_rollout, small_gpt2, small_llama
 from test_scripts import record_gradients
 
 import grpo

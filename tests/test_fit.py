@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import letter_tokenizer, save_model, small_gpt2, small_llama
+from small import letter_tokenizer, save_model, small_gpt2, small_llama
 
 from common import Rollout
 from plumbing.errors import InputError

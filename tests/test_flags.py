@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import letter_tokenizer, save_model, small_llama
+from small import letter_tokenizer, save_model, small_llama
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import grpo
@@ -107,10 +107,11 @@ def test_every_flag_is_in_one_of_the_two_lists():
         assert own == {flag for s, flag in CASES if s == name} | SAME.keys()
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> Path:
-    """Beside the model and the rewards of make_job: another model, and a reward model."""
-    save_model(tmp_path / "llama", small_llama(0.1, vocab_size=20), letter_tokenizer())
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside the model of make_job: another one, one with a chat template, and a reward model."""
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "llama", small_llama(0.1, vocab_size=20), letter_tokenizer())
     config = GPT2Config(
         vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=64, num_labels=1,
         pad_token_id=0, bos_token_id=None, eos_token_id=19,
@@ -118,13 +119,20 @@ def folders(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     chat = letter_tokenizer()
     chat.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
-    save_model(tmp_path / "chat", small_llama(0.1, vocab_size=20), chat)
+    save_model(folder / "chat", small_llama(0.1, vocab_size=20), chat)
+    save_model(folder / "judge", GPT2ForSequenceClassification(config), letter_tokenizer())
+    return folder
+
+
+@pytest.fixture
+def folders(models: Path, tmp_path: Path) -> Path:
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
     with (tmp_path / "reward.py").open("a") as file:
         file.write("\ndef rarely(completions):\n    return [len(c) > 4 for c in completions]\n")
     rows = [json.loads(x) for x in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     rows = [row | {"other": row["prompt"] + " a"} for row in rows]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    save_model(tmp_path / "judge", GPT2ForSequenceClassification(config), letter_tokenizer())
     return tmp_path
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import byte_tokenizer, save_model, small_gpt2
+from small import byte_tokenizer, save_model, small_gpt2
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
 import ppo

@@ -17,8 +17,9 @@ import grade
 import scripts
 import wire
 from checks import CHECKS
+from course_sandbox import SANDBOX, SANDBOXES
 from problems import BY_NAME, PROBLEMS, function_of, splice_files
-from sandbox import FILE_SIZE, LEVELS, Sandbox
+from sandbox import FILE_SIZE, LEVELS
 
 pytestmark = pytest.mark.slow
 HEAD = "def kl_estimate(logprobs, ref_logprobs, estimator):\n"
@@ -132,19 +133,9 @@ CHEATS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-class Shared(Sandbox):
-    """One for all tests: to start it takes seconds."""
-
-    def close(self) -> None:
-        pass
-
-
-SHARED = Shared()
-
-
 @pytest.fixture(autouse=True)
 def shared(monkeypatch):
-    monkeypatch.setattr(grade, "Sandbox", lambda: SHARED)
+    monkeypatch.setattr(grade, "Sandbox", lambda: SANDBOX)
 
 
 def graded(tmp_path: Path, body: str, *flags: str) -> tuple[dict, str]:
@@ -166,7 +157,7 @@ def graded(tmp_path: Path, body: str, *flags: str) -> tuple[dict, str]:
 def test_a_cheat_gets_no_points_and_the_teacher_hears_of_it(cheat, tmp_path):
     body, said = CHEATS[cheat]
     before = (REPOSITORY / "course/checks.py").read_bytes()
-    test, teacher = graded(tmp_path, body, "--time_limit", "15")
+    test, teacher = graded(tmp_path, body, "--time_limit", "6")
     assert f"| {cheat} | 0 |" in (REPOSITORY / "course/README.md").read_text()
     assert test["score"] == 0, test
     assert said in teacher, teacher
@@ -283,24 +274,19 @@ def test_tensors_of_every_kind_cross_the_pipe_as_they_are():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_at_each_level_a_right_answer_gets_its_points_and_the_level_is_told(level):
-    sandbox = Sandbox(level)
-    try:
-        files = {p: t.encode() for p, t in splice_files(_texts(), BY_NAME["kl_estimate"]).items()}
-        found = grade.run_checks("kl_estimate", grade.repository_files() | files, sandbox, 60)
-        assert found == ([""] * len(CHECKS["kl_estimate"]), [])
-        assert LEVELS.index(sandbox.level) >= LEVELS.index(level)
-    finally:
-        sandbox.close()
+    sandbox = SANDBOXES[level]
+    files = {p: t.encode() for p, t in splice_files(_texts(), BY_NAME["kl_estimate"]).items()}
+    found = grade.run_checks("kl_estimate", grade.repository_files() | files, sandbox, 60)
+    assert found == ([""] * len(CHECKS["kl_estimate"]), [])
+    assert LEVELS.index(sandbox.level) >= LEVELS.index(level)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
 def test_without_namespaces_the_network_is_refused_all_the_same(monkeypatch, tmp_path):
-    limited = Shared("limits")
-    monkeypatch.setattr(grade, "Sandbox", lambda: limited)
+    monkeypatch.setattr(grade, "Sandbox", lambda: SANDBOXES["limits"])
     body = "import socket\nsocket.create_connection(('1.1.1.1', 80), timeout=3)"
     test, teacher = graded(tmp_path, body)
     assert "Operation not permitted" in test["output"] and "sandbox: limits" in teacher
-    Sandbox.close(limited)
 
 
 def _texts() -> dict[str, str]:
@@ -355,15 +341,15 @@ def test_a_run_that_is_handed_in_is_repeated_and_a_changed_one_is_told(tmp_path)
     files = scripts.files_of(_texts(), {})
     flags = "--num_steps 2 --eval_every 2 --num_eval_prompts 20 --seed 4 --sample_every 1".split()
     wanted = [scripts.METRICS, scripts.SAMPLES, "run/config.json"]
-    found, fault, _ = scripts._run("rloo.py", flags, wanted, files, SHARED, 60)
+    found, fault, _ = scripts._run("rloo.py", flags, wanted, files, SANDBOX, 60)
     assert not fault
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     for name, data in found.items():
         (folder / Path(name).name).write_bytes(data)
     assert scripts.runs_of(tmp_path) == [folder]
-    assert "come again" in scripts.repeated(folder, files, SHARED, 60)
+    assert "come again" in scripts.repeated(folder, files, SANDBOX, 60)
     lines = [json.loads(line) for line in found[scripts.METRICS].decode().splitlines()]
     lines[1]["objective/scores"] += 0.2
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert "step 1, objective/scores: handed in" in scripts.repeated(folder, files, SHARED, 60)
+    assert "step 1, objective/scores: handed in" in scripts.repeated(folder, files, SANDBOX, 60)

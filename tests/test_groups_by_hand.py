@@ -13,7 +13,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import in_float64, letter_tokenizer, save_model, small_gpt2
+from small import in_float64, letter_tokenizer, save_model, small_gpt2
 from transformers import AutoModelForCausalLM
 
 import grpo

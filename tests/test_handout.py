@@ -296,11 +296,14 @@ def test_a_notebook_runs_without_a_network(starter, tmp_path):
 # --- Gradescope ---
 
 
+TWO = ["kl_estimate", "gae"]
+
+
 @pytest.fixture(scope="module")
 def autograder(tmp_path_factory) -> Path:
     """/autograder as it is on Gradescope, but for setup.sh: its Python is this one."""
     root = tmp_path_factory.mktemp("autograder")
-    assert make.main(["--gradescope", str(root / "a.zip"), "--problems", "kl_estimate"]) == 0
+    assert make.main(["--gradescope", str(root / "a.zip"), "--problems", *TWO]) == 0
     with zipfile.ZipFile(root / "a.zip") as archive:
         modes = {info.filename: info.external_attr >> 16 for info in archive.infolist()}
         archive.extractall(root / "source")
@@ -326,14 +329,18 @@ def run_autograder(root: Path, submission: Path) -> dict:
 def test_gradescopes_zip_grades_a_submission_with_the_files_that_it_has(autograder, tmp_path):
     submission = tmp_path / "ada"
     submission.mkdir()
-    shutil.copy(REPOSITORY / "common.py", submission / "common.py")
+    text = (REPOSITORY / "common.py").read_text()
+    node, lines = function_of(text, "kl_estimate"), text.split("\n")
+    lines[node.lineno - 1 : node.end_lineno] = [
+        "def kl_estimate(logprobs, ref, estimator):",
+        "    1 / 0",
+    ]
+    (submission / "common.py").write_text("\n".join(lines))
     results = run_autograder(autograder, submission)
-    graded = [test for test in results["tests"] if test.get("max_score")]
-    assert [test["name"].split(":")[0] for test in graded] == ["kl_estimate"]
-    assert results["score"] == graded[0]["max_score"] > 0
-    (submission / "common.py").write_text("def kl_estimate(logprobs, ref, estimator):\n    1 / 0\n")
-    results = run_autograder(autograder, submission)
-    assert results["score"] == 0 and "division by zero" in results["tests"][0]["output"]
+    wrong, right = (test for test in results["tests"] if test.get("max_score"))
+    assert [test["name"].split(":")[0] for test in (wrong, right)] == TWO
+    assert results["score"] == right["score"] == right["max_score"] > 0
+    assert wrong["score"] == 0 and "division by zero" in wrong["output"]
 
 
 def test_gradescopes_zip_has_no_key_no_bugs_and_no_students_files(autograder):
@@ -343,7 +350,7 @@ def test_gradescopes_zip_has_no_key_no_bugs_and_no_students_files(autograder):
     assert "grader/course/grade.py" in names and "grader/tiny/model.safetensors" in names
     assert not any("handout" in name or "bughunt" in name or "tests" in name for name in names)
     script = (autograder / "source" / "run_autograder").read_text()
-    assert script.rstrip().split("\n")[-3].endswith('results.json" --problems kl_estimate')
+    assert script.rstrip().split("\n")[-3].endswith('results.json" --problems kl_estimate gae')
     for name in ("setup.sh", "run_autograder"):
         subprocess.run(["bash", "-n", str(autograder / "source" / name)], check=True)
 

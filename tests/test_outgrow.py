@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import letter_tokenizer, save_model, small_llama
+from small import letter_tokenizer, save_model, small_llama
 from test_trl_parity import PlainSGD
 
 import grpo

@@ -23,7 +23,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_model, small_llama
+from small import byte_tokenizer, save_model, small_llama
 
 import grpo
 import ppo

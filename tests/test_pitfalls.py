@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import (
+from small import (
     EOS,
     RAGGED,
     byte_tokenizer,

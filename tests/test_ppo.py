@@ -5,14 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    EOS,
-    byte_tokenizer,
-    letter_tokenizer,
-    make_rollout,
-    save_model,
-    small_gpt2,
-)
+from small import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_model, small_gpt2
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import letter_tokenizer, reward_model_job, save_model, small_llama
 from pretended_cuda import CUDA, Generator, pretended_cuda
+from small import letter_tokenizer, reward_model_job, save_model, small_llama
 
 import grpo
 import ppo

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from small import byte_tokenizer
 from test_tasks import CHAT_TEMPLATE, task_config
 
 from plumbing.data import load_task

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import byte_tokenizer, save_model, small_gpt2
+from small import byte_tokenizer, save_model, small_gpt2
 
 import grpo
 import ppo

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_model, small_gpt2
+from small import byte_tokenizer, save_model, small_gpt2
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import grpo

@@ -7,8 +7,8 @@ import sys
 import peft
 import pytest
 import torch
-from conftest import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from peft import LoraConfig, PeftModel, get_peft_model
+from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
 import grpo

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import letter_tokenizer, save_model, small_gpt2
 from faults import RUN, Case, damage, folder_of, out_of_memory, run
 from safetensors.torch import load_file
+from small import letter_tokenizer, save_model, small_gpt2
 from tqdm import tqdm
 
 import grpo
@@ -582,7 +582,7 @@ def start_forked(monkeypatch):
 
 
 @pytest.mark.slow
-def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here, start_forked):
+def test_kill_9_at_20_random_moments_never_leaves_a_run_that_cannot_go_on(here, start_forked):
     flags = [*FLAGS, "--num_steps", "40", "--save_every", "1"]
     whole = start_forked(*flags, "--output_dir", "whole")
     whole.join(120)
@@ -590,7 +590,7 @@ def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here, 
     step_seconds = statistics.median(seconds_of_steps("whole"))
     rng, kills, steps = random.Random(0), 0, set()
     metrics = Path("run/metrics.jsonl")
-    while kills < 50:
+    while kills < 20:
         process = start_forked(*flags, "--resume")
         # Mostly within the steps that come after the first line that it writes.
         known = metrics.stat().st_size if metrics.exists() else 0
@@ -610,7 +610,7 @@ def test_kill_9_at_50_random_moments_never_leaves_a_run_that_cannot_go_on(here, 
         kills += 1
         if Path("run/checkpoint/state.pt").exists():
             steps.add(read_state(Path("run/checkpoint/state.pt"))["step"])
-    assert len(steps) > 10, "killed before it had computed anything?"
+    assert len(steps) > 5, "killed before it had computed anything?"
     last = start_forked(*flags, "--resume")
     last.join(120)
     assert last.exitcode == 0

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from safetensors.torch import load_file
+from small import (
     byte_tokenizer,
     letter_tokenizer,
     reward_model_job,
@@ -17,7 +18,6 @@ from conftest import (
     small_gpt2,
     small_llama,
 )
-from safetensors.torch import load_file
 from tokenizers import processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -458,7 +458,6 @@ def test_held_out_pairs_share_no_prompt_with_the_others_or_come_from_where_they_
     assert [pair["chosen"] for pair in pairs.heldout] == expected
 
 
-@pytest.fixture(scope="module")
 def own_pairs() -> dict[float, list]:
     """The pairs of the embedded model without and with flipped labels: {noise: Pairs}."""
     found = {}
@@ -472,9 +471,10 @@ def own_pairs() -> dict[float, list]:
     return found
 
 
-def test_the_embedded_model_prefers_right_sums_and_flips_a_share_of_the_labels(own_pairs):
+def test_the_embedded_model_prefers_right_sums_and_flips_a_share_of_the_labels_alone():
     answers = {row["prompt"]: row["answer"] for rows in add_prompts() for row in rows}
-    for noise, pairs in own_pairs.items():
+    made = own_pairs()
+    for noise, pairs in made.items():
         assert len(pairs.train) == 1200 and len(pairs.heldout) == 512
         for part, share in ((pairs.train, noise), (pairs.heldout, 0.0)):
             right = [(p["chosen"] == answers[p["prompt"]]) for p in part]
@@ -483,10 +483,7 @@ def test_the_embedded_model_prefers_right_sums_and_flips_a_share_of_the_labels(o
             assert sum(wrong) / len(part) == pytest.approx(share, abs=0.04)
     train, heldout = ({p["prompt"] for p in part} for part in (pairs.train, pairs.heldout))
     assert not train & heldout and len(train) > 400
-
-
-def test_the_flips_change_the_labels_alone(own_pairs):
-    clean, noisy = (own_pairs[noise].train for noise in (0.0, 0.25))
+    clean, noisy = (made[noise].train for noise in (0.0, 0.25))
     for a, b in zip(clean, noisy):
         assert {a["chosen"], a["rejected"]} == {b["chosen"], b["rejected"]}
 
@@ -849,10 +846,11 @@ def test_a_run_warns_of_what_goes_wrong(history, names):
 
 @pytest.mark.slow
 def test_the_commands_of_the_header_learn(tmp_path):
-    """In short: 80 steps, and 15 of PPO with the verifier only watching."""
+    """In short: 60 steps, and 15 of PPO with the verifier only watching."""
     import ppo
 
-    flags = ["--num_steps", "80", "--num_eval_pairs", "256", "--eval_every", "80"]
+    flags = ["--num_steps", "60", "--num_eval_pairs", "256", "--eval_every", "60"]
+    flags += ["--num_pairs", "7680"]
     reward_model.main([*flags, "--output_dir", str(tmp_path / "judge"), "--device", "cpu"])
     lines = (tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["eval/accuracy"] > 0.8

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_model, small_gpt2
+from small import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_model, small_gpt2
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -682,8 +682,8 @@ def test_each_sample_stands_beside_its_own_prompt(make_job, tmp_path):
 
 def test_the_accuracy_is_that_of_all_batches_of_the_held_out_prompts(tmp_path):
     found = []
-    for rows in (64, 8):
-        flags = ["--num_steps", "1", "--num_eval_prompts", "64", "--prompts_per_step", "8"]
+    for rows in (32, 8):
+        flags = ["--num_steps", "1", "--num_eval_prompts", "32", "--prompts_per_step", "8"]
         flags += ["--rollout_batch_size", str(rows), "--output_dir", f"{tmp_path}/{rows}"]
         grpo.main([*flags, "--device", "cpu"])
         line = lines_of(tmp_path / str(rows) / "metrics.jsonl")[0]

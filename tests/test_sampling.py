@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EOS, VOCAB, small_gpt2, small_llama
+from small import EOS, VOCAB, small_gpt2, small_llama
 
 from common import Rollout, completion_mask, disable_dropout, kl_estimate
 from plumbing.decoding import PackedLinear, bfloat16_copy, preallocated_cache

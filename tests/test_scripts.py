@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import in_float64, letter_tokenizer, save_model, small_gpt2, small_llama
+from small import in_float64, letter_tokenizer, save_model, small_gpt2, small_llama
 from transformers import AutoModelForCausalLM
 
 import grpo

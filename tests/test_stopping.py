@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, make_rollout, save_model, small_gpt2, small_llama
 from pretended_cuda import pretended_cuda
+from small import byte_tokenizer, make_rollout, save_model, small_gpt2, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EOS, byte_tokenizer, make_rollout, save_model, small_gpt2
+from small import EOS, byte_tokenizer, make_rollout, save_model, small_gpt2
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     GPT2Config,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compared, letter_tokenizer, make_rollout, save_model, small_llama
+from small import compared, letter_tokenizer, make_rollout, save_model, small_llama
 from transformers import AutoModelForCausalLM
 
 import grpo

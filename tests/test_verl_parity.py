@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import compared
+from small import compared
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

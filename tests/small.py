@@ -1,0 +1,232 @@
+"""Small models, tokenizers and rollouts, built from configs: no network and no GPU is needed."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import conftest  # noqa: F401, for files that run as scripts: the path, no hub, one thread
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from common import Rollout
+
+torch.set_num_threads(1)
+
+VOCAB = 40
+EOS = 39
+
+
+def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=vocab_size - 1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def small_llama(dropout: float = 0.0, vocab_size: int = VOCAB) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        attention_dropout=dropout, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=vocab_size - 1, pad_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+SMALL_MODELS = {"gpt2": small_gpt2, "llama": small_llama}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 257 tokens like GPT-2's: no pad token, no chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<|endoftext|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per letter and one for EOS, 20 in all: small models end their rows often."""
+    vocabulary = {token: index for index, token in enumerate([*" abcdehnopqrstuwxyz", "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def make_rollout(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    extra_left: int = 0,
+    extra_right: int = 0,
+    eos: int = EOS,
+) -> Rollout:
+    """A rollout of ragged prompts and completions, EOS included, with more padding at will."""
+    width = max(map(len, prompts)) + extra_left
+    length = max(map(len, completions)) + extra_right
+    tokens = torch.tensor(
+        [
+            [0] * (width - len(p)) + p + c + [0] * (length - len(c))
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+    )
+    prompt_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).bool()
+    mask = torch.tensor([[1] * len(c) + [0] * (length - len(c)) for c in completions]).bool()
+    return Rollout(
+        tokens=tokens,
+        attention_mask=torch.cat([prompt_mask, mask], dim=1),
+        completion_mask=mask,
+        logprobs=torch.zeros(mask.shape),
+        finished=torch.tensor([c[-1] == eos for c in completions]),
+    )
+
+
+def more_padding(rollout: Rollout, extra: int) -> Rollout:
+    """The rollout with masked columns on the right that hold garbage: nothing may depend on it."""
+    num_rows = len(rollout.tokens)
+    ids = 1 + torch.arange(num_rows * extra).view(num_rows, extra) % 7
+    off = torch.zeros(num_rows, extra, dtype=torch.bool)
+    return Rollout(
+        tokens=torch.cat([rollout.tokens, ids.to(rollout.tokens)], dim=1),
+        attention_mask=torch.cat([rollout.attention_mask, off], dim=1),
+        completion_mask=torch.cat([rollout.completion_mask, off], dim=1),
+        logprobs=torch.cat([rollout.logprobs, torch.full(off.shape, -7.0)], dim=1),
+        finished=rollout.finished,
+    )
+
+
+def compared(quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> str:
+    """Two systems' numbers as a row of a table; of many their norm. They must be equal to
+    `tolerance` of the largest number, which is at least counted as 1.
+    """
+    ours, theirs = (torch.cat([x.detach().flatten() for x in xs]) for xs in (ours, theirs))
+    difference = (ours - theirs).abs().max().item()
+    values = [x.item() if x.numel() == 1 else x.norm().item() for x in (ours, theirs)]
+    norm = "" if ours.numel() == 1 else " (norm)"
+    largest = max(1.0, theirs.abs().max().item())
+    assert difference <= tolerance * largest, f"{quantity}: {difference} of {largest}"
+    return f"| {quantity}{norm} | {values[0]:.7f} | {values[1]:.7f} | {difference:.1e} |"
+
+
+def in_float64(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    """The script's policy, and with it its value model and reference, in float64."""
+    load_policy = script.load_policy
+    monkeypatch.setattr(script, "load_policy", lambda *args: load_policy(*args).double())
+
+
+RAGGED = make_rollout(
+    prompts=[[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
+    completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
+)
+
+IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, and a token as well
+    prompts=[[1, 2, 3], [4], [1, 2, 3], [0, 0, 0, 4], [4], [1, 2, 3]],
+    completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
+)
+
+
+PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4
+REWARD = """
+def share_of_a(completions, **columns):
+    return [(c.count("a") + 1) / (len(c) + 4) for c in completions]
+
+def spread(completions, completion_ids, **columns):
+    return [sum(ids) % 7 - 3.0 for ids in completion_ids]
+
+def huge(completions, completion_ids, **columns):
+    return [1e6 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
+"""
+
+
+def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]]]:
+    """job_maker(folder)(script) -> job; job(flag=value, ...) runs script.main on a small saved
+    model and returns the metrics of each step. `completions` is their number per step, whatever the
+    group.
+    """
+    folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, vocab_size=20), letter_tokenizer())
+    (tmp_path / "reward.py").write_text(REWARD)
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    flags = {
+        "model": folder, "prompts": tmp_path / "prompts.jsonl",
+        "reward": f"{tmp_path}/reward.py:spread", "num_steps": 1, "completions": 8,
+        "max_new_tokens": 6, "temperature": 0.7, "micro_batch_size": 4, "rollout_batch_size": 4,
+        "num_eval_prompts": 2, "device": "cpu", "bf16": False, "output_dir": tmp_path / "run",
+        "record_tokens": False,  # it calls what some tests count: test_tokens.py turns it on
+    }  # fmt: skip
+
+    def make(script: ModuleType) -> Callable[..., list[dict]]:
+        def run(**changes) -> list[dict]:
+            ours = {"num_generations": 1 if script.__name__ == "ppo" else 4} | flags | changes
+            ours.setdefault("prompts_per_step", ours["completions"] // ours["num_generations"])
+            del ours["completions"]
+            args = ["--overwrite"]
+            for name, value in ours.items():
+                values = value if isinstance(value, list) else [value]
+                args += [f"--{name}", *map(str, values)]
+            script.main(args)
+            text = (Path(ours["output_dir"]) / "metrics.jsonl").read_text()
+            return [json.loads(line) for line in text.splitlines()]
+
+        run.script, run.folder, run.model = script, Path(flags["output_dir"]), folder
+        return run
+
+    return make
+
+
+WORDS = ["ab", "cad", "be", "do", "hen", "nest", "coat", "tan"]
+
+
+def rows_of(count: int, seed: int = 0) -> list[dict]:
+    """Pairs of which the one with more of the letter a is chosen."""
+    rng, rows = random.Random(seed), []
+    while len(rows) < count:
+        first, second = ("".join(rng.choices("abcde", k=rng.randint(1, 6))) for _ in range(2))
+        if first.count("a") > second.count("a"):
+            rows.append({"prompt": rng.choice(WORDS), "chosen": first, "rejected": second})
+    return rows
+
+
+def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
+    """Runs reward_model.py on a small model and pairs of letters; gives its metrics."""
+    save_model(tmp_path / "small", small_llama(0.1, vocab_size=20), letter_tokenizer())
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows_of(80))))
+
+    def run(**flags: object) -> list[dict]:
+        settings = {
+            "model": tmp_path / "small", "pairs": tmp_path / "pairs.jsonl", "num_steps": 3,
+            "pairs_per_step": 8, "warmup_steps": 1, "learning_rate": 1e-2, "eval_every": 2,
+            "output_dir": tmp_path / "run", "device": "cpu", "bf16": "false",
+        } | flags  # fmt: skip
+        if not {"overwrite", "resume"} & settings.keys():
+            settings["overwrite"] = "true"
+        import reward_model
+
+        reward_model.main([part for k, v in settings.items() for part in (f"--{k}", str(v))])
+        lines = (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return run
