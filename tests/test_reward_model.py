@@ -471,7 +471,7 @@ def own_pairs() -> dict[float, list]:
     return found
 
 
-def test_the_embedded_model_prefers_right_sums_and_flips_a_share_of_the_labels_alone():
+def test_the_embedded_model_prefers_right_sums_and_flips_a_share_of_the_labels():
     answers = {row["prompt"]: row["answer"] for rows in add_prompts() for row in rows}
     made = own_pairs()
     for noise, pairs in made.items():
