@@ -199,10 +199,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def disable_dropout(*models: nn.Module) -> int:
-    """Switch every kind of dropout off for good; returns the number of sites switched off.
+    """Switch every kind of dropout off for good; returns how many probabilities it has set to 0.
 
-    Before the first update the ratio compares two forward passes of the same weights. With dropout
-    it isn't 1 even there. The config of the model itself, which is saved with it, stays as it is.
+    Before the first update the ratio compares two forward passes of the same weights: with dropout
+    it isn't 1. The model's own config is saved with it and keeps its values: modules get a copy.
     """
     sites = 0
     for model in models:

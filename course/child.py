@@ -25,6 +25,8 @@ import torch
 import wire
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     FalconConfig,
     FalconForCausalLM,
     GPT2Config,
@@ -78,6 +80,13 @@ def dropouts(spatial: bool) -> nn.Module:
 
 
 BUILD = {f.__name__: f for f in (tiny_gpt2, adapted, llama, opt, falcon, dropouts)}
+
+
+def warm_up(folder: Path) -> None:
+    """Load a model once: what transformers makes then, tables of names, stays for all processes."""
+    AutoModelForCausalLM.from_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)
+
 
 # --- What the grader may ask for ---
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -36,6 +37,8 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenize
          "tokenizer_config.json"]  # fmt: skip
 
 
+# To a page that the starter doesn't have, as none of those of docs/metrics.md.
+LINK = re.compile(r"\[([^]]*)\]\((?!https?:)[^)]*\)")
 # Of course/, what the grader doesn't need.
 NOT_GRADING = {"bughunt.py", "reasons.py", "labs.py", "make.py", "pages.py"}
 
@@ -98,6 +101,8 @@ def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
         text = (REPOSITORY / name).read_text(encoding="utf-8")
         own = [problem for problem in problems if problem.file == name]
         (out / name).parent.mkdir(exist_ok=True)
+        if name.endswith(".md"):
+            text = LINK.sub(r"\1", text)
         (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
     for name in MODEL:
         shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checks import CHECKS
@@ -59,6 +59,7 @@ class Lab:
     theory: str
     problems: tuple[str, ...]
     questions: tuple[Question, ...]
+    when_written: str = ""  # what to run when the functions are there
 
     @property
     def points(self) -> int:
@@ -79,8 +80,8 @@ def lab_of(source: str) -> Lab:
         numbers = int(n), name, int(points), int(minutes)
         questions.append(Question(*numbers, tuple((about or "").split()), text, key))
     names = tuple(written[1].split(", ")) if written else ()
-    theory = theory.replace(written[0], "") if written else theory
-    return Lab(int(number), title, theory.strip(), names, tuple(questions))
+    theory, _, after = theory.partition(written[0]) if written else (theory, "", "")
+    return Lab(int(number), title, theory.strip(), names, tuple(questions), after.strip())
 
 
 def all_labs() -> list[Lab]:
@@ -95,7 +96,7 @@ def chosen_labs(problems: list[Problem]) -> list[Lab]:
         asked = [q for q in lab.questions if not q.about or names & set(q.about)]
         if any(q.about for q in asked) or names & set(lab.problems):
             written = tuple(name for name in lab.problems if name in names)
-            found.append(Lab(lab.number, lab.title, lab.theory, written, tuple(asked)))
+            found.append(replace(lab, problems=written, questions=tuple(asked)))
     return found
 
 
@@ -119,6 +120,7 @@ def page(lab: Lab) -> str:
         rows = [f"| `{p}` | {_place(BY_NAME[p])} | {_points(p)} |" for p in lab.problems]
         parts += ["## Functions to write", "\n".join([TABLE_HEAD, *rows])]
         parts += [f"Test one with `python -m pytest tests/test_{lab.problems[0]}.py`."]
+        parts += [lab.when_written] if lab.when_written else []
     if lab.questions:
         parts += ["## Questions", QUESTIONS.format(points=lab.points, minutes=minutes)]
     for question in lab.questions:
@@ -128,9 +130,11 @@ def page(lab: Lab) -> str:
 
 TABLE_HEAD = "| function | where | points |\n|---|---|---|"
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
-answers.md. An experiment needs the functions of the labs before it; one that isn't written is
-named. It prints each figure with the bounds within which a single run is expected. Outside of them,
-look at your code first."""
+answers.md. `python labs.py` lists the experiments with the seconds that they take. An experiment
+needs the functions of the labs before it too; one that isn't written is named. Some figures have
+bounds within which a single run is expected: outside of them, look at your code first. Beside the
+others stand mean and standard deviation of five seeds: look there first where a figure is more than
+four of them away."""
 
 
 def _title(lab: Lab, question: Question) -> str:
@@ -194,6 +198,7 @@ def notebook(lab: Lab, hints: int, url: str) -> str:
         else:
             parts.append(_cell(f"%%into {problem.file}\n{stub(problem, hints)}"))
         parts.append(_cell(f"!python -m pytest -q tests/test_{name}.py"))
+    parts += [lab.when_written] if lab.problems and lab.when_written else []
     for question in lab.questions:
         text = f"## {_title(lab, question)}\n\n{_timed(question)}\n\n"
         parts.append(text + question.text.replace("\nHand in: ", "\n**Hand in:** "))

@@ -101,15 +101,17 @@ PROBLEMS = [
     Problem(
         "generate", "sampling.py", "generate", "the sampling loop",
         (
-            "Read the prompts, then draw a token for each row, read it, and so on. First without a"
-            " cache: it is slower and right.",
-            "Everything in evaluation mode and without gradients; positions come from the mask"
-            " (model_inputs of plumbing/forward.py makes them); a row that has ended goes on being"
-            " padding.",
-            "Repeat each prompt num_generations times; at each step run the model on all that is"
-            " there, take the logits of the last position, draw with draw() from uniform numbers of"
-            " the given generator, append the tokens and the mask; at the end completion_mask says"
-            " what is real, the rest becomes pad_token_id, log-prob 0.",
+            "Read the prompts, then draw a token for each row, read it, and so on. Decoder of"
+            " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
+            "All in evaluation mode and without gradients. Decoder takes the repeated prompts;"
+            " prefill() gives the first logits, rows says which rows are left, step() reads what"
+            " they drew. Without it, model_inputs of plumbing/forward.py makes the positions from"
+            " the mask.",
+            "Repeat each prompt num_generations times; take a uniform number for each row and token"
+            " from the given generator; at each step draw() a token for the rows that are left and"
+            " note it with its log-prob; stop when step() gives None. At the end completion_mask"
+            " says what is real, until_stop() cuts it at a stop string, the rest becomes"
+            " pad_token_id, log-prob 0.",
         ),
     ),
     Problem(

@@ -3,6 +3,7 @@ hands out the tests starts its workers at once.
 """
 
 import fnmatch
+import gc
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
+
+gc.disable()  # until all is imported: see pytest_collection_finish
 
 # Slow as well: cases that have a faster sibling among the fast ones, or that few edits can break.
 SLOWER = """
@@ -90,6 +93,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if not item.get_closest_marker("slow"):
             item.add_marker("fast")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

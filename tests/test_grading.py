@@ -30,10 +30,12 @@ TO_ALL_FILES += "    except OSError:\n        pass\nos._exit(0)"
 # answer. In "before" stands what lies above the function.
 CHEATS: dict[str, tuple[str, str]] = {
     "the solution's function under another name": (
-        "before: theirs = kl_estimate\nreturn theirs(logprobs, ref_logprobs, estimator)", ""
+        "before: theirs = kl_estimate\nreturn theirs(logprobs, ref_logprobs, estimator)",
+        "uses kl_estimate before it is written",
     ),
     "the project's own file imported": (
-        "import common\nreturn common.kl_estimate(logprobs, ref_logprobs, estimator)", ""
+        "import common\nreturn common.kl_estimate(logprobs, ref_logprobs, estimator)",
+        "import of itself",
     ),
     "the stack walked up to the right answer": (
         "import sys\nframe = sys._getframe()\nwhile frame:\n"
@@ -88,7 +90,7 @@ CHEATS: dict[str, tuple[str, str]] = {
     "a tensor that is equal to everything": (
         "class Equal(torch.Tensor):\n    def __torch_function__(self, *a, **k):\n"
         "        return torch.tensor(True)\n    __eq__ = lambda *a: True\n"
-        "return torch.zeros_like(logprobs).as_subclass(Equal)", "",
+        "return torch.zeros_like(logprobs).as_subclass(Equal)", "as_subclass",
     ),
     "an object that runs code where it is unpickled": (
         "class Evil:\n    def __reduce__(self):\n        import os\n"
@@ -106,7 +108,7 @@ CHEATS: dict[str, tuple[str, str]] = {
     "the random numbers fixed": (
         "import random\nfixed = lambda *a, **k: torch.zeros(a[0] if a else ())\n"
         "torch.randn = torch.rand = fixed\nrandom.random = lambda: 0.0\n"
-        "torch.manual_seed = lambda s: None\nreturn torch.zeros_like(logprobs)", "",
+        "torch.manual_seed = lambda s: None\nreturn torch.zeros_like(logprobs)", "torch.randn =",
     ),
     "an answer of gigabytes": ("return torch.zeros(2**28)", ""),
     "processes without end": (
@@ -116,7 +118,7 @@ CHEATS: dict[str, tuple[str, str]] = {
     "the harness changed": (
         "import sys, child\n"
         "child.Harness.call = lambda *a: {'value': torch.zeros(5, 7), 'changed': [], 'graph': 0}\n"
-        "child.Harness.load = lambda *a: None\nreturn logprobs * 0", "",
+        "child.Harness.load = lambda *a: None\nreturn logprobs * 0", "import of child",
     ),
     "the solution looked for in all folders": (
         "import os\nfor root in ('/tmp', '/sandbox', '/home', '/root', '/opt', '/autograder'):\n"

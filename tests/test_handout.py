@@ -88,7 +88,7 @@ def test_each_command_of_a_question_can_be_run(lab, question):
         if script == "labs.py":
             for name in rest:
                 assert labs.EXPERIMENTS[name].lab == lab.number, name
-        elif not script.startswith("tools/"):
+        elif not script.startswith(("tools/", "tiny/")):
             config = labs.module_of(script.removesuffix(".py")).Config
             flags = {flag.removeprefix("--") for flag in rest if flag.startswith("--")}
             assert flags <= set(config.__dataclass_fields__), command
@@ -156,6 +156,22 @@ def test_the_readme_has_a_command_for_each_script_that_is_graded_whole(starter, 
     assert not re.search(r"\b[A-Z]{3,}S\b|WHOLE|EACH|TRUE|SUM\b", text)
     assert make.main([str(tmp_path / "one"), "--problems", "gae"]) == 0
     assert "as a whole" not in (tmp_path / "one" / "README.md").read_text()
+
+
+def test_no_page_of_the_starter_has_a_link_to_what_is_not_there(starter):
+    for page in starter.rglob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    assert "debugging.md" in (starter / "docs" / "metrics.md").read_text(), "the words stay"
+
+
+def test_what_to_run_when_the_functions_are_there_comes_after_their_table(starter):
+    for lab in LABS:
+        text = (starter / "handout" / f"lab{lab.number}.md").read_text(encoding="utf-8")
+        if "When they are written" in text:
+            assert text.index("## Functions to write") < text.index("When they are written")
+            assert "\n\n\n" not in text
+    assert sum(bool(lab.when_written) for lab in LABS) == 5
 
 
 def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
