@@ -76,8 +76,8 @@ POSITIVE = set("k1_std k2_std k3_std entropy entropy_first value_loss".split())
 POSITIVE |= set(
     "grad_norm approxkl kl kl_largest length length_first sampler_dev reward surprise".split()
 )
-POSITIVE |= {"logprob_dev", "loss", "loss_last"}  # the losses of reward_model.py
-ERRORS = {"logprob_dev"}  # the smaller, the better: no lower bound
+POSITIVE |= {"loss", "loss_last"}  # of reward_model.py
+ROUNDING = {"logprob_dev"}  # on another machine some times as large; a mistake: thousands of times
 # The same with every seed.
 EXACT = set("ratio_dev clip_first kl_first one_of_8 loss_first".split())
 FEWEST = 40  # seeds that bounds are made from: of fewer the spread is not known well enough
@@ -1036,6 +1036,8 @@ def bounds(name: str, seeds: int, mean: float, std: float) -> tuple[float, float
         return mean, mean
     if seeds < FEWEST:
         return None
+    if name in ROUNDING:
+        return 0.0, 30 * mean
     freedom, spread = seeds - 1, std
     is_share = (name in SHARES or name.startswith("pass@")) and 0 <= mean <= 1
     is_positive = name in POSITIVE and mean > 0 and not is_share
@@ -1054,8 +1056,7 @@ def bounds(name: str, seeds: int, mean: float, std: float) -> tuple[float, float
         return (low, high) if high - low < 0.7 else None
     if is_positive:
         factor = math.exp(min(room, 10.0))
-        low = 0.0 if name in ERRORS else mean / factor
-        return (low, mean * factor) if factor < 3.5 else None
+        return (mean / factor, mean * factor) if factor < 3.5 else None
     if name in SIGNED:
         return (max(-1.0, mean - room), min(1.0, mean + room)) if room < 0.7 else None
     return (mean - room, mean + room) if room <= max(1e-4, abs(mean)) else None

@@ -18,8 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 
-gc.disable()  # until all is imported: see pytest_collection_finish
-
 # Slow as well: cases that have a faster sibling among the fast ones, or that few edits can break.
 SLOWER = """
 test_docs.py::test_the_tables_of_speed*
@@ -95,8 +93,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
+def pytest_configure() -> None:
+    """Imports make hardly any garbage, and the collector would look through all of it each time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    """What is imported by now stays: from here on the collector leaves it alone."""
     gc.collect()
     gc.freeze()
     gc.enable()

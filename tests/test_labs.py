@@ -94,8 +94,9 @@ def test_bounds_stay_in_what_is_possible_and_are_left_out_where_nearly_all_would
     low, high = labs.bounds("accuracy", 40, 0.99, 0.01)
     assert low > 0.8 and high == 1
     assert labs.bounds("truncated", 40, 0.0, 0.0)[1] > 0.005  # one of 256 is no alarm
-    low, high = labs.bounds("logprob_dev", 40, 4.0, 1.0)
-    assert low == 0 and 8 < high < 14, "no right answer is too exact"
+    low, high = labs.bounds("logprob_dev", 40, 4.0, 1.0)  # in millionths
+    assert low == 0, "no right answer is too exact"
+    assert 50 < high < 1000, "rounding of other machines, and no mistake"
     assert labs.bounds("right", 40, 0.9, 0.1)[1] == 1
     assert labs.bounds("grad_norm", 40, 2.0, 0.2)[0] > 0
     for name, mean, std in (("reward", 0.5, 0.3), ("kl", 15.0, 9.0), ("explained", -1.3, 3.0)):
