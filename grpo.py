@@ -76,8 +76,8 @@ max_new_tokens kl_coef""".split()  # those that are arguments of the loss
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    A reward of NaN (the function returned None) gets 0 and stays out of the statistics. Raises
-    ValueError for groups of one.
+    A reward of NaN (the function returned None) gets 0 and stays out of the statistics. A std has
+    Bessel's correction. Raises ValueError for groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")

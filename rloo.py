@@ -64,8 +64,8 @@ def rloo_rewards(scores: Tensor, kl: Tensor | None, config: Config) -> Tensor:
 def rloo_advantages(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    A reward of NaN (the function returned None) and one without known siblings get 0 and stay out
-    of the statistics; the std is Bessel's. Raises ValueError for groups of one.
+    A reward of NaN (the function returned None) gets 0 and stays out of the statistics. A std has
+    Bessel's correction. Raises ValueError for groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")

@@ -1,6 +1,8 @@
 """The two errors that a run ends with, each shown as one line."""
 
 import importlib
+import sys
+from collections.abc import Callable
 from types import ModuleType
 
 
@@ -23,3 +25,14 @@ def optional_library(name: str, message: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as e:
         raise InputError(message) from e
+
+
+def run_tool(main: Callable[[], None]) -> None:
+    """Run the main() of a tool without torch: bad input is one line and exit code 2."""
+    try:
+        main()
+    except InputError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 
 import torch
@@ -140,31 +139,3 @@ def pair_metrics(meter: Meter, watch: Stopwatch, num_tokens: int) -> dict[str, f
         memory = torch.cuda.max_memory_allocated(watch.device)
     speed = {"tokens_per_second": num_tokens / watch.laps["time/update"]}
     return found | watch.laps | speed | {"memory/peak_gb": memory / 1e9}
-
-
-def pair_warnings(history: list[dict[str, float]]) -> list[tuple[str, str]]:
-    """What the metrics of all steps and evaluations so far warn of: (name, line with cause and
-    remedy) each.
-    """
-    found = []
-    steps = [m for m in history if "reward/mean" in m]
-    evaluations = [m for m in history if "eval/loss" in m]
-    losses = [m["eval/loss"] for m in evaluations]
-    if losses and losses[-1] > min(losses) + 0.1:
-        text = f"the held-out loss has risen from {min(losses):.2f} to {losses[-1]:.2f}: the model"
-        remedy = "take more pairs, fewer steps, or --save_best"
-        found += [("overfitting", f"{text} learns pairs by heart; {remedy}")]
-    if steps and abs(steps[-1]["reward/mean"]) > 10:
-        text = (
-            f"the mean score is {steps[-1]['reward/mean']:.0f}, and differences alone are learnt:"
-        )
-        found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
-    for m in evaluations[-1:]:
-        if abs(m["eval/length_correlation"]) > 0.7:
-            text = f"score and length correlate by {m['eval/length_correlation']:.2f}: a policy"
-            found += [("length", f"{text} will learn the length; balance it in the pairs")]
-    last = steps[-20:]
-    if len(last) == 20 and statistics.mean(m["reward/accuracy"] for m in last) < 0.5:
-        text = "for 20 steps not even half of the pairs were judged right:"
-        found += [("worse than chance", f"{text} lower --learning_rate, look at the labels")]
-    return found

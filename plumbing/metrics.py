@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -234,39 +233,3 @@ def progress(metrics: dict[str, float | None]) -> str:
         f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s, "
         f"{metrics['memory/peak_gb']:.1f} GB"
     )
-
-
-def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[tuple[str, str]]:
-    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
-    now, found = history[-1], []
-    kl, last = now["objective/kl"], [m["objective/kl"] for m in history[-10:]]
-    if len(last) == 10 and all(x is not None and math.isfinite(x) for x in last):
-        # The sampled KL may be negative by chance; its mean over ten steps hardly.
-        error = statistics.stdev(last) / len(last) ** 0.5
-        if statistics.mean(last) < -0.02 - 4 * error:
-            text = "the KL is negative beyond chance: samples and log-probs are of two"
-            remedy = "distributions; look at temperature, top_k and dropout"
-            found += [("negative KL", f"{text} {remedy}")]
-    # Judged per token as well: 10 nats are much for 24 tokens and little for 500.
-    if kl is not None and kl > 10 and now.get("objective/kl_token", math.inf) > 0.1:
-        text = f"the KL is {kl:.0f}: the policy has left the reference, and what the reward"
-        remedy = "doesn't measure is lost; raise --kl_coef or lower --learning_rate"
-        found += [("large KL", f"{text} {remedy}")]
-    deviation = now["val/ratio_max_dev_first"]
-    if deviation > (0.5 if bf16 else 0.01):
-        text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
-        found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
-    flat = now.get("reward/frac_flat_groups", 0)
-    if flat > 0.5:
-        text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
-        remedy = "prompts solved already or too hard, or too few generations (--num_generations)"
-        found += [("flat groups", f"{text} {remedy}")]
-    truncated = now["length/truncated_frac"]
-    if truncated > 0.5:
-        text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
-        found += [("truncated", f"{text} the reward means unfinished text")]
-    last = history[-5:]
-    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
-        text = "the mean reward has been the same for five steps: is the reward function constant?"
-        found += [("constant reward", f"{text} python tools/inspect_reward.py shows it")]
-    return found

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import Rollout, ValueModel
 from plumbing import checkpoints, trackers
+from plumbing.advice import pair_warnings, warnings_about
 from plumbing.curves import draw
 from plumbing.data import Task
 from plumbing.errors import Fault, InputError, first_line
@@ -41,10 +42,9 @@ from plumbing.judging import (
     pair_headline,
     pair_progress,
     pair_records,
-    pair_warnings,
 )
 from plumbing.loading import keep_freed_memory
-from plumbing.metrics import Meter, progress, warnings_about
+from plumbing.metrics import Meter, progress
 from plumbing.pairs import Pairs
 from plumbing.prompts import text_of
 from plumbing.signals import Interrupted, Signals

@@ -12,9 +12,9 @@ import grpo
 import ppo
 import reward_model
 import rloo
+from plumbing.advice import warnings_about
 from plumbing.config import parse_flags
 from plumbing.errors import InputError
-from plumbing.metrics import warnings_about
 from tools import inspect_reward
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}

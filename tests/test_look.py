@@ -231,6 +231,11 @@ def test_where_it_cannot_write_it_says_so(tmp_path):
 
 
 @pytest.mark.slow
+def test_it_opens_without_waiting_for_torch():
+    code = "import sys; from tools import look; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
 def test_from_the_shell_an_error_is_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, "tools/look.py", str(tmp_path / "nothing")]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

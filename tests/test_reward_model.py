@@ -33,8 +33,9 @@ from transformers import (
 
 import plumbing.pairs
 import reward_model
+from plumbing.advice import pair_warnings
 from plumbing.errors import Fault, InputError
-from plumbing.judging import evaluate_pairs, length_correlation, pair_warnings, reliability
+from plumbing.judging import evaluate_pairs, length_correlation, reliability
 from plumbing.loading import load_tokenizer
 from plumbing.pairs import load_pairs, pair_of, pair_scores, read_pairs
 from plumbing.prompts import prompt_batch

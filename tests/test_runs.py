@@ -32,6 +32,7 @@ import plumbing.scoring
 import ppo
 import rloo
 from plumbing import evaluation, loading, runs
+from plumbing.advice import warnings_about
 from plumbing.config import HEADINGS, ByModel, RunConfig, flag, parse_flags
 from plumbing.errors import Fault, InputError, first_line, optional_library
 from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer, pick_device
@@ -43,7 +44,6 @@ from plumbing.metrics import (
     is_flat,
     objective_metrics,
     rollout_metrics,
-    warnings_about,
 )
 from plumbing.runs import run_main
 

@@ -24,7 +24,7 @@ FLOORS = [
     ["plumbing.answers", "plumbing.reward_models"],
     ["plumbing.data"],
     ["plumbing.scoring"],
-    ["plumbing.metrics"],
+    ["plumbing.advice", "plumbing.metrics"],
     ["plumbing.curves"],
     ["plumbing.checkpoints", "plumbing.trackers", "plumbing.signals"],
     ["sampling", "tasks"],

@@ -18,11 +18,9 @@ from urllib.parse import quote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from plumbing.advice import pair_warnings, warnings_about
 from plumbing.curves import OF_REWARD_MODELS, PANELS
-from plumbing.errors import InputError, first_line
-from plumbing.judging import pair_warnings
-from plumbing.metrics import warnings_about
-from plumbing.runs import run_main, write_text
+from plumbing.errors import InputError, first_line, run_tool
 
 HERE = Path(__file__).resolve().parent
 METRICS_MD = HERE.parent / "docs" / "metrics.md"
@@ -188,11 +186,13 @@ def main(args: list[str] | None = None) -> None:
     out, data = options.out or options.runs[0] / "look.html", data_of(options.runs, False)
     link = Path(os.path.relpath(METRICS_MD, out.resolve().parent)).as_posix()
     try:
-        write_text(out, page(data, quote(link)))
+        new = out.with_name(f"{out.name}.new")  # a page that is open is never half written
+        new.write_text(page(data, quote(link)) + "\n", encoding="utf-8")
+        new.replace(out)
     except (OSError, ValueError) as e:  # of a name like "."
         raise InputError(f"--out {out}: can't be written ({first_line(e)})") from e
     print(out)
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_tool(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from plumbing.curves import draw
-from plumbing.errors import InputError
+from plumbing.errors import run_tool
 
 
 def main(args: list[str] | None = None) -> None:
@@ -30,8 +30,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_tool(main)
