@@ -36,6 +36,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 NOTES = 20  # that are told of a process
 ARTEFACT = 8 * 2**20  # bytes of a file of a run that is told
@@ -83,9 +84,15 @@ BUILD = {f.__name__: f for f in (tiny_gpt2, adapted, llama, opt, falcon, dropout
 
 
 def warm_up(folder: Path) -> None:
-    """Load a model once: what transformers makes then, tables of names, stays for all processes."""
+    """Load a model once: transformers builds tables of names then, which the processes that are
+    forked later have.
+    """
+    # A progress bar starts a thread, and makes a lock that all these processes would share: one
+    # student could stop the others.
+    transformers_logging.disable_progress_bar()
     AutoModelForCausalLM.from_pretrained(folder)
     AutoTokenizer.from_pretrained(folder)
+    transformers_logging.enable_progress_bar()
 
 
 # --- What the grader may ask for ---

@@ -11,8 +11,10 @@ Points are those of grade.py, expected curves those of benchmarks/learning.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
+import os
 import re
 import shutil
 import statistics
@@ -30,15 +32,14 @@ from scripts import SCRIPT_CHECKS, SCRIPTS
 COURSE = Path(__file__).parent
 FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
 tools/inspect_reward.py tools/look.py tools/look.html tools/vendor/uPlot.min.js
-tools/vendor/uPlot.min.css tools/vendor/uPlot-LICENSE.txt docs/metrics.md tiny/make.py
-tiny/temperature.py requirements.txt LICENSE""".split()
+tools/vendor/uPlot.min.css tools/vendor/uPlot-LICENSE.txt docs/metrics.md docs/debugging.md
+tiny/make.py tiny/temperature.py requirements.txt LICENSE""".split()
 FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
          "tokenizer_config.json"]  # fmt: skip
 
 
-# To a page that the starter doesn't have, as none of those of docs/metrics.md.
-LINK = re.compile(r"\[([^]]*)\]\((?!https?:)[^)]*\)")
+LINK = re.compile(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)")
 # Of course/, what the grader doesn't need.
 NOT_GRADING = {"bughunt.py", "reasons.py", "labs.py", "make.py", "pages.py"}
 
@@ -102,10 +103,16 @@ def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
         own = [problem for problem in problems if problem.file == name]
         (out / name).parent.mkdir(exist_ok=True)
         if name.endswith(".md"):
-            text = LINK.sub(r"\1", text)
+            text = LINK.sub(functools.partial(_link, name), text)
         (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
     for name in MODEL:
         shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)
+
+
+def _link(page: str, link: re.Match) -> str:
+    """A link of a page, or its words alone where the starter doesn't have what it leads to."""
+    path = Path(page).parent / link[2]
+    return link[0] if not link[2] or os.path.normpath(path) in FILES else link[1]
 
 
 def readme(problems: list[Problem]) -> str:

@@ -132,9 +132,9 @@ TABLE_HEAD = "| function | where | points |\n|---|---|---|"
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
 answers.md. `python labs.py` lists the experiments with the seconds that they take. An experiment
 needs the functions of the labs before it too; one that isn't written is named. Some figures have
-bounds within which a single run is expected: outside of them, look at your code first. Beside the
-others stand mean and standard deviation of five seeds: look there first where a figure is more than
-four of them away."""
+bounds: if yours is outside of them, look for a mistake in your code. The others stand beside the
+mean and the standard deviation of a few runs of ours. Nearly all right runs lie within six standard
+deviations."""
 
 
 def _title(lab: Lab, question: Question) -> str:

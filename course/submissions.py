@@ -84,18 +84,14 @@ def modules_of(folder: Path) -> dict[str, str]:
     return found
 
 
-SIGNS = {
-    name: re.compile(pattern)
-    for name, pattern in {
-        "import of {}": r"^\s*(?:import\s+(?:\w+\s*,\s*)*|from\s+)(subprocess|socket|ctypes|gc"
-        r"|inspect|multiprocessing|requests|urllib|http|pickle|marshal|signal|pty|importlib"
-        r"|checks|grade|problems|child|remote|sandbox|wire)\b",
-        "{}": r"(sys\._getframe|sys\.settrace|sys\.setprofile|gc\.get_objects|gc\.get_referrers"
-        r"|__import__|__reduce__|__torch_function__|as_subclass|__main__\.|sys\.modules|os\._exit"
-        r"|os\.fork|os\.system|os\.kill|/proc/|\beval\(|\bexec\(|\bopen\("
-        r"|\b(?:torch|random|numpy|np|math)(?:\.\w+)+\s*=(?!=))",
-    }.items()
-}
+UNNEEDED = """subprocess socket ctypes gc inspect multiprocessing requests urllib http pickle
+marshal signal pty importlib checks grade problems child remote sandbox wire""".split()
+LIBRARIES = {"torch", "random", "numpy", "np", "math"}  # nothing of theirs has to be replaced
+TEXT = re.compile(
+    r"sys\._getframe|sys\.settrace|sys\.setprofile|gc\.get_objects|gc\.get_referrers|__import__"
+    r"|__reduce__|__torch_function__|as_subclass|__main__\.|sys\.modules|os\._exit|os\.fork"
+    r"|os\.system|os\.kill|/proc/|\beval\(|\bexec\(|\bopen\("
+)
 
 
 def signs_in(texts: dict[str, str]) -> list[str]:
@@ -106,36 +102,63 @@ def signs_in(texts: dict[str, str]) -> list[str]:
     for file, text in texts.items():
         ours = (REPOSITORY / file).read_text("utf-8") if (REPOSITORY / file).exists() else ""
         known = {line.strip() for line in ours.split("\n")}
-        itself = re.compile(rf"^\s*(?:import|from)\s+{re.escape(Path(file).stem)}\b")
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip() in known:
-                continue
-            for name, pattern in SIGNS.items():
-                for match in pattern.finditer(line):
-                    found.append(f"{file}:{number} has {name.format(match[1])}")
-            if itself.search(line):
-                found.append(f"{file}:{number} has import of itself")
+        lines = text.split("\n")
+        signs = {(n, f"has {x}") for n, line in enumerate(lines, 1) for x in TEXT.findall(line)}
+        # What doesn't parse has no import and no use of a name: its problems get no points.
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = ast.parse(text)
             names = {problem.function for problem in PROBLEMS if problem.file == file} - {"main"}
-            found += [
-                f"{file}:{number} uses {name} before it is written"
-                for number, name in _too_early(ast.parse(text), names)
-            ]
+            signs |= {(n, f"has import of {x}") for n, x in _imports(tree, Path(file).stem)}
+            signs |= {(n, f"replaces {x}") for n, x in _replaced(tree)}
+            signs |= {(n, f"uses {x} before it is written") for n, x in _too_early(tree, names)}
+        found += [f"{file}:{n} {x}" for n, x in sorted(signs) if lines[n - 1].strip() not in known]
     return found[:50]
 
 
+def _imports(tree: ast.Module, itself: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of imports that no answer needs."""
+    for node in ast.walk(tree):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [x.name for x in node.names] if isinstance(node, ast.Import) else []
+        for module in (name.split(".")[0] for name in modules):
+            if module in UNNEEDED or module == itself:
+                yield node.lineno, "itself" if module == itself else module
+
+
+def _replaced(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, what) where an attribute of a library is set, or setattr is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            whole = ast.unparse(node)
+            if whole.split(".")[0] in LIBRARIES:
+                yield node.lineno, whole
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            yield node.lineno, ast.unparse(node)[:60]
+
+
 def _too_early(tree: ast.Module, names: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, name) where a name is used at the top level before the function that it will be: where
-    files are put together, something else may stand behind it there.
+    """(line, name) of each use of a name, when the file is imported, before the function of that
+    name is defined. The grader puts one function of a student into a file of ours: there the name
+    could mean our function.
     """
     written = set()
-    for node in tree.body:
+    for node in _run_at_import(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             written.add(node.name)
-            continue
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and part.id in names - written:
-                yield part.lineno, part.id
+        elif isinstance(node, ast.Name) and node.id in names - written:
+            yield node.lineno, node.id
+
+
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """What is evaluated when a file is imported, in order: no body of a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.Lambda)):
+            defaults = [x for x in (*child.args.defaults, *child.args.kw_defaults) if x]
+            for part in (*defaults, *getattr(child, "decorator_list", [])):
+                yield from (part, *_run_at_import(part))
+        else:
+            yield from _run_at_import(child)
+        yield child
 
 
 def unpack(path: Path, folder: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -93,16 +94,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
-def pytest_configure() -> None:
-    """Imports make hardly any garbage, and the collector would look through all of it each time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports make hardly any garbage, and what they make stays: the collector doesn't look through
+    it, neither now nor while the tests run.
+    """
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: from here on the collector leaves it alone."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from sandbox import LEVELS, Sandbox
 
 
 class Shared(Sandbox):
-    """Stays open for the next test; it ends with the process."""
+    """Stays open for the next test, and ends when this process does."""
 
     def close(self) -> None:
         pass

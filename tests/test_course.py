@@ -91,7 +91,8 @@ def test_the_pages_hold_what_they_promise():
         text = (REPOSITORY / "course" / page).read_text()
         assert not re.search(r"\b[A-Z]+_[A-Z]+\b|MUTANTS|UNSEEN|HUNTS", text), page
     text = (REPOSITORY / "course/README.md").read_text()
-    assert f"{len(planted())} wrong ones" in text
+    assert f"{len(planted())} wrong ones, of which four lose none" in " ".join(text.split())
+    assert len(UNSEEN) == 4
     hunts = json.loads((REPOSITORY / "course/symptoms.json").read_text())["bugs"]
     assert f"{len(hunts)} bugs" in text
 
@@ -148,7 +149,7 @@ def test_wrong_answers_lose_points(problem):
     bugs = [(bug, text) for bug, (name, text) in planted().items() if name == problem.name]
     seen = {bug: next(faults(problem, text), None) is not None for bug, text in bugs}
     assert {bug for bug in seen if not seen[bug]} == UNSEEN & set(seen)
-    assert len(seen) >= 3
+    assert len(seen) >= 3 and planted().keys() >= UNSEEN
 
 
 # --- The starter repository ---

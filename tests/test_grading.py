@@ -20,6 +20,7 @@ from checks import CHECKS
 from course_sandbox import SANDBOX, SANDBOXES
 from problems import BY_NAME, PROBLEMS, function_of, splice_files
 from sandbox import FILE_SIZE, LEVELS
+from submissions import signs_in
 
 pytestmark = pytest.mark.slow
 HEAD = "def kl_estimate(logprobs, ref_logprobs, estimator):\n"
@@ -69,7 +70,7 @@ CHEATS: dict[str, tuple[str, str]] = {
         f"text = open({str(REPOSITORY / 'common.py')!r}).read()\nspace = {{'torch': torch}}\n"
         "exec(text[text.index('def kl_estimate'):].split('def policy_ratio')[0].replace("
         "'Tensor', 'object'), space)\n"
-        "return space['kl_estimate'](logprobs, ref_logprobs, estimator)", "open",
+        "return space['kl_estimate'](logprobs, ref_logprobs, estimator)", "open(",
     ),
     "the answer looked for in memory": (
         "import gc\nfor f in gc.get_objects():\n"
@@ -108,7 +109,8 @@ CHEATS: dict[str, tuple[str, str]] = {
     "the random numbers fixed": (
         "import random\nfixed = lambda *a, **k: torch.zeros(a[0] if a else ())\n"
         "torch.randn = torch.rand = fixed\nrandom.random = lambda: 0.0\n"
-        "torch.manual_seed = lambda s: None\nreturn torch.zeros_like(logprobs)", "torch.randn =",
+        "torch.manual_seed = lambda s: None\nreturn torch.zeros_like(logprobs)",
+        "replaces torch.randn",
     ),
     "an answer of gigabytes": ("return torch.zeros(2**28)", ""),
     "processes without end": (
@@ -142,7 +144,7 @@ def shared(monkeypatch):
 
 def graded(tmp_path: Path, body: str, *flags: str) -> tuple[dict, str]:
     """(the verdict on kl_estimate with this body, what the teacher is told)."""
-    (tmp_path / "hand_in").mkdir()
+    (tmp_path / "hand_in").mkdir(parents=True)
     before, body = ("", body)
     if body.startswith("before: "):
         before, _, body = body.removeprefix("before: ").partition("\n")
@@ -155,13 +157,19 @@ def graded(tmp_path: Path, body: str, *flags: str) -> tuple[dict, str]:
     return test, teacher["output"]
 
 
+ENDLESS = {"an answer of gigabytes", "processes without end"}
+
+
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheat_gets_no_points_and_the_teacher_hears_of_it(cheat, tmp_path):
     body, said = CHEATS[cheat]
     before = (REPOSITORY / "course/checks.py").read_bytes()
     test, teacher = graded(tmp_path, body, "--time_limit", "6")
-    assert f"| {cheat} | 0 |" in (REPOSITORY / "course/README.md").read_text()
+    told = f"`{said}`" if said else "-"
+    assert f"| {cheat} | 0 | {told} |" in (REPOSITORY / "course/README.md").read_text()
     assert test["score"] == 0, test
+    # It is refused, and not just slow.
+    assert cheat in ENDLESS or "not done after" not in test["output"], test
     assert said in teacher, teacher
     assert (REPOSITORY / "course/checks.py").read_bytes() == before
     assert not Path("/tmp/evil").exists()
@@ -172,6 +180,28 @@ def test_the_right_answer_is_not_told_on(tmp_path):
     test, teacher = graded(tmp_path, body)
     assert test["score"] == test["max_score"] == 5
     assert teacher.startswith("sandbox: ") and "\n" not in teacher, teacher
+
+
+SIGNS = {
+    "import os.path, child": ["import of child"],
+    "x = 1; from wire import send": ["import of wire"],
+    "from common import at_least_float32": ["import of itself"],
+    "torch.randn, torch.rand = f, f": ["replaces torch.rand", "replaces torch.randn"],
+    "torch.randn: object = f": ["replaces torch.randn"],
+    "setattr(torch, 'rand', f)": ["replaces setattr(torch, 'rand', f)"],
+    "def f(g=kl_estimate): pass": ["uses kl_estimate before it is written"],
+    "class A:\n    g = kl_estimate": ["uses kl_estimate before it is written"],
+    "later = lambda a: kl_estimate(a)": [],
+    "def helper(a):\n    return kl_estimate(a)": [],
+    "try:\n    def kl_estimate(a): pass\nexcept E: pass\nb = kl_estimate": [],
+    "import numpy as np, math\nx = np.random": [],
+}
+
+
+@pytest.mark.parametrize("code", SIGNS)
+def test_the_signs_are_read_from_the_code_and_not_from_its_spelling(code):
+    found = signs_in({"common.py": f"{code}\n\n\ndef kl_estimate(a):\n    return a\n"})
+    assert [line.partition(" ")[2].removeprefix("has ") for line in found] == SIGNS[code]
 
 
 def _body(name: str) -> list[ast.stmt]:
@@ -272,6 +302,25 @@ def test_tensors_of_every_kind_cross_the_pipe_as_they_are():
         assert found.dtype == value.dtype and found.shape == value.shape
         assert torch.equal(found.nan_to_num(), value.nan_to_num()) and rest == {"a": (1, None, "x")}
     assert math_nan != math_nan
+
+
+def test_what_one_submission_locks_stops_no_other(tmp_path):
+    """A progress bar that was shown before the forks would have made a lock for all of them."""
+    held = "from tqdm import tqdm\ntqdm.get_lock().acquire()\nraise KeyError"
+    test, _ = graded(tmp_path, held)
+    assert test["score"] == 0
+    body = "\n".join(ast.unparse(node) for node in _body("kl_estimate"))
+    shown = f"from tqdm import tqdm\nfor _ in tqdm(range(2)):\n    pass\n{body}"
+    test, _ = graded(tmp_path / "next", shown, "--time_limit", "20")
+    assert test["score"] == 5, test["output"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_process_that_forks_has_one_thread_and_shares_no_memory(tmp_path):
+    graded(tmp_path, "return 0")
+    process = Path("/proc") / str(SANDBOX.zygote[0].pid)
+    assert len(list((process / "task").iterdir())) == 1
+    assert "/dev/shm" not in (process / "maps").read_text()
 
 
 @pytest.mark.parametrize("level", LEVELS)

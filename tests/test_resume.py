@@ -590,7 +590,7 @@ def test_kill_9_at_20_random_moments_never_leaves_a_run_that_cannot_go_on(here, 
     step_seconds = statistics.median(seconds_of_steps("whole"))
     rng, kills, steps = random.Random(0), 0, set()
     metrics = Path("run/metrics.jsonl")
-    while kills < 20:
+    while kills < 20:  # a second each on a slow machine
         process = start_forked(*flags, "--resume")
         # Mostly within the steps that come after the first line that it writes.
         known = metrics.stat().st_size if metrics.exists() else 0
