@@ -102,7 +102,7 @@ def its_metrics_are_true(run: Whole) -> None:
 
 
 SCRIPT_CHECKS = [
-    Check(2, it_runs_to_its_end), Check(2, what_it_saved_has_learnt), Check(1, its_metrics_are_true)
+    Check(4, it_runs_to_its_end), Check(4, what_it_saved_has_learnt), Check(2, its_metrics_are_true)
 ]  # fmt: skip
 METRICS, SAMPLES, MODEL = "run/metrics.jsonl", "run/samples.jsonl", "run/model/model.safetensors"
 

@@ -249,9 +249,9 @@ def test_solved_it_gets_all_points_its_scripts_included(starter, tmp_path, capsy
     solved = solve(starter, tmp_path / "solved")
     assert grade.main([str(solved), "--json", str(tmp_path / "results.json")]) == 0
     output = capsys.readouterr().out
-    assert output.endswith("120 of 120 points\n"), output
+    assert output.endswith("140 of 140 points\n"), output
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["score"] == 120 and len(results["tests"]) == len(PROBLEMS) + 4 + 1
+    assert results["score"] == 140 and len(results["tests"]) == len(PROBLEMS) + 4 + 1
     assert all(test["score"] == test["max_score"] for test in results["tests"])
 
 

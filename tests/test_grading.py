@@ -378,14 +378,14 @@ def test_log_probs_that_the_scripts_can_not_use_lose_their_points_and_the_whole_
 def test_a_script_that_runs_and_does_not_learn_gets_points_for_running_alone(tmp_path):
     change = ("rloo.py", "                optimizer.step()\n", "                pass\n")
     found = whole(tmp_path, change, "rloo_script")["rloo_script"]
-    assert found["score"] == 3 and "an accuracy of" in found["output"], found
+    assert found["score"] == 6 and "an accuracy of" in found["output"], found
 
 
 def test_metrics_that_are_made_up_lose_the_points_for_them(tmp_path):
     last = "run.log(config.num_steps, run.evaluate(config.num_steps)"
     change = ("rloo.py", f"{last})", last + ' | {"eval/accuracy": 1.0})')
     found = whole(tmp_path, change, "rloo_script")["rloo_script"]
-    assert found["score"] == 4 and "of the weights" in found["output"], found
+    assert found["score"] == 8 and "of the weights" in found["output"], found
 
 
 def test_a_run_that_is_handed_in_is_repeated_and_a_changed_one_is_told(tmp_path):

@@ -148,7 +148,7 @@ def test_the_pages_of_the_starter_have_every_question_and_its_points(starter):
 
 def test_the_readme_has_a_command_for_each_script_that_is_graded_whole(starter, tmp_path):
     text = (starter / "README.md").read_text()
-    assert "100 points. The grader" in text and "have 20 points beside these, 5 for" in text
+    assert "100 points. The grader" in text and "have 40 points beside these, 10 for" in text
     commands = re.findall(
         r"^    python (\S+\.py) (.+ --output_dir try/\w+ --overwrite)$", text, re.M
     )
