@@ -104,9 +104,11 @@ def signs_in(texts: dict[str, str]) -> list[str]:
         known = {line.strip() for line in ours.split("\n")}
         lines = text.split("\n")
         signs = {(n, f"has {x}") for n, line in enumerate(lines, 1) for x in TEXT.findall(line)}
-        # What doesn't parse has no import and no use of a name: its problems get no points.
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        try:
             tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            found.append(f"{file} doesn't parse: its imports have not been looked at")
+        else:
             names = {problem.function for problem in PROBLEMS if problem.file == file} - {"main"}
             signs |= {(n, f"has import of {x}") for n, x in _imports(tree, Path(file).stem)}
             signs |= {(n, f"replaces {x}") for n, x in _replaced(tree)}

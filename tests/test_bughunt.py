@@ -90,7 +90,8 @@ def test_a_hunt_has_one_bug_a_picture_and_a_sealed_answer(tmp_path, capsys):
         changed = [
             name
             for name in make.FILES
-            if (out / name).read_text() != (REPOSITORY / name).read_text()
+            if not name.endswith(".md")
+            and (out / name).read_text() != (REPOSITORY / name).read_text()
         ]
         assert len(changed) == 1
         files |= set(changed)

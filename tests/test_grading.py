@@ -195,6 +195,7 @@ SIGNS = {
     "def helper(a):\n    return kl_estimate(a)": [],
     "try:\n    def kl_estimate(a): pass\nexcept E: pass\nb = kl_estimate": [],
     "import numpy as np, math\nx = np.random": [],
+    "def f(:": ["doesn't parse: its imports have not been looked at"],
 }
 
 
