@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import subprocess
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -418,10 +419,21 @@ def test_the_benchmark_for_a_gpu_is_rehearsed_without_an_error(monkeypatch, caps
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import gpu
 
+    run = subprocess.run
+
+    def without_tests(command, **options):
+        """These tests are running already."""
+        if "pytest" not in command:
+            return run(command, **options)
+        assert (REPOSITORY / command[-1]).exists()
+        output = "FAILED tests/test_cuda.py::test_a - it is\n1 failed, 2 passed in 3.4s\n"
+        return subprocess.CompletedProcess(command, 1, stdout=output)
+
+    monkeypatch.setattr(subprocess, "run", without_tests)
     gpu.main(["--rehearse"])
     printed = capsys.readouterr().out
     for found in (
-        "passed",
+        "2 passed in 3.4s; failed: `tests/test_cuda.py::test_a`",
         "| rows | ours |",
         "| with clear_cache |",
         "| grpo, ours |",
