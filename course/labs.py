@@ -1169,7 +1169,7 @@ def main() -> int:
     options = parser.parse_args()
     reference = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
     if not options.names:
-        for name, x in EXPERIMENTS.items():
+        for name, x in sorted(EXPERIMENTS.items(), key=lambda pair: pair[1].lab):
             seconds = reference.get("seconds", {}).get(name, "?")
             print(f"lab {x.lab} {name:16} {seconds:>4} s  {x.question}")
         return 0

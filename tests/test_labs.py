@@ -55,6 +55,8 @@ def test_the_list_of_experiments_has_the_seconds_of_each(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[2]: int(line.split()[3]) for line in lines}
     assert found.keys() == labs.EXPERIMENTS.keys() and min(found.values()) > 0
+    numbers = [int(line.split()[1]) for line in lines]
+    assert numbers == sorted(numbers)
 
 
 def test_the_page_for_teachers_has_the_seconds_of_each_lab():
