@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import functools
 import json
 import os
 import re
@@ -113,6 +114,7 @@ def test_a_right_answer_written_differently_gets_all_points(way, tmp_path):
     assert not list(faults(BY_NAME[name], submission))
 
 
+@functools.cache
 def planted() -> dict[str, tuple[str, str]]:
     """{bug: (problem, source with it)}: of the mutations those within a problem, and WRONG."""
     found = {}

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,14 @@ def test_the_page_of_tokens_stays_short_with_its_style_and_its_script():
         f.name for f in (REPOSITORY / "tools").rglob("*") if f.suffix in (".html", ".js", ".css")
     }
     assert ours == {"look.html", "uPlot.min.js", "uPlot.min.css"}, "a library's, or counted above"
+
+
+def test_the_process_that_hands_out_the_tests_imports_no_torch():
+    tree = ast.parse((REPOSITORY / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {x.name for n in imports if isinstance(n, ast.Import) for x in n.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= {*sys.stdlib_module_names, "pytest"}
 
 
 def test_the_top_level_holds_what_is_read_and_nothing_else():
