@@ -101,7 +101,8 @@ IN_ITS_PLACE = {
         "num_tokens = mask[to(device, mini_batch)].any(1).sum()",
     ),
 }
-SHARED = ["common.py", "sampling.py", "plumbing/forward.py"]  # where else than in the script
+# Where else than in the script.
+SHARED = ["common.py", "sampling.py", "plumbing/forward.py", "plumbing/inputs.py"]
 # Those of evaluations are left out: a short run has two of them, and two points make no curve.
 METRICS = [
     "objective/scores", "objective/kl", "policy/entropy_avg", "length/mean",

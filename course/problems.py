@@ -105,7 +105,7 @@ PROBLEMS = [
             " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
             "All in evaluation mode and without gradients. Decoder takes the repeated prompts;"
             " prefill() gives the first logits, rows says which rows are left, step() reads what"
-            " they drew. Without it, model_inputs of plumbing/forward.py makes the positions from"
+            " they drew. Without it, model_inputs of plumbing/inputs.py makes the positions from"
             " the mask.",
             "Repeat each prompt num_generations times; take a uniform number for each row and token"
             " from the given generator; at each step draw() a token for the rows that are left and"

@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from common import base_model
 from plumbing.errors import Fault, InputError, first_line
-from plumbing.forward import mask_is_known, model_inputs, to
+from plumbing.forward import to
+from plumbing.inputs import mask_is_known, model_inputs
 from plumbing.loading import context_length, fast_at_bfloat16
 from plumbing.stopping import StopSearch, StopStrings
 

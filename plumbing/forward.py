@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel, masking_utils
+from transformers import DynamicCache, PreTrainedModel
 
 from common import Rollout, ValueModel, at_least_float32, base_model, token_entropy, token_logprobs
+from plumbing.inputs import mask_is_known, model_inputs
 
 CHUNK = 2**23  # logits at a time: 32 MB in float32, on CUDA 16 times as much
 
@@ -170,44 +169,6 @@ def _distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
     order = torch.arange(len(which))
     first = order.new_full((len(distinct),), len(which)).scatter_reduce(0, which, order, "amin")
     return first, which, mask.sum(1)
-
-
-def model_inputs(
-    model: nn.Module, tokens: Tensor, attention_mask: Tensor, **options: object
-) -> dict[str, object]:
-    """Arguments for a forward pass over tokens (B, L): position ids, and those of `options` that
-    the model's forward takes.
-
-    Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions: 34 nats
-    off in huggingface/trl#6800. attention_mask (B, C+L) also covers the C tokens in a KV cache.
-    """
-    accepted = inspect.signature(base_model(model).forward).parameters
-    if "cache" in options and "cache" not in accepted:  # its name before transformers 5.24
-        options["past_key_values"] = options.pop("cache")
-    position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    options = options | {"position_ids": position_ids, "attention_mask": attention_mask.long()}
-    return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
-
-
-@contextlib.contextmanager
-def mask_is_known(no_padding: bool) -> Iterator[None]:
-    """In a forward pass with an attention mask, tell transformers whether it masks anything.
-
-    To choose a kernel it would ask the device, in every forward pass, and wait for the answer.
-    """
-    ask = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
-    if ask is None:  # another version of transformers
-        yield
-        return
-
-    def answer(padding_mask: Tensor | None, *args: object, **kwargs: object) -> bool:
-        return (no_padding or padding_mask is None) and ask(None, *args, **kwargs)
-
-    masking_utils._ignore_causal_mask_sdpa = answer
-    try:
-        yield
-    finally:
-        masking_utils._ignore_causal_mask_sdpa = ask
 
 
 def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:

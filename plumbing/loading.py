@@ -17,7 +17,8 @@ from transformers.utils.hub import cached_file, has_file
 
 from common import ValueModel, base_model
 from plumbing.errors import InputError, first_line, optional_library
-from plumbing.forward import logits_from, model_inputs
+from plumbing.forward import logits_from
+from plumbing.inputs import model_inputs
 
 NO_PEFT = "{}: adapters need peft: pip install peft"
 TINY = Path(__file__).parent.parent / "tiny"

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model
 from plumbing.errors import InputError, first_line
-from plumbing.forward import mask_is_known, to
+from plumbing.forward import to
+from plumbing.inputs import mask_is_known
 from plumbing.loading import (
     TINY,
     add_adapter,

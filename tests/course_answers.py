@@ -9,7 +9,7 @@ import math
 import numpy as np
 import torch
 
-from plumbing.forward import model_inputs
+from plumbing.inputs import model_inputs
 
 # --- token_logprobs ---
 

@@ -3,6 +3,9 @@
 import copy
 import inspect
 import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +35,7 @@ from common import (
     token_entropy,
     token_logprobs,
 )
-from plumbing import forward
+from plumbing import forward, inputs
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values, micro_batches
 from plumbing.loading import (
@@ -607,10 +610,36 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
 
 def test_after_an_error_in_a_forward_pass_transformers_has_its_own_function_again():
     before = masking_utils._ignore_causal_mask_sdpa
-    with pytest.raises(ZeroDivisionError), forward.mask_is_known(no_padding=True):
+    with pytest.raises(ZeroDivisionError), inputs.mask_is_known(no_padding=True):
         assert masking_utils._ignore_causal_mask_sdpa is not before
         raise ZeroDivisionError
     assert masking_utils._ignore_causal_mask_sdpa is before
+
+
+def test_threads_that_tell_transformers_about_their_masks_leave_it_as_it_was(monkeypatch):
+    before, inside = masking_utils._ignore_causal_mask_sdpa, threading.Event()
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", before)  # for other tests
+
+    def forward_pass() -> None:
+        with inputs.mask_is_known(no_padding=True):
+            inside.set()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=forward_pass)
+    with inputs.mask_is_known(no_padding=True):
+        thread.start()
+        inside.wait(0.05)  # the other one may be inside now, or wait until this one is done
+    thread.join()
+    assert masking_utils._ignore_causal_mask_sdpa is before
+
+
+def test_what_one_thread_knows_of_its_mask_is_not_believed_of_another_threads_mask():
+    expected = small_llama()(input_ids=RAGGED.tokens, attention_mask=RAGGED.attention_mask).logits
+    with ThreadPoolExecutor(1) as other, inputs.mask_is_known(no_padding=True):
+        model = other.submit(small_llama).result()
+        masked = {"input_ids": RAGGED.tokens, "attention_mask": RAGGED.attention_mask}
+        found = other.submit(lambda: model(**masked).logits).result()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.slow

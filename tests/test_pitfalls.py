@@ -56,12 +56,8 @@ from grpo import group_advantages, grpo_loss
 from plumbing.config import parse_flags
 from plumbing.data import RewardModel, Task
 from plumbing.errors import InputError
-from plumbing.forward import (
-    completion_logprobs,
-    completion_values,
-    micro_batches,
-    model_inputs,
-)
+from plumbing.forward import completion_logprobs, completion_values, micro_batches
+from plumbing.inputs import model_inputs
 from plumbing.loading import add_adapter, load_policy
 from plumbing.scoring import prompt_tokens, score
 from ppo import policy_loss, shape_rewards

@@ -10,7 +10,8 @@ from small import EOS, VOCAB, small_gpt2, small_llama
 from common import Rollout, completion_mask, disable_dropout, kl_estimate
 from plumbing.decoding import PackedLinear, bfloat16_copy, preallocated_cache
 from plumbing.errors import Fault, InputError
-from plumbing.forward import completion_logprobs, model_inputs
+from plumbing.forward import completion_logprobs
+from plumbing.inputs import model_inputs
 from plumbing.loading import set_up_training
 from sampling import _first_above, concatenate, draw, generate
 from sampling import sample as sample_in_parts

@@ -15,7 +15,7 @@ TOOLS = [f"tools.{name}" for name in TOOLS]
 # From the ground up: a file imports files of lower floors alone, none of its own floor.
 FLOORS = [
     ["common"],
-    ["plumbing.errors"],
+    ["plumbing.errors", "plumbing.inputs"],
     ["plumbing.forward"],
     ["plumbing.loading"],
     ["plumbing.config"],

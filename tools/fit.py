@@ -43,7 +43,8 @@ from transformers import (
 from common import ValueModel, base_model
 from plumbing.config import parse_flags
 from plumbing.errors import InputError, first_line
-from plumbing.forward import CHUNK, mask_is_known, model_inputs
+from plumbing.forward import CHUNK
+from plumbing.inputs import mask_is_known, model_inputs
 from plumbing.loading import TINY, add_adapter
 from plumbing.runs import run_main
 
