@@ -200,7 +200,8 @@ class Harness:
             stack.enter_context(watch)
             # Nobody looks at the picture of the run, which takes longer than the run.
             sys.modules["plumbing.runs"].draw = lambda folders, path: None
-            self.module.main([*flags, "--output_dir", str(folder)])
+            prompts = ["--prompts", str(self.code / "sums.jsonl")]
+            self.module.main([*flags, *prompts, "--output_dir", str(folder)])
         text = (folder / "metrics.jsonl").read_text()
         shutil.rmtree(folder)
         return {"metrics": text, "steps": steps}

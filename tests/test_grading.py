@@ -164,7 +164,7 @@ ENDLESS = {"an answer of gigabytes", "processes without end"}
 def test_a_cheat_gets_no_points_and_the_teacher_hears_of_it(cheat, tmp_path):
     body, said = CHEATS[cheat]
     before = (REPOSITORY / "course/checks.py").read_bytes()
-    test, teacher = graded(tmp_path, body, "--time_limit", "6" if cheat in ENDLESS else "30")
+    test, teacher = graded(tmp_path, body, "--time_limit", "4" if cheat in ENDLESS else "30")
     told = f"`{said}`" if said else "-"
     assert f"| {cheat} | 0 | {told} |" in (REPOSITORY / "course/README.md").read_text()
     assert test["score"] == 0, test

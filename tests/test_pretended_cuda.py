@@ -20,6 +20,7 @@ import rloo
 import sampling
 from plumbing import decoding, forward, metrics
 from plumbing.runs import Interrupted, Run
+from tasks import add_prompts
 
 REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo}
@@ -33,7 +34,10 @@ def train(script: str, folder: Path, *flags: str) -> tuple[list[dict], str]:
     """
     if "--record_tokens" not in flags:
         flags = (*flags, "--record_tokens", "false")
-    SCRIPTS[script].main([*SMALL, *flags, "--output_dir", str(folder)])
+    sums = folder.with_name("sums.jsonl")  # a few: to read all that there are takes longest
+    sums.write_text("\n".join(json.dumps(row) for row in add_prompts()[0][:320]))
+    prompts = ("--prompts", str(sums))
+    SCRIPTS[script].main([*SMALL, *prompts, *flags, "--output_dir", str(folder)])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Decoding rounds otherwise in tensors of one shape: the log-probs as drawn differ by that.
     left_out = (*MEASURED, "val/sampler", "sampler_logprobs")

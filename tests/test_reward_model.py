@@ -847,10 +847,11 @@ def test_a_run_warns_of_what_goes_wrong(history, names):
 
 @pytest.mark.slow
 def test_the_commands_of_the_header_learn(tmp_path):
-    """In short: 80 steps, and 15 of PPO with the verifier only watching."""
+    """In short: 60 steps, and 15 of PPO with the verifier only watching."""
     import ppo
 
-    flags = ["--num_steps", "80", "--num_eval_pairs", "256", "--eval_every", "80"]
+    flags = ["--num_pairs", "3840", "--num_steps", "60", "--eval_every", "60"]
+    flags += ["--num_eval_pairs", "256"]
     reward_model.main([*flags, "--output_dir", str(tmp_path / "judge"), "--device", "cpu"])
     lines = (tmp_path / "judge" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["eval/accuracy"] > 0.8

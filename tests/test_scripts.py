@@ -730,12 +730,23 @@ def test_in_bfloat16_the_weights_and_the_records_stay_float32(job, monkeypatch):
 @pytest.mark.slow
 def test_compiled_the_training_forward_gives_the_same_gradient(make_job, monkeypatch):
     """Traced as by --compile true, but not made into machine code, which takes a minute."""
-    traced = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    torch._dynamo.reset()  # after too many other forward passes it would compile nothing, in silence
+    traced, backend = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def noting(*args, **kwargs):
+        traced.append(args)
+        return backend(*args, **kwargs)
+
+    compiling = functools.partialmethod(torch.nn.Module.compile, backend=noting)
+    monkeypatch.setattr(torch.nn.Module, "compile", compiling)
     recorded, job = record_gradients(monkeypatch), make_job(rloo)
+    model = AutoModelForCausalLM.from_pretrained(job.model, num_hidden_layers=1)
+    model.save_pretrained(job.model)  # the second layer would be as much work again
     flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-3, "kl_coef": 0}
     job(**flags)
+    assert not traced
     job(compile="true", **flags)
+    assert traced
     (plain, _), (compiled, _) = recorded
     for g, expected in zip(compiled, plain, strict=True):
         assert torch.allclose(g, expected, atol=1e-5)
