@@ -198,8 +198,7 @@ class Harness:
             for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
                 stack.enter_context(redirect(io.StringIO()))
             stack.enter_context(watch)
-            # Nobody looks at the picture of the run, which takes longer than the run.
-            sys.modules["plumbing.runs"].draw = lambda folders, path: None
+            without_picture()
             prompts = ["--prompts", str(self.code / "sums.jsonl")]
             self.module.main([*flags, *prompts, "--output_dir", str(folder)])
         text = (folder / "metrics.jsonl").read_text()
@@ -212,6 +211,7 @@ class Harness:
         sys.argv = [str(self.path), *flags]
         code = 0
         try:
+            without_picture()
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as e:
             code = e.code if isinstance(e.code, int) else int(bool(e.code))
@@ -256,6 +256,11 @@ class Harness:
         if type(value).__name__ == "Rollout":
             return SimpleNamespace(**{k: self.outer(v) for k, v in vars(value).items()})
         return self.handle(value)
+
+
+def without_picture() -> None:
+    """Runs leave out their picture: nobody looks at it, and it takes seconds."""
+    importlib.import_module("plumbing.runs").draw = lambda folders, path: None
 
 
 def leaves(value: object) -> list:

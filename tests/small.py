@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import plumbing.runs
 from common import Rollout
 
 torch.set_num_threads(1)
@@ -146,6 +147,12 @@ IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, an
     prompts=[[1, 2, 3], [4], [1, 2, 3], [0, 0, 0, 4], [4], [1, 2, 3]],
     completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
 )
+
+
+def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
+    """For a process of its own, where the fixture no_picture doesn't reach."""
+    plumbing.runs.draw = lambda folders, path: None
+    main(flags)
 
 
 PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4

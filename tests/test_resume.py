@@ -18,7 +18,7 @@ import pytest
 import torch
 from faults import RUN, Case, damage, folder_of, out_of_memory, run
 from safetensors.torch import load_file
-from small import letter_tokenizer, save_model, small_gpt2
+from small import letter_tokenizer, run_undrawn, save_model, small_gpt2
 from tqdm import tqdm
 
 import grpo
@@ -569,12 +569,12 @@ def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(here):
 def start_forked(monkeypatch):
     """Starts of ppo.py that take no seconds for imports: processes forked off one that has them."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(ppo.__file__).parent))  # for the preload
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # for the preload
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ppo", "tokenizers", "transformers.models.gpt2"])
+    context.set_forkserver_preload(["small", "ppo", "transformers.models.gpt2.modeling_gpt2"])
 
     def start(*flags: str) -> multiprocessing.process.BaseProcess:
-        process = context.Process(target=ppo.main, args=([*flags],))
+        process = context.Process(target=run_undrawn, args=(ppo.main, [*flags]))
         process.start()
         return process
 

@@ -730,7 +730,7 @@ def test_in_bfloat16_the_weights_and_the_records_stay_float32(job, monkeypatch):
 @pytest.mark.slow
 def test_compiled_the_training_forward_gives_the_same_gradient(make_job, monkeypatch):
     """Traced as by --compile true, but not made into machine code, which takes a minute."""
-    torch._dynamo.reset()  # after too many other forward passes it would compile nothing, in silence
+    torch._dynamo.reset()  # after too many other forward passes it compiles nothing, in silence
     traced, backend = [], torch._dynamo.lookup_backend("aot_eager")
 
     def noting(*args, **kwargs):
