@@ -21,8 +21,8 @@ pytestmark = [
     # On a GPU where no graph can be captured, the tests must not pass without graphs.
     pytest.mark.filterwarnings("error:decoding without CUDA graphs"),
 ]
-# Of a pretended GPU tests/test_pretended_cuda.py has the other scripts, compared to the bit.
-SCRIPTS = [ppo, grpo, rloo] if torch.cuda.is_available() else [ppo]
+# Of a pretended GPU tests/test_pretended_cuda.py has all scripts, compared to the bit.
+SCRIPTS = [ppo, grpo, rloo] if torch.cuda.is_available() else [grpo]
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 

@@ -857,6 +857,7 @@ def test_the_commands_of_the_header_learn(tmp_path):
     assert json.loads(lines[-1])["eval/accuracy"] > 0.8
     judge = str(tmp_path / "judge" / "model")
     flags = ["--reward_model", judge, "--num_steps", "15", "--num_eval_prompts", "128"]
+    flags += ["--eval_every", "15"]
     ppo.main([*flags, "--output_dir", str(tmp_path / "ppo"), "--device", "cpu"])
     lines = (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])

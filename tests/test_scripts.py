@@ -273,11 +273,11 @@ def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(
     second minibatch, where the ratio is not 1.
     """
     recorded, job = record_gradients(monkeypatch), make_job(script)
-    flags = flags | {"num_epochs": 1, "num_mini_batches": 2, "temperature": 3.0, "completions": 48}
+    flags = flags | {"num_epochs": 1, "num_mini_batches": 2, "temperature": 3.0, "completions": 32}
     flags |= {"learning_rate": 1e-3, "warmup_steps": 0, "kl_coef": 0.3, "clip_range": 0.01}
     # The first size is that of the minibatch, the others cut it.
-    metrics = [job(micro_batch_size=n, **flags)[0] for n in (24, 5, 1)]
-    metrics += [job(micro_batch_size=24, micro_batch_tokens=n, **flags)[0] for n in (30,)]
+    metrics = [job(micro_batch_size=n, **flags)[0] for n in (16, 5, 1)]
+    metrics += [job(micro_batch_size=16, micro_batch_tokens=n, **flags)[0] for n in (30,)]
     assert 1 < metrics[0]["length/mean"] < 6 and metrics[0]["policy/clipfrac_avg"] > 0
     for update in (0, 1):
         whole = recorded[update][0]
