@@ -56,7 +56,7 @@ class Sizes:
 
 REAL = Sizes((32, 64, 128, 256, 512, 1024), 128, 256, 256, {})
 TINY = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2}
-REHEARSAL = Sizes((2, 4), 4, 4, 4, TINY, tests="greedy and gpt2", trl=False)
+REHEARSAL = Sizes((2, 4), 9, 4, 4, TINY, tests="greedy and gpt2", trl=False)
 
 
 def job(path: str, rows: int, sizes: Sizes, **more: object) -> dict:

@@ -101,7 +101,7 @@ IN_ITS_PLACE = {
         "num_tokens = mask[to(device, mini_batch)].any(1).sum()",
     ),
 }
-# Where else than in the script.
+# The other files in which a bug may lie.
 SHARED = ["common.py", "sampling.py", "plumbing/forward.py", "plumbing/inputs.py"]
 # Those of evaluations are left out: a short run has two of them, and two points make no curve.
 METRICS = [

@@ -188,7 +188,7 @@ def main() -> None:
     # Else each process would look through all that is imported whenever it collects garbage.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)  # not 700, which takes a tenth of the time of a small run
+    gc.set_threshold(20_000)  # at every 700 it takes a tenth of the time of a small run
     gc.enable()
     sys.path.remove(str(COURSE.resolve()))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -7,7 +7,6 @@ and logits are made for a part of the completion tokens at a time.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import torch
@@ -187,11 +186,8 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     no_padding = bool(here.attention_mask[:, columns].all())
     length -= padding
 
-    # Compiled, it never asks; and a function that is replaced would be compiled anew every time.
-    known = contextlib.nullcontext if backbone._compiled_call_impl else mask_is_known
-
     def states(tokens: Tensor, mask: Tensor, **options: object) -> Tensor:
-        with known(no_padding):
+        with mask_is_known(backbone, no_padding):
             return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
 
     # One forward pass over whole rows, where no prompt is shared or no cache can be used.

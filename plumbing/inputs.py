@@ -1,4 +1,4 @@
-"""What a model is given in a forward pass: positions, and what is known of its mask."""
+"""What a model is given in a forward pass, and what is known of its mask and of its compilation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
@@ -30,17 +31,30 @@ def model_inputs(
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
 
 
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager:
+    """For forward passes of many lengths: what --compile has compiled would be compiled anew for
+    each. Of a model that isn't compiled nothing is set: it would be set for all threads.
+    """
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+
+
 # Threads take turns: two at once would put each other's function back, and the last one would stay.
 _replacing = threading.RLock()
 
 
 @contextlib.contextmanager
-def mask_is_known(no_padding: bool) -> Iterator[None]:
+def mask_is_known(backbone: nn.Module, no_padding: bool) -> Iterator[None]:
     """In a forward pass with an attention mask, tell transformers whether it masks anything.
 
     To choose a kernel it would ask the device, in every forward pass, and wait for the answer.
     Other threads are answered as they would be without this.
     """
+    # Compiled, it never asks; and a function that is replaced would be compiled anew every time.
+    compiled = backbone._compiled_call_impl is not None
+    if compiled or not hasattr(masking_utils, "_ignore_causal_mask_sdpa"):  # or another version
+        yield
+        return
     this_thread = threading.get_ident()
 
     def answer(padding_mask: Tensor | None, *args: object, **kwargs: object) -> bool:
@@ -49,12 +63,9 @@ def mask_is_known(no_padding: bool) -> Iterator[None]:
         return (no_padding or padding_mask is None) and ask(None, *args, **kwargs)
 
     with _replacing:
-        ask = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
-        if ask is None:  # another version of transformers
-            yield
-            return
-        masking_utils._ignore_causal_mask_sdpa = answer
+        ask = masking_utils._ignore_causal_mask_sdpa
         try:
+            masking_utils._ignore_causal_mask_sdpa = answer
             yield
         finally:
             masking_utils._ignore_causal_mask_sdpa = ask

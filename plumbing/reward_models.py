@@ -48,7 +48,7 @@ def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
             return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
     # A causal model has read the whole text at its last token alone. No real token sees the padding
     # on its right: so it needs no position ids, and no mask.
-    with mask_is_known(no_padding=True):
+    with mask_is_known(model.base_model, no_padding=True):
         hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state
     last = last_real_token(hidden, mask)  # (B, L, D) -> (B, D)
     with torch.autocast(device, enabled=False):  # float32 here as well

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common import Rollout, ValueModel, evaluating, kl_estimate
 from plumbing.data import Task
 from plumbing.forward import completion_logprobs, completion_values, on_cpu, to
+from plumbing.inputs import uncompiled
 from plumbing.metrics import Meter
 from plumbing.prompts import text_of
 from plumbing.scoring import encode_prompts, score
@@ -83,7 +84,7 @@ class TokenRecorder:
         scores, _ = score(self.task, prompts, rollout, self.tokenizer)
         columns = self._known(rollout, self._logprobs(self.policy, rollout))
         if self.value_model is not None:
-            with evaluating(self.value_model), torch.compiler.set_stance("force_eager"):
+            with evaluating(self.value_model), uncompiled(self.value_model):
                 columns["values"] = completion_values(self.value_model, rollout, **self._limits())
         kl = columns.get("kl", torch.zeros_like(rollout.logprobs))
         found = self.credit(rollout, scores, kl, columns.get("values"))
@@ -165,7 +166,7 @@ class TokenRecorder:
         return fitting(records, MOST_BYTES // _times(self.config))
 
     def _logprobs(self, model: nn.Module, rollout: Rollout) -> Tensor:
-        with evaluating(model), torch.compiler.set_stance("force_eager"):
+        with evaluating(model), uncompiled(model):
             temperature = self.config.temperature
             return completion_logprobs(model, rollout, temperature, **self._limits())[0]
 

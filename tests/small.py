@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -150,8 +151,10 @@ IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, an
 
 
 def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
-    """For a process of its own, where the fixture no_picture doesn't reach."""
-    plumbing.runs.draw = lambda folders, path: None
+    """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
+    takes a moment too, in which the process may be killed.
+    """
+    plumbing.runs.draw = lambda folders, path: time.sleep(0.3)
     main(flags)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from small import EOS, IN_GROUPS, RAGGED, SMALL_MODELS, make_rollout, small_gpt2, small_llama
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -610,7 +610,7 @@ def test_no_function_of_the_mathematics_changes_its_inputs(small_model):
 
 def test_after_an_error_in_a_forward_pass_transformers_has_its_own_function_again():
     before = masking_utils._ignore_causal_mask_sdpa
-    with pytest.raises(ZeroDivisionError), inputs.mask_is_known(no_padding=True):
+    with pytest.raises(ZeroDivisionError), inputs.mask_is_known(nn.Linear(1, 1), no_padding=True):
         assert masking_utils._ignore_causal_mask_sdpa is not before
         raise ZeroDivisionError
     assert masking_utils._ignore_causal_mask_sdpa is before
@@ -621,12 +621,12 @@ def test_threads_that_tell_transformers_about_their_masks_leave_it_as_it_was(mon
     monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", before)  # for other tests
 
     def forward_pass() -> None:
-        with inputs.mask_is_known(no_padding=True):
+        with inputs.mask_is_known(nn.Linear(1, 1), no_padding=True):
             inside.set()
             time.sleep(0.05)
 
     thread = threading.Thread(target=forward_pass)
-    with inputs.mask_is_known(no_padding=True):
+    with inputs.mask_is_known(nn.Linear(1, 1), no_padding=True):
         thread.start()
         inside.wait(0.05)  # the other one may be inside now, or wait until this one is done
     thread.join()
@@ -635,25 +635,30 @@ def test_threads_that_tell_transformers_about_their_masks_leave_it_as_it_was(mon
 
 def test_what_one_thread_knows_of_its_mask_is_not_believed_of_another_threads_mask():
     expected = small_llama()(input_ids=RAGGED.tokens, attention_mask=RAGGED.attention_mask).logits
-    with ThreadPoolExecutor(1) as other, inputs.mask_is_known(no_padding=True):
-        model = other.submit(small_llama).result()
-        masked = {"input_ids": RAGGED.tokens, "attention_mask": RAGGED.attention_mask}
+    model = small_llama()
+    masked = {"input_ids": RAGGED.tokens, "attention_mask": RAGGED.attention_mask}
+    with ThreadPoolExecutor(1) as other, inputs.mask_is_known(model, no_padding=True):
         found = other.submit(lambda: model(**masked).logits).result()
     assert torch.equal(found, expected)
 
 
 @pytest.mark.slow
-def test_a_compiled_forward_pass_leaves_transformers_as_it_is(monkeypatch):
+def test_a_compiled_forward_pass_leaves_transformers_as_it_is():
     """torch.compile guards on the functions that it has seen: a new one each time would be compiled
     again in every forward pass.
     """
-    monkeypatch.setattr(forward, "mask_is_known", lambda no_padding: pytest.fail("replaced"))
-    model = small_gpt2()
-    model.base_model.compile(backend="eager", dynamic=True)
+    torch._dynamo.reset()  # after too many other forward passes it compiles nothing, in silence
+    model, traced = small_gpt2(), []
+
+    def noting(graph, inputs):
+        traced.append(masking_utils._ignore_causal_mask_sdpa)
+        return graph
+
+    model.base_model.compile(backend=noting, dynamic=True)
     with torch.no_grad():
         found, _ = completion_logprobs(model, RAGGED, 1.0)
-        monkeypatch.undo()
         expected, _ = completion_logprobs(small_gpt2(), RAGGED, 1.0)
+    assert set(traced) == {masking_utils._ignore_causal_mask_sdpa}
     assert torch.allclose(found, expected, atol=1e-5)
 
 

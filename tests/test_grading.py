@@ -157,7 +157,7 @@ def graded(tmp_path: Path, body: str, *flags: str) -> tuple[dict, str]:
     return test, teacher["output"]
 
 
-ENDLESS = {"an answer of gigabytes", "processes without end"}
+ENDLESS = {"processes without end"}
 
 
 @pytest.mark.parametrize("cheat", CHEATS)

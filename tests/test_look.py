@@ -742,7 +742,7 @@ def test_served_it_follows_a_run_and_keeps_the_readers_place(page, served, tmp_p
     page.all("#completions .t")[1].send_keys("\ue007")  # Enter
     page.run("scrollTo(0, 150)")
     mark = page.run("return (window.same = document.querySelector('#completions .t')) !== null")
-    time.sleep(2.2)  # it asks every 2 seconds
+    time.sleep(3)
     assert mark and page.run("return window.same.isConnected"), "nothing new: nothing is drawn"
     kept = page.shown()
     add_step(30)

@@ -488,3 +488,19 @@ def test_decoding_in_bfloat16_uses_the_fused_attention_that_training_on_a_cpu_do
     copied = bfloat16_copy(model)
     used = [m.model.layers[1].self_attn.config._attn_implementation for m in (model, copied)]
     assert used == ["eager", "sdpa"]
+
+
+# --- --compile ---
+
+
+def test_without_compile_sampling_sets_nothing_that_other_threads_see(small_model, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda *_: pytest.fail("set for all threads"))
+    prompt = torch.tensor([[1, 2, 3]])
+    generate(small_model, prompt, prompt > 0, eos_token_ids=[EOS], pad_token_id=0, max_new_tokens=3)
+
+
+def test_a_compiled_backbone_is_not_compiled_for_the_lengths_of_sampling(small_model):
+    torch._dynamo.reset()  # after too many other forward passes it compiles nothing, in silence
+    small_model.base_model.compile(backend=lambda *_: pytest.fail("compiled"))
+    prompt = torch.tensor([[1, 2, 3]])
+    generate(small_model, prompt, prompt > 0, eos_token_ids=[EOS], pad_token_id=0, max_new_tokens=3)

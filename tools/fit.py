@@ -207,7 +207,7 @@ def _kept(
 
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with mask_is_known(no_padding=False), autocast, hooks:
+    with mask_is_known(backbone, no_padding=False), autocast, hooks:
         if rows == num_prompts:
             forward(rows, prompt_tokens + new_tokens - 1, use_cache=False)
         else:

@@ -4,7 +4,7 @@ import grpo
 
 
 def test_two_steps_of_grpo_move_the_policy(tmp_path, monkeypatch):
-    monkeypatch.setattr("plumbing.runs.draw", lambda *_: None)  # slower than the run
+    monkeypatch.setattr("plumbing.runs.draw", lambda *_: None)  # takes longer than the run
     flags = "--num_steps 2 --prompts_per_step 4 --num_generations 4 --num_eval_prompts 4"
     flags += " --warmup_steps 0 --kl_coef 0.1"
     grpo.main([*flags.split(), "--output_dir", str(tmp_path / "run")])
