@@ -515,6 +515,11 @@ def shapes_masks_and_padding_are_those_of_a_rollout(student, right):
     ended = (torch.isin(completions, torch.tensor(EOS)) & expected).any(1)
     same(found.finished, ended, "finished")
     assert 5 < ended.sum() < 3 * G and not expected.all(), "rows end nowhere, or all at once"
+    # Nearly uniform, one of twelve tokens is EOS: most rows go on beside those that have ended.
+    ends, options = EOS[:1], {"num_generations": G, "temperature": 50.0}
+    found = sampled(student, twin, eos_token_ids=ends, **options)
+    off = ~right.completion_mask(found.tokens[:, 4:], ends)
+    assert (found.logprobs[off] == 0).all(), "log-probs after EOS are not 0"
 
 
 @check("generate", 2)

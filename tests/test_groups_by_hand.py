@@ -331,7 +331,8 @@ def test_what_is_recorded_of_tokens_is_what_the_step_did_to_them_or_would_have_d
         assert all(isinstance(line[name], list) for name in per_token)
         assert not isinstance(line["advantages"], list)
     heldout = [x for x in job.tokens if x["split"] == "heldout" and x["step"] == 2]
-    rewards = []
+    rewards, job = [], copy.copy(job)
+    job.ids = job.ids.copy()  # other tests have them too
     with job.reference as reference, torch.no_grad():
         for line in heldout:
             tokenizer = letter_tokenizer()
