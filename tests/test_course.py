@@ -155,6 +155,13 @@ def test_wrong_answers_lose_points(problem):
     assert len(seen) >= 3 and planted().keys() >= UNSEEN
 
 
+@pytest.mark.parametrize("salt", [13, 7932, 15851, 23770, 31689])
+def test_log_probs_after_eos_are_seen_whatever_is_drawn(salt, monkeypatch):
+    monkeypatch.setattr(DRAW, "salt", salt)
+    problem, text = planted()["log-probs recorded after EOS"]
+    assert "log-probs after EOS are not 0" in dict(faults(BY_NAME[problem], text)).values()
+
+
 # --- The starter repository ---
 
 
