@@ -371,7 +371,7 @@ def main(args: list[str] | None = None) -> None:
         measure(
             REAL,
             work=in_own_process,
-            save=lambda found: RESULTS.write_text(json.dumps(found, indent=1) + "\n"),
+            save=lambda found: RESULTS.write_text(json.dumps(found) + "\n"),
         )
     results = json.loads(RESULTS.read_text())
     if "tokens_per_s" in results["parts"].get("rollouts", {}):

@@ -12,8 +12,8 @@ own defaults and at equal settings, five seeds each, and two jobs for SmolLM2-13
 Times are those of two CPU cores; say --device cuda where there is one. Seconds are those of rollout
 and update, without evaluations; the runs alternate, so that a machine that slows down slows down
 all of them. A run that is in learning.json is not repeated: to measure a job again, take it out of
-that file. Writes pictures and docs/evidence/compare.md; the short tables of docs/compare.md are
-printed. learning_metrics.json says how far each metric ranged in the runs of the first job.
+that file. Draws pictures and prints the tables of docs/compare.md; --all prints every row.
+learning_metrics.json says how far each metric ranged in the runs of the first job.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGE = REPOSITORY / "docs" / "evidence" / "compare.md"
 RESULTS = Path(__file__).with_suffix(".json")
 METRICS = Path(__file__).with_name("learning_metrics.json")
 COLOURS = ALGORITHMS | {"GRPO, LoRA": "#7b5cc4"}
@@ -372,30 +371,6 @@ def points_by_command(results: dict[str, dict], job: str) -> dict[str, list[list
     return {name: [run["points"] for run in runs] for name, runs in results[job].items()}
 
 
-def evidence(results: dict[str, dict]) -> str:
-    """docs/evidence/compare.md: the whole tables."""
-    text = [
-        """# PPO, GRPO and RLOO side by side: all figures
-
-Mean ± standard deviation over the seeds, on two CPU cores. [compare.md](../compare.md) says what
-they show. Made by `python benchmarks/learning.py --draw` from
-[learning.json](../../benchmarks/learning.json), which has every point of every run. Seconds are
-those of rollout and update, on a machine that was shared: compare them within a table. The two
-tables at equal episodes have none, since their machine was too busy. The runs at equal settings had
-one thread each. The film reviews were measured with older defaults: no warm-up, beta2 = 0.999, and
-GRPO's KL estimated by k3. Memory is the peak of the whole process, of which the libraries take
-0.5 GB."""
-    ]
-    for name, job in JOBS.items():
-        flags = "" if name == "tiny" else f" --job {name}"
-        flags += " --model FOLDER" if name in LARGE else ""
-        commands = [f"- {label}: `python {x} {job.flags}" for label, x in job.commands.items()]
-        text += [f"## {job.title}", f"    python benchmarks/learning.py{flags}"]
-        text += ["\n".join(f"{command.strip()}`" for command in commands)]
-        text += [table(job, points_by_command(results, name))]
-    return "\n\n".join(text) + "\n"
-
-
 LARGE = ("pretrained", "reviews")
 
 
@@ -404,6 +379,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draw", action="store_true", help="pictures and tables of learning.json")
+    parser.add_argument("--all", action="store_true", help="print the tables with every row")
     parser.add_argument("--job", choices=JOBS, default="tiny")
     parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
     parser.add_argument("--device", help="cuda, mps or cpu; default: the first there is")
@@ -431,15 +407,14 @@ def main() -> None:
                 RESULTS.write_text(json.dumps(results) + "\n")
         if options.job == "tiny" and all(len(x) == job.seeds for x in metrics.values()):
             ranges = {name.lower(): ranges_of(lines) for name, lines in metrics.items()}
-            METRICS.write_text(json.dumps(ranges, indent=1) + "\n")
+            METRICS.write_text(json.dumps(ranges) + "\n")
     for name in results:
         curves_of = points_by_command(results, name)
         if JOBS[name].picture and all(len(curves) > 1 for curves in curves_of.values()):
             draw(JOBS[name], curves_of)
-        print(f"\n{JOBS[name].title}\n\n{table(JOBS[name], curves_of, short=True)}")
+        print(f"\n{JOBS[name].title}\n\n{table(JOBS[name], curves_of, short=not options.all)}")
     if set(results) == set(JOBS):
         draw_equal(results)
-        PAGE.write_text(evidence(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

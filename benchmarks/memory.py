@@ -5,8 +5,8 @@
 
 Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. It is
 made twice: as a user would ("measured"), and with an allocator that returns every block at once
-("in use"), which is what tensors hold at the same time. Writes those runs into
-docs/evidence/performance.md, and estimates for popular models on a GPU into docs/performance.md.
+("in use"), which is what tensors hold at the same time. Prints a table of
+those runs, and writes estimates for popular models on a GPU into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = REPOSITORY / "docs" / "performance.md"
-EVIDENCE = REPOSITORY / "docs" / "evidence" / "performance.md"
 BEGIN, END = "<!-- made by benchmarks/memory.py -->", "<!-- end of what memory.py makes -->"
 sys.path.insert(0, str(REPOSITORY))
 
@@ -162,8 +161,8 @@ def main() -> None:
         name = f"{script}.py {flags}"
         results[name] = measure(options.model, script, flags)
         print(f"{name}: {results[name]}", flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write(EVIDENCE, measured_table(results))
+        RESULTS.write_text(json.dumps(results) + "\n")
+    print(measured_table(results))
     write(PAGE, estimated_table())
 
 

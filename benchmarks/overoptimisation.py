@@ -2,7 +2,6 @@
 
   python benchmarks/overoptimisation.py            # 40 minutes on two CPU cores
   python benchmarks/overoptimisation.py --draw     # the picture alone
-  python docs/experiments.py                       # the section "Trusted too far"
 
 Reward models on 50, 200, 1,000 and 5,000 pairs of the embedded model's own samples, a tenth of the
 labels flipped, each saved at its best held-out accuracy. PPO then trains on each of them, with a KL
@@ -121,7 +120,7 @@ def measure(results: dict) -> None:
                     run("ppo.py", flags, Path(work) / str(weight))
                 )
         results[key] = found
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results) + "\n")
         print(key, found["accuracy"], flush=True)
 
     with ThreadPoolExecutor(2) as pool:
@@ -147,10 +146,8 @@ def paths_of(results: dict, size: int, kind: str) -> dict[str, np.ndarray]:
     return {key: np.array([path[key] for path in paths]) for key in paths[0]}
 
 
-NOTES = """Five seeds; means, and standard deviations of the truth. The proxy is the score of the
-reward model; its unit is the standard deviation of the scores of the model's own samples. The
-truth is the share of right sums, which nothing is trained on. Its best is the best evaluation:
-stopping early saves it where it is known."""
+# The truth is the share of right sums. Its best is the best evaluation: stopping early saves it where
+# it is known. The unit of the proxy is the standard deviation of the scores of the model's own samples.
 KINDS = ("PPO, kl_coef 0.01", "PPO, kl_coef 0.1", "best of n")
 
 

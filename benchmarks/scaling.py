@@ -110,7 +110,7 @@ def main() -> None:
                         print(name, value, summary([found]), flush=True)
         sweeps = {n: {v: summary(found) for v, found in s.items()} for n, s in runs.items()}
         results = {"machine": machine(), "base": BASE, "sweeps": sweeps}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results) + "\n")
     draw(json.loads(RESULTS.read_text()))
 
 

@@ -2,11 +2,12 @@
 
   python benchmarks/seeds.py                 # 20 seeds, an hour and a half on two CPU cores
   python benchmarks/seeds.py --seeds 4242    # a seed on which no default was chosen
-  python benchmarks/seeds.py --draw          # the page alone, from seeds.json
+  python benchmarks/seeds.py --table         # the table of docs/evidence.md, from seeds.json
 
 A run that is in seeds.json is not repeated: to measure again, delete the file. Threads change the
-order in which floats are added, so a run on two threads is another run. Writes
-docs/evidence/seeds.md.
+order in which floats are added, so a run on two threads is another run. A run passes if at the end
+enough of the held-out sums are right, sampled and greedy, if no evaluation lies far below the best
+one before it, and if the KL stays small at every step.
 """
 
 from __future__ import annotations
@@ -24,32 +25,11 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
-PAGE = REPOSITORY / "docs" / "evidence" / "seeds.md"
 SCRIPTS = ("ppo", "grpo", "rloo")
 UNUSED_SEED = 4242
 KINDS = ("sampled", "greedy")
 # What every run must reach: see passes.
 LOWEST_ACCURACY, LOWEST_GREEDY, LARGEST_DROP, LARGEST_KL = 0.95, 0.97, 0.05, 3.0
-
-INTRODUCTION = f"""# The first example, 40 runs of each script
-
-Does the first example learn with every seed? Each script ran with its defaults, seeds 0 to 19, on
-one thread and on two. `python benchmarks/seeds.py` makes the runs and this page, and keeps the
-figures in [seeds.json](../../benchmarks/seeds.json). It shows the embedded model on a CPU: nothing
-is said here of other models, of other tasks, or of a GPU.
-
-A run passes if three things hold. At the end at least {LOWEST_ACCURACY} of the held-out sums are
-right when sampled, and {LOWEST_GREEDY} when greedy. No evaluation lies more than {LARGEST_DROP}
-below the best one before it, sampled or greedy. The KL is at most {LARGEST_KL:.0f} nats at every
-step. If all of 20 seeds pass, at most 14% of all seeds fail (with 95% confidence). The run of a
-seed on two threads is much like that on one, and isn't counted again. Seed {UNUSED_SEED} is
-one on which no default was chosen. The last 16 runs, of seeds 18, 19 and {UNUSED_SEED}, were made
-on another CPU than the rest, one with AVX-512.
-
-A script evaluates five to seven times. In between a run can fall further. The {{dense}} runs of
-[learning.json](../../benchmarks/learning.json) are evaluated every 4 or 10 steps: {{fallen}} of
-them lie more than {LARGEST_DROP} below their best at some time, by at most {{largest:.2f}}, and
-climb again."""
 
 
 def measure(script: str, threads: int, seed: int) -> dict[str, float]:
@@ -98,19 +78,9 @@ def in_order(results: dict[str, dict]) -> dict[str, dict]:
     }
 
 
-def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """docs/evidence/seeds.md: a line per script and number of threads, then a line per seed."""
-    dense = json.loads(RESULTS.with_name("learning.json").read_text())["tiny"]
-    drops = [
-        max(largest_drop([point[kind] for point in run["points"]]) for kind in KINDS)
-        for runs in dense.values()
-        for run in runs
-    ]
-    fallen = sum(drop > LARGEST_DROP for drop in drops)
-    missing = 6 * 21 - sum(map(len, results.values()))
+def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """A line per script and number of threads."""
     lines = [
-        INTRODUCTION.format(dense=len(drops), fallen=fallen, largest=max(drops)) + "\n",
-        *([f"{missing} of the 126 runs are not made yet.\n"] if missing else []),
         "| | runs | that pass | sampled: lowest, median, highest | greedy: lowest | largest drop"
         " | largest KL |",
         "|---|---|---|---|---|---|---|",
@@ -126,19 +96,7 @@ def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
             f"{max(run['kl'] for run in runs):.2f}",
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "Sampled / greedy accuracy at the end, largest drop, largest KL:", ""]
-    lines += ["| seed | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
-    seeds = sorted({int(seed) for runs in results.values() for seed in runs})
-    for seed in seeds:
-        runs = [runs.get(str(seed)) for runs in results.values()]
-        cells = [
-            ""
-            if run is None
-            else "{accuracy:.3f} / {greedy:.3f}, {drop:.3f}, {kl:.2f}".format(**run)
-            for run in runs
-        ]
-        lines.append(f"| {seed} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -146,7 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(20), UNUSED_SEED])
-    parser.add_argument("--draw", action="store_true", help="write the page from seeds.json alone")
+    parser.add_argument("--table", action="store_true", help="of seeds.json alone")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
@@ -159,15 +117,15 @@ def main() -> None:
         run = measure(script, threads, seed)
         with lock:
             results.setdefault(name, {})[str(seed)] = run
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(results) + "\n")
         print(f"{name}, seed {seed}: {run}", flush=True)
 
     pairs = [(seed, threads) for seed in options.seeds for threads in (1, 2)]
     jobs = [(script, threads, seed) for seed, threads in pairs for script in SCRIPTS]
-    if not options.draw:
+    if not options.table:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(work, *zip(*jobs, strict=True)))
-    PAGE.write_text(page(in_order(results)))
+    print(table(in_order(results)))
 
 
 if __name__ == "__main__":

@@ -607,7 +607,7 @@ def main() -> None:
             figures = {system: summary(found) for system, found in runs.items()}
             figures["floor"] = floor(job, figures["ours"]["tokens"], results["machine"])
             results["jobs"][name] = figures
-            Path(args.output).write_text(json.dumps(results, indent=1) + "\n")
+            Path(args.output).write_text(json.dumps(results) + "\n")
             print(table({"jobs": {name: results["jobs"][name]}}), flush=True)
 
 

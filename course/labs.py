@@ -4,12 +4,12 @@
   python labs.py dropout                  # one seed of each variant, beside what to expect
   python labs.py dropout --seeds 5 --pictures here
   python labs.py all --seeds 40 --update  # adds the seeds that reference.json lacks
+  python labs.py --pictures docs/experiments  # draws those of the page anew, runs nothing
 
 Where 40 seeds have been run, a figure has bounds: one more run lies within them in 999 of 1,000
 cases. (That of a rounding error is wider: machines differ.) `rloo_steps`, `ppo_steps` and
 `grpo_steps` draw nothing: their figures must be those of the solution. Elsewhere a figure stands
-beside the mean and the spread in reference.json. seeds.jsonl has the figures of each run that was
-added (not of the first five of the older experiments).
+beside the mean and the spread in reference.json.
 
 All of them train the embedded model of 0.6 M parameters on sums, without a network. A mistake is
 put into a fresh copy of the script: the files stay as they are.
@@ -31,6 +31,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -42,7 +43,6 @@ from types import ModuleType
 HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
 REFERENCE = HERE / "reference.json"
-SEEDS = HERE / "seeds.jsonl"
 CURVES = HERE / "curves.json"
 sys.path.insert(0, str(ROOT))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
@@ -1113,46 +1113,74 @@ def seeds_of(expected: dict[str, dict]) -> int:
     return min((x["seeds"] for figures in expected.values() for x in figures.values()), default=0)
 
 
-def add_seeds(name: str, found: dict[str, dict], seeds: range, reference: dict, curves: dict):
-    """Add what run() found to reference.json and seeds.jsonl, and to curves.json up to 5 curves."""
+def add_seeds(name: str, found: dict[str, dict], reference: dict, curves: dict) -> None:
+    """Add what run() found to reference.json, and to curves.json up to 5 curves."""
     expected = reference["experiments"].setdefault(name, {})
-    with SEEDS.open("a", encoding="utf-8") as file:
-        for label, part in found.items():
-            names, exact = EXPERIMENTS[name].figures, EXPERIMENTS[name].exact
-            expected[label] = summary(part["figures"], names, expected.get(label), exact)
-            for seed, figures in zip(seeds, part["figures"]):
-                short = {x: float(f"{figures[x]:.5g}") for x in names if x in figures}
-                line = {"experiment": name, "variant": label, "seed": seed} | short
-                file.write(json.dumps(line) + "\n")
-            if EXPERIMENTS[name].samples:
-                samples = reference.setdefault("samples", {}).setdefault(name, {})
-                samples.setdefault(label, part["samples"])
+    for label, part in found.items():
+        names, exact = EXPERIMENTS[name].figures, EXPERIMENTS[name].exact
+        expected[label] = summary(part["figures"], names, expected.get(label), exact)
+        if EXPERIMENTS[name].samples:
+            samples = reference.setdefault("samples", {}).setdefault(name, {})
+            samples.setdefault(label, part["samples"])
     for label, new in curves_of(name, found).items():
         known = curves.setdefault(name, {}).setdefault(label, [])
         known += new[: max(0, 5 - len(known))]
-    REFERENCE.write_text(json.dumps(reference, indent=1) + "\n")
+    write(REFERENCE, reference)
     CURVES.write_text(json.dumps(curves) + "\n")
 
 
-def draw(name: str, curves: dict[str, list[list[float | None]]], output: Path) -> None:
-    """The curves of an experiment, {variant: one per seed}, the range over the seeds as a band."""
+def write(path: Path, reference: dict) -> None:
+    """reference.json, a line per experiment."""
+    parts = [
+        f'"{part}": {{\n'
+        + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in x.items())
+        + "\n}"
+        for part, x in reference.items()
+    ]
+    path.write_text("{" + ",\n".join(parts) + "}\n")
+
+
+def draw(name: str, curves: dict[str, list], figures: dict[str, dict], output: Path) -> None:
+    """A picture of an experiment: its curves, {variant: one per seed}, with the range over the
+    seeds as a band, and beside them the mean and standard deviation of its first figures.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.5, 3.4), layout="constrained")
-    axes = figure.add_subplot()
-    for label, seeds in curves.items():
-        columns = [[v for v in column if v is not None] for column in zip(*seeds)]
-        steps = [step for step, column in enumerate(columns) if column]
-        columns = [column for column in columns if column]
-        [line] = axes.plot(steps, [statistics.mean(c) for c in columns], lw=1.4, label=label)
-        band = [min(c) for c in columns], [max(c) for c in columns]
-        axes.fill_between(steps, *band, color=line.get_color(), alpha=0.2, lw=0)
-    axes.set_title(f"{name}: mean and range of {len(seeds)} seeds", fontsize=10)
-    axes.set_xlabel("step")
-    axes.set_ylabel(EXPERIMENTS[name].curve)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, frameon=False)
+    ordered = sorted(EXPERIMENTS[name].figures, key=lambda key: key != "accuracy")
+    shown = ordered[: 2 if curves else 4]
+    panels_of = [shown] if len(figures) == 1 else [[key] for key in shown]
+    widths = [1.7] * bool(curves) + [1.0] * len(panels_of)
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
+    colours = {label: f"C{index}" for index, label in enumerate(figures)}
+    figure.suptitle(textwrap.fill(EXPERIMENTS[name].question, 120), fontsize=9)
+    if curves:
+        axes = panels.pop(0)
+        for label, seeds in curves.items():
+            columns = [[v for v in column if v is not None] for column in zip(*seeds)]
+            steps = [step for step, column in enumerate(columns) if column]
+            columns = [column for column in columns if column]
+            colour = colours[label]
+            axes.plot(steps, [statistics.mean(c) for c in columns], lw=1.4, color=colour)
+            band = [min(c) for c in columns], [max(c) for c in columns]
+            axes.fill_between(steps, *band, color=colour, alpha=0.15, lw=0)
+        axes.set(xlabel="step", ylabel=EXPERIMENTS[name].curve)
+        axes.set_title("mean and range of the seeds", fontsize=8)
+    for panel, keys in zip(panels, panels_of):
+        rows = [(label, key) for label in figures for key in keys]
+        for y, (label, key) in enumerate(rows):
+            if x := figures[label].get(key):
+                style = {"fmt": "o", "capsize": 3, "color": colours[label]}
+                panel.errorbar(x["mean"], -y, xerr=x["std"], **style)
+        names = [label if len(keys) == 1 else key for label, key in rows]
+        panel.set_yticks([-y for y in range(len(rows))], names, fontsize=8)
+        panel.tick_params(labelleft=panel is panels[0])
+        panel.set_ylim(0.5 - len(rows), 0.5)
+        what = keys[0] if len(keys) == 1 else next(iter(figures))
+        panel.set_title(f"{what}, mean ± std", fontsize=8)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
     figure.savefig(output, dpi=90)
 
 
@@ -1168,6 +1196,12 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="add seeds to reference.json")
     options = parser.parse_args()
     reference = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
+    if not options.names and options.pictures:
+        curves = json.loads(CURVES.read_text())
+        for picture in sorted(options.pictures.glob("*.png")):
+            figures = reference["experiments"][picture.stem]
+            draw(picture.stem, curves.get(picture.stem, {}), figures, picture)
+        return 0
     if not options.names:
         for name, x in sorted(EXPERIMENTS.items(), key=lambda pair: pair[1].lab):
             seconds = reference.get("seconds", {}).get(name, "?")
@@ -1189,15 +1223,17 @@ def main() -> int:
             for name in names:
                 if missing := range(seeds_of(expected.get(name, {})), options.seeds):
                     [(_, found)] = run([name], missing)
-                    add_seeds(name, found, missing, reference, curves)
+                    add_seeds(name, found, reference, curves)
                     print(table(name, found, {}), flush=True)
         else:
             for name, found in run(names, range(options.seeds)):
                 print(table(name, found, expected), flush=True)
                 curves |= {name: made} if (made := curves_of(name, found)) else {}
-                if options.pictures and name in curves:
+                if options.pictures:
                     options.pictures.mkdir(parents=True, exist_ok=True)
-                    draw(name, curves[name], options.pictures / f"{name}.png")
+                    names = EXPERIMENTS[name].figures
+                    figures = {k: summary(x["figures"], names) for k, x in found.items()}
+                    draw(name, curves.get(name, {}), figures, options.pictures / f"{name}.png")
     except NotWritten as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

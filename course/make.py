@@ -3,9 +3,8 @@
   python course/make.py OUT                                  # all problems, a first hint each
   python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
   python course/make.py OUT --hints 3                        # 0: none, 3: a recipe
-  python course/make.py --gradescope autograder.zip          # the grader, for Gradescope
 
-Points are those of grade.py, expected curves those of benchmarks/learning.json.
+Points and hints are those of problems.py, expected curves those of benchmarks/learning.json.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ import re
 import shutil
 import statistics
 import sys
-import zipfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from checks import CHECKS
 from pages import answer_sheet, chosen_labs, notebook, page
-from problems import BY_NAME, PROBLEMS, REPOSITORY, Problem, without_solutions
-from scripts import SCRIPT_CHECKS, SCRIPTS
+from problems import BY_NAME, PROBLEMS, REPOSITORY, TESTS, Problem, without_solutions
 
 COURSE = Path(__file__).parent
 FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
@@ -40,18 +36,15 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenize
 
 
 LINK = re.compile(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)")
-# Of course/, what the grader doesn't need.
-NOT_GRADING = {"bughunt.py", "reasons.py", "labs.py", "make.py", "pages.py"}
 
 
 def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     """Write the starter repository into the new folder `out`."""
     copy_files(out, problems, hints)
     (out / "tests").mkdir()
-    for problem in problems:
-        name = f"test_{problem.name}.py"
-        shutil.copy(COURSE / "public_tests" / name, out / "tests" / name)
-    shutil.copy(COURSE / "public_tests" / "conftest.py", out / "tests" / "conftest.py")
+    tests = {TESTS[problem.name][0] for problem in problems if not problem.steps}
+    for name in ("conftest.py", "small.py", *sorted(tests)):
+        shutil.copy(REPOSITORY / "tests" / name, out / "tests" / name)
     (out / "requirements-dev.txt").write_text(REQUIREMENTS)
     shutil.copy(COURSE / "labs.py", out / "labs.py")
     shutil.copy(COURSE / "reference.json", out / "reference.json")
@@ -75,24 +68,6 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
 def files_to_write(problems: list[Problem]) -> list[str]:
     """The files that have functions to write."""
     return sorted({problem.file for problem in problems})
-
-
-def make_autograder(out: Path, problems: list[Problem]) -> None:
-    """Write the zip file that Gradescope asks for: setup.sh, run_autograder, and the grader."""
-    names = [p.name for p in problems]
-    chosen = f"--problems {' '.join(names)}" if len(names) < len(PROBLEMS) else ""
-    patterns = ("*.py", "plumbing/*.py", "tools/*.py", "requirements.txt", "course/*.py")
-    paths = [path for pattern in patterns for path in sorted(REPOSITORY.glob(pattern))]
-    paths += [REPOSITORY / "tiny" / name for name in (*MODEL, "make.py", "temperature.py")]
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("setup.sh", "run_autograder"):
-            text = (COURSE / "gradescope" / name).read_text(encoding="utf-8")
-            entry = zipfile.ZipInfo(name)
-            entry.external_attr = 0o755 << 16  # a program
-            archive.writestr(entry, text.replace("# --problems", chosen))
-        for path in paths:
-            if path.name not in NOT_GRADING or path.parent != COURSE:
-                archive.write(path, f"grader/{path.relative_to(REPOSITORY).as_posix()}")
 
 
 def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
@@ -120,10 +95,10 @@ def readme(problems: list[Problem]) -> str:
     rows = [
         f"| `{problem.name}` | {problem.what} | {problem.file}"
         + (f", step {' and '.join(problem.steps)} of `main`" if problem.steps else "")
-        + f" | {sum(item.points for item in CHECKS[problem.name])} |"
+        + f" | {problem.points} |"
         for problem in problems
     ]
-    total = sum(item.points for problem in problems for item in CHECKS[problem.name])
+    total = sum(problem.points for problem in problems)
     learning = json.loads((REPOSITORY / "benchmarks" / "learning.json").read_text())
     curves = []
     for script, runs in learning["tiny"].items():
@@ -136,27 +111,13 @@ def readme(problems: list[Problem]) -> str:
     head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
     table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
     text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))
-    # They are graded where all problems are.
-    text = text.replace("SCRIPTS\n\n", whole_scripts() if len(problems) == len(PROBLEMS) else "")
-    return text.replace("CURVES", table).replace("FIRST", problems[0].name)
-
-
-def whole_scripts() -> str:
-    """What students read of the points for the scripts."""
-    ends, learns, true = (str(check.points) for check in SCRIPT_CHECKS)
-    each = sum(check.points for check in SCRIPT_CHECKS)
-    commands = [
-        f"    python {script.file} {script.flags} --output_dir try/{script.name} --overwrite"
-        for script in SCRIPTS
-    ]
-    bounds = ", ".join(f"{script.bound:.2f} ({script.file})" for script in SCRIPTS)
-    text = WHOLE.replace("COMMANDS", "\n".join(commands)).replace("BOUNDS", bounds)
-    text = text.replace("SUM", str(each * len(SCRIPTS))).replace("EACH", str(each))
-    return text.replace("ENDS", ends).replace("LEARNS", learns).replace("TRUE", true)
+    return text.replace("CURVES", table).replace("FIRST", problems[0].test_command)
 
 
 SHARES = (0, 0.25, 0.5, 0.75, 1)
-REQUIREMENTS = "-r requirements.txt\npytest\nmatplotlib\npeft\njupytext\nipykernel\n"
+REQUIREMENTS = (
+    "-r requirements.txt\npytest\npytest-xdist\nhypothesis\nmatplotlib\npeft\njupytext\nipykernel\n"
+)
 README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
 
 You need Python 3.10 or newer and a laptop; no GPU, no network, no model download. The model is in
@@ -165,8 +126,8 @@ answer to `57+68=` is 115; the right one comes once in a while when it samples: 
 sums right. Reinforcement learning has to make the right answer the preferred one.
 
     pip install -r requirements-dev.txt
-    python -m pytest tests/test_FIRST.py   # the public tests of one problem
-    python -m pytest                       # of all
+    FIRST   # the tests of one problem
+    python -m pytest tests                 # all of them
     python labs.py                         # the experiments; labs.py NAME runs one
     python pack.py                         # hand_in.zip, and what is missing in it
 
@@ -185,15 +146,9 @@ what each number of a run means.
 |---|---|---|---|
 PROBLEMS
 
-TOTAL points. The grader has more checks than the tests here. It takes each function by its name
-and puts it among the right ones, so an error in one costs no other. Helpers of your own come along,
-also from common.py to another file that has `from common import my_helper` at its top; a function
-that common.py had from the beginning is ours there. Don't change names and arguments. Three rules
-hold everywhere: a mask may be of bool or of 0 and 1; what stands off the mask may be anything, even
-NaN, and has no influence; no input is changed. Where a docstring names the values that an argument
-may have, any other is a ValueError.
-
-SCRIPTS
+TOTAL points. Don't change names and arguments. Three rules hold everywhere: a mask may be of bool
+or of 0 and 1; what stands off the mask may be anything, even NaN, and has no influence; no input is
+changed. Where a docstring names the values that an argument may have, any other is a ValueError.
 
 **What to hand in.** `python pack.py` writes `hand_in.zip` with the files that have functions to
 write, answers.md, notebooks, figures, and the figures of the runs in `runs/`. All else in
@@ -203,33 +158,13 @@ When all is done, the scripts run. Held-out accuracy, mean and standard deviatio
 
 CURVES
 """
-WHOLE = """**The scripts as a whole** have SUM points beside these, EACH for each script. The
-grader puts all your files together and makes a short run of each script: ENDS points if it comes
-to its end,
-LEARNS if the model that it saved has learnt, and TRUE if its metrics are true. Before the first
-update the KL has to be 0, and the loss of the reward model log 2. The grader draws its own
-`--seed`, and evaluates the saved model itself. At home these are the commands; each takes about 10
-to 15 seconds of one CPU core:
-
-COMMANDS
-
-The last evaluation has to reach BOUNDS. It is `eval/reward`, for
-reward_model.py `eval/accuracy`.
-
-"""
 
 
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, nargs="?", help="the new folder")
-    parser.add_argument(
-        "--gradescope",
-        type=Path,
-        metavar="FILE",
-        help="write Gradescope's zip file, with the grader",
-    )
+    parser.add_argument("out", type=Path, help="the new folder")
     parser.add_argument("--problems", nargs="+", default=["all"], metavar="NAME", help="(all)")
     parser.add_argument("--hints", type=int, choices=range(4), default=1, help="depth of hints (1)")
     parser.add_argument(
@@ -239,26 +174,18 @@ def main(args: list[str] | None = None) -> int:
     options = parser.parse_args(args)
     unknown = sorted(set(options.problems) - set(BY_NAME) - {"all"})
     fault = ""
-    if options.out and options.out.exists():
+    if options.out.exists():
         fault = f"{options.out} exists already, choose a new folder"
-    elif not options.out and not options.gradescope:
-        fault = "give a folder for the starter, or --gradescope FILE"
-    elif options.gradescope and not options.gradescope.parent.is_dir():
-        fault = f"--gradescope: there is no folder {options.gradescope.parent}"
     if unknown:
         fault = f"--problems {unknown[0]}: choose from all, {', '.join(BY_NAME)}"
     if fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
     chosen = [p for p in PROBLEMS if "all" in options.problems or p.name in options.problems]
-    if options.gradescope:
-        make_autograder(options.gradescope, chosen)
-        print(f"{options.gradescope} grades {len(chosen)} problems.")
-    if options.out:
-        make(options.out, chosen, options.hints, options.url)
-        print(f"{options.out} has {len(chosen)} problems.")
-        if not (options.out / "notebooks").exists():
-            print("It has no notebooks: pip install jupytext and make it again.")
+    make(options.out, chosen, options.hints, options.url)
+    print(f"{options.out} has {len(chosen)} problems.")
+    if not (options.out / "notebooks").exists():
+        print("It has no notebooks: pip install jupytext and make it again.")
     return 0
 
 

@@ -12,7 +12,6 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checks import CHECKS
 from problems import BY_NAME, REPOSITORY, Problem, function_of, without_solutions
 
 SOURCES = sorted((Path(__file__).parent / "handout").glob("lab*.md"))
@@ -117,9 +116,9 @@ def page(lab: Lab) -> str:
     minutes = sum(question.minutes for question in lab.questions)
     parts = [f"# Lab {lab.number}: {lab.title}", lab.theory]
     if lab.problems:
-        rows = [f"| `{p}` | {_place(BY_NAME[p])} | {_points(p)} |" for p in lab.problems]
+        rows = [f"| `{p}` | {_place(BY_NAME[p])} | {BY_NAME[p].points} |" for p in lab.problems]
         parts += ["## Functions to write", "\n".join([TABLE_HEAD, *rows])]
-        parts += [f"Test one with `python -m pytest tests/test_{lab.problems[0]}.py`."]
+        parts += [f"Test one with `{BY_NAME[lab.problems[0]].test_command}`."]
         parts += [lab.when_written] if lab.when_written else []
     if lab.questions:
         parts += ["## Questions", QUESTIONS.format(points=lab.points, minutes=minutes)]
@@ -143,10 +142,6 @@ def _title(lab: Lab, question: Question) -> str:
 
 def _timed(question: Question) -> str:
     return f"*{question.points} points, about {question.minutes} minutes*"
-
-
-def _points(name: str) -> int:
-    return sum(item.points for item in CHECKS[name])
 
 
 def _place(problem: Problem) -> str:
@@ -192,12 +187,12 @@ def notebook(lab: Lab, hints: int, url: str) -> str:
     parts.append(lab.theory)
     for name in lab.problems:
         problem = BY_NAME[name]
-        parts.append(f"## `{name}` ({_points(name)} points): {problem.what}")
+        parts.append(f"## `{name}` ({problem.points} points): {problem.what}")
         if problem.steps:
             parts.append(f"Open {problem.file} and write {_place(problem).partition(', ')[2]}.")
         else:
             parts.append(_cell(f"%%into {problem.file}\n{stub(problem, hints)}"))
-        parts.append(_cell(f"!python -m pytest -q tests/test_{name}.py"))
+        parts.append(_cell(f"!{problem.test_command}"))
     parts += [lab.when_written] if lab.problems and lab.when_written else []
     for question in lab.questions:
         text = f"## {_title(lab, question)}\n\n{_timed(question)}\n\n"

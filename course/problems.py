@@ -25,16 +25,25 @@ class Problem:
     """
 
     name: str
+    points: int
     file: str
     function: str
     what: str
     hints: tuple[str, str, str]
     steps: tuple[str, ...] = ()
 
+    @property
+    def test_command(self) -> str:
+        """What tries the problem: the tests of its function, or two steps of its script."""
+        if self.steps:
+            return f"python {self.file} --num_steps 2 --num_eval_prompts 64 --overwrite"
+        file, words = TESTS[self.name]
+        return f'python -m pytest tests/{file} -k "{words}"'
+
 
 PROBLEMS = [
     Problem(
-        "token_logprobs", "common.py", "token_logprobs", "log-probs of given tokens",
+        "token_logprobs", 4, "common.py", "token_logprobs", "log-probs of given tokens",
         (
             "The log-prob of a token is its logit less the log of the sum of all exponentials.",
             "There is a function for it along the last dimension; then pick one entry per token.",
@@ -43,7 +52,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "kl_estimate", "common.py", "kl_estimate", "k1, k2 and k3",
+        "kl_estimate", 5, "common.py", "kl_estimate", "k1, k2 and k3",
         (
             "All three are functions of d, the log-prob under the policy less that under the"
             " reference.",
@@ -54,7 +63,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "completion_mask", "common.py", "completion_mask", "where a completion ends",
+        "completion_mask", 4, "common.py", "completion_mask", "where a completion ends",
         (
             "A position counts if no EOS comes strictly before it.",
             "How many EOS come before each position? A cumulative sum counts them up to and"
@@ -64,7 +73,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "masked_whiten", "common.py", "masked_whiten", "whitening under a mask",
+        "masked_whiten", 4, "common.py", "masked_whiten", "whitening under a mask",
         (
             "Mean and variance over the real entries alone; what lies off the mask may be anything,"
             " even NaN.",
@@ -76,7 +85,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "disable_dropout", "common.py", "disable_dropout", "dropout off, all of it",
+        "disable_dropout", 4, "common.py", "disable_dropout", "dropout off, all of it",
         (
             "nn.Dropout modules are only one of three places where models keep a probability.",
             "Modules may also have it as a float attribute, or read it from a config that they"
@@ -88,7 +97,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "reference", "common.py", "reference", "which reference model there is",
+        "reference", 5, "common.py", "reference", "which reference model there is",
         (
             "Three cases: no KL, a new adapter, everything else.",
             "A context manager that can be entered often and gives None, the policy with its"
@@ -99,7 +108,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "generate", "sampling.py", "generate", "the sampling loop",
+        "generate", 9, "sampling.py", "generate", "the sampling loop",
         (
             "Read the prompts, then draw a token for each row, read it, and so on. Decoder of"
             " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
@@ -115,7 +124,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "shape_rewards", "ppo.py", "shape_rewards", "PPO: rewards per token",
+        "shape_rewards", 4, "ppo.py", "shape_rewards", "PPO: rewards per token",
         (
             "Every real token pays for its KL; the last real one gets the score as well.",
             "The last real token of a row is where the cumulative sum of the mask reaches its"
@@ -125,7 +134,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "gae", "common.py", "gae", "generalised advantage estimation",
+        "gae", 7, "common.py", "gae", "generalised advantage estimation",
         (
             "The recursion runs from the last token to the first.",
             "After the last real token of a row V and A are 0, whatever the value model says there:"
@@ -136,7 +145,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "policy_loss", "ppo.py", "policy_loss", "PPO: the clipped surrogate",
+        "policy_loss", 4, "ppo.py", "policy_loss", "PPO: the clipped surrogate",
         (
             "The paper maximises a minimum, you minimise a maximum.",
             "Two losses, one with the ratio, one with the clipped ratio, both times the negative"
@@ -147,7 +156,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "value_loss", "ppo.py", "value_loss", "PPO: the clipped value loss",
+        "value_loss", 4, "ppo.py", "value_loss", "PPO: the clipped value loss",
         (
             "As with the policy: the worse of a free and a clipped prediction.",
             "The clipped prediction stays within clip_range_value of the old value.",
@@ -156,7 +165,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "ppo_loop", "ppo.py", "main", "PPO: rewards and advantages in the loop",
+        "ppo_loop", 5, "ppo.py", "main", "PPO: rewards and advantages in the loop",
         (
             "Shape the rewards from scores and KL, then advantages and returns.",
             "Rewards are whitened only where asked for and without shifting their mean; advantages"
@@ -167,7 +176,7 @@ PROBLEMS = [
         steps=("4",),
     ),
     Problem(
-        "group_advantages", "grpo.py", "group_advantages", "GRPO: advantages in the group",
+        "group_advantages", 5, "grpo.py", "group_advantages", "GRPO: advantages in the group",
         (
             "The group's mean is the baseline. It is divided by the standard deviation of the group"
             " or of the batch plus 1e-4, or not at all.",
@@ -179,7 +188,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "grpo_loss", "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
+        "grpo_loss", 8, "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
         (
             "A loss per token, then one of four ways to average it over the minibatch. grpo: over"
             " the tokens of each completion, then over the completions; dapo and cispo: over all"
@@ -195,7 +204,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "grpo_loop", "grpo.py", "main", "GRPO: the update in the loop",
+        "grpo_loop", 9, "grpo.py", "main", "GRPO: the update in the loop",
         (
             "The learning rate rises, then falls linearly; each epoch is a new order of the rows,"
             " cut into minibatches, each of them one optimiser step over micro-batches. The loops"
@@ -210,7 +219,7 @@ PROBLEMS = [
         steps=("5",),
     ),
     Problem(
-        "rloo_advantages", "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
+        "rloo_advantages", 4, "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
         (
             "The baseline of a completion is the mean reward of its siblings. normalize divides the"
             " advantages by their standard deviation over the batch plus 1e-4.",
@@ -223,7 +232,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "rloo_loss", "rloo.py", "rloo_loss", "RLOO: the loss",
+        "rloo_loss", 4, "rloo.py", "rloo_loss", "RLOO: the loss",
         (
             "A completion is one action: one ratio per row.",
             "policy_ratio of the sum of the log-ratios of its tokens, padding left out; the clip is"
@@ -233,7 +242,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "rloo_loop", "rloo.py", "main", "RLOO: rewards and advantages in the loop",
+        "rloo_loop", 4, "rloo.py", "main", "RLOO: rewards and advantages in the loop",
         (
             "In RLOO the KL is part of the reward, summed over the completion.",
             "The order matters: the score is clipped, the KL is not.",
@@ -243,7 +252,8 @@ PROBLEMS = [
         steps=("4",),
     ),
     Problem(
-        "preference_loss", "reward_model.py", "preference_loss", "reward models: the loss of pairs",
+        "preference_loss", 4, "reward_model.py", "preference_loss",
+        "reward models: the loss of pairs",
         (
             "The header has the formula: what is asked of a pair is that its two scores differ.",
             "For a pair that is badly wrong the sigmoid is 0 in float32, and its log minus"
@@ -254,7 +264,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "last_real_token", "plumbing/reward_models.py", "last_real_token",
+        "last_real_token", 3, "plumbing/reward_models.py", "last_real_token",
         "reward models: where a text is scored",
         (
             "The mask says where it is, the ids don't: pad may be a token that the text has as"
@@ -266,6 +276,27 @@ PROBLEMS = [
     ),
 ]  # fmt: skip
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
+# The repository's own tests come along with the starter: a file, and words in the names of the
+# tests that are about the problem.
+TESTS = {
+    "token_logprobs": ("test_common.py", "logprobs or half_precision"),
+    "kl_estimate": ("test_common.py", "k1 or k2 or k3 or estimator"),
+    "completion_mask": ("test_common.py", "first_eos"),
+    "masked_whiten": ("test_common.py", "whiten"),
+    "gae": ("test_common.py", "gae or advantage or padding_never"),
+    "disable_dropout": ("test_common.py", "dropout"),
+    "reference": ("test_reference.py", "there_is_no_reference or it_is"),
+    "generate": ("test_sampling.py", "eos or recorded or drawn or prompt or rows"),
+    "shape_rewards": ("test_ppo.py", "score"),
+    "policy_loss": ("test_ppo.py", "clip_stops or ratio"),
+    "value_loss": ("test_ppo.py", "value"),
+    "group_advantages": ("test_grpo.py", "advantages or group"),
+    "grpo_loss": ("test_grpo.py", "loss or gradient or clip or cispo or shares"),
+    "rloo_advantages": ("test_rloo.py", "baseline or advantages or group"),
+    "rloo_loss": ("test_rloo.py", "loss or clip or ratio or shares"),
+    "preference_loss": ("test_reward_model.py", "loss"),
+    "last_real_token": ("test_reward_model.py", "last_real_token"),
+}
 
 
 class NotFound(Exception):

@@ -1,8 +1,7 @@
-"""Which tests are fast, and fixtures. Nothing here imports torch (small.py does): the process that
+"""Which tests are slow, and fixtures. Nothing here imports torch (small.py does): the process that
 hands out the tests starts its workers at once.
 """
 
-import fnmatch
 import gc
 import os
 import re
@@ -19,79 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 
-# Slow as well: cases that have a faster sibling among the fast ones, or that few edits can break.
-SLOWER = """
-test_docs.py::test_the_tables_of_speed*
-test_faults.py::*no memory left*
-test_faults.py::*step 3]
-test_groups_by_hand.py::*cispo]
-test_groups_by_hand.py::*dr_grpo]
-test_groups_by_hand.py::*normalised*
-test_groups_by_hand.py::test_every_gradient*[[][dg]*o]
-test_outgrow_verl.py::test_a_chat_model*
-test_outgrow_verl.py::test_a_completion_without*
-test_outgrow_verl.py::test_a_run_of_ppo*
-test_outgrow_verl.py::test_dropout_is_0*
-test_outgrow_verl.py::test_every_setting*
-test_outgrow_verl.py::test_it_says_what*
-test_outgrow_verl.py::test_minibatches_count*
-test_outgrow_verl.py::test_the_length_penalty*
-test_outgrow_verl.py::test_verl*
-test_pitfalls.py::test_16_in_a_run*[[]rloo]
-test_pitfalls.py::test_31*[[]*flags[02-9]]
-test_pretended_cuda.py::test_a_reward_model*
-test_pretended_cuda.py::test_a_run_*
-test_pretended_cuda.py::test_a_step_waits*
-test_pretended_cuda.py::test_a_tensor_*
-test_pretended_cuda.py::test_a_wait_for_every*
-test_pretended_cuda.py::test_of_a_long_completion*
-test_pretended_cuda.py::test_other_architectures*
-test_pretended_cuda.py::test_training_a_reward_model*
-test_recipes.py::test_the_figures_of_memory*
-test_reference.py::test_a_merged_model_is*
-test_reference.py::test_an_adapter_is_trained_saved*
-test_resume.py::test_a_command_that_is_refused*
-test_resume.py::test_a_disk_that_fills*
-test_resume.py::test_a_second_ctrl_c*
-test_resume.py::test_after_running_out*
-test_resume.py::test_an_overwritten_run_takes*
-test_resume.py::test_ctrl_c_in_the_last*
-test_resume.py::test_every_field*
-test_resume.py::test_half_an_update*
-test_resume.py::test_resume_where_there_is_nothing*
-test_resume.py::test_resume_without_a_checkpoint_starts*
-test_reward_model.py::test_another_value*
-test_reward_model.py::test_the_embedded_model_prefers*
-test_runs.py::test_where_matplotlib*
-test_scripts.py::test_at_step_0*llama*
-test_scripts.py::test_dropout_left_on*
-test_scripts.py::test_every_forward_pass*
-test_scripts.py::test_gradient_checkpointing*
-test_scripts.py::test_in_bfloat16*[[]rloo*
-test_scripts.py::test_rows_without_advantage*all-*[mkl]*
-test_scripts.py::test_rows_without_advantage*rloo*
-test_scripts.py::test_rows_without_advantage*some-grpo-[kl]*
-test_site.py::*
-test_stopping.py::test_a_run_with_stop_strings*
-test_tiny.py::test_chances*
-test_tiny.py::test_no_temperature*
-test_tiny.py::test_the_page_has*
-test_tokens.py::test_of_long_completions*
-test_tokens.py::test_the_file_keeps*
-""".split("\n")[1:-1]
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`pytest -m fast` runs all that is not marked slow."""
+    """What runs with each of the scripts runs with grpo.py alone where slow tests are left out."""
     ids = {item.nodeid for item in items}
     for item in items:
-        # What runs with each of the scripts runs with grpo.py alone among the fast tests.
         sibling = re.sub(r"\b(ppo|rloo)\b(?=[^\[]*\]$)", "grpo", item.nodeid)
-        has_faster = sibling != item.nodeid and sibling in ids
-        if has_faster or any(fnmatch.fnmatch(item.nodeid, f"tests/{x}") for x in SLOWER):
+        if sibling != item.nodeid and sibling in ids:
             item.add_marker("slow")
-        if not item.get_closest_marker("slow"):
-            item.add_marker("fast")
 
 
 @pytest.hookimpl(wrapper=True)

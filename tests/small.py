@@ -165,9 +165,6 @@ def share_of_a(completions, **columns):
 
 def spread(completions, completion_ids, **columns):
     return [sum(ids) % 7 - 3.0 for ids in completion_ids]
-
-def huge(completions, completion_ids, **columns):
-    return [1e6 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
 """
 
 

@@ -1,142 +1,171 @@
-"""The edges of the flags: the last value that is taken and the first that is refused."""
+"""Flags: how they are written, which values are taken, their defaults, and that each one acts."""
 
-import dataclasses
+import json
 import math
-import typing
 
 import pytest
+import torch
+from small import letter_tokenizer, save_model, small_llama
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import grpo
 import plumbing.config
 import ppo
 import reward_model
 import rloo
-from plumbing.config import ABOVE_0, LOWEST, TRL_NAMES, RunConfig, parse_flags
+from plumbing.config import parse_flags
 from plumbing.errors import InputError
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
-OURS = {  # by hand: which of our flags each name of TRL means
-    "beta": "kl_coef", "center_rewards_coefficient": "center_rewards_coef",
-    "cliprange": "clip_range", "cliprange_value": "clip_range_value",
-    "epsilon": "clip_range", "epsilon_high": "clip_range_high",
-    "local_rollout_forward_batch_size": "rollout_batch_size",
-    "max_completion_length": "max_new_tokens", "num_iterations": "num_epochs",
-    "num_ppo_epochs": "num_epochs", "per_device_train_batch_size": "micro_batch_size",
-    "response_length": "max_new_tokens",
-}  # fmt: skip
 
 
-def parse(script: str, *flags: str) -> RunConfig:
-    return parse_flags(SCRIPTS[script].Config, "", ["--device", "cpu", *flags])
+def parse(script: str, *flags: str) -> dict:
+    return vars(parse_flags(SCRIPTS[script].Config, "", ["--device", "cpu", *flags]))
 
 
-def has(script: str, flag: str) -> bool:
-    return flag in SCRIPTS[script].Config.__dataclass_fields__
+def refused(script: str, *flags: str, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse(script, *flags)
+    assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", TRL_NAMES)
-def test_a_name_of_trl_sets_our_flag_and_no_other(name):
-    assert OURS.keys() == TRL_NAMES.keys()
-    for script in SCRIPTS:
-        if has(script, OURS[name]):
-            # 64 suits them all.
-            value = "0.64" if "clip" in OURS[name] or name == "beta" else "64"
-            plain, found = vars(parse(script)), vars(parse(script, f"--{name}", value))
-            assert {flag for flag in plain if plain[flag] != found[flag]} == {OURS[name]}
-            assert found[OURS[name]] == float(value)
+@pytest.mark.parametrize(
+    ("flags", "name", "expected"),
+    [
+        ("--kl-coef 1", "kl_coef", 1.0),
+        ("--kl_coef=1e-2", "kl_coef", 0.01),
+        ("--overwrite --seed 3", "overwrite", True),
+        ("--overwrite false", "overwrite", False),
+        ("--bf16=true", "bf16", True),
+        ("--reward a b --seed 3", "reward", ["a", "b"]),
+        ("--reward_weights=0.5", "reward_weights", [0.5]),
+        ("--missing_eos_penalty -1", "missing_eos_penalty", -1.0),
+        ("--kl_estimator k3", "kl_estimator", "k3"),
+        # Names of TRL
+        ("--beta 1", "kl_coef", 1.0),
+        ("--epsilon=0.3", "clip_range", 0.3),
+        ("--cliprange_value 0.3", "clip_range_value", 0.3),
+        ("--num_ppo_epochs 3", "num_epochs", 3),
+        ("--response_length 9", "max_new_tokens", 9),
+        ("--max_completion_length 9", "max_new_tokens", 9),
+        ("--local_rollout_forward_batch_size 64", "rollout_batch_size", 64),
+    ],
+)
+def test_how_a_flag_may_be_written(flags, name, expected):
+    plain, found = parse("ppo"), parse("ppo", *flags.split())
+    assert found[name] == expected and type(found[name]) is type(expected)
+    assert {flag for flag in plain if plain[flag] != found[flag]} <= {name, "seed"}
 
 
-@pytest.mark.parametrize("flag", ABOVE_0)
-def test_0_is_refused_where_a_number_must_be_above_0(flag):
-    for script in filter(lambda script: has(script, flag), SCRIPTS):
-        with pytest.raises(InputError, match=f"--{flag} 0(.0)?: must be greater than 0"):
-            parse(script, f"--{flag}", "0")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--kl-coeff=1", "unknown flag --kl-coeff: did you mean --kl_coef?"),
+        ("--zzzzzz 1", "unknown flag --zzzzzz: --help lists the flags"),
+        ("--epsilon_high 0.3", "unknown flag --epsilon_high: did you mean --epsilon?"),
+        ("--reward_weights nan", "--reward_weights [nan]: must be a finite number"),
+        ("--missing_eos_penalty inf", "--missing_eos_penalty inf: must be a finite number"),
+        ("--temperature 0.0009", "too close to 0, choose 0.001 or more"),
+        (f"--seed {2**63 - 1}", "must be between 0 and"),
+        ("--prompts_per_step 12 --num_mini_batches 5", "choose 4 or 6"),
+        ("--prompts_per_step 4 --num_mini_batches 9", "choose 4"),
+        ("--num_generations 4 --rollout_batch_size 3", "must hold the 4 completions of a prompt"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_remedy(flags, words):
+    refused("ppo", *flags.split(), words=words)
 
 
-def test_every_number_without_another_bound_must_be_above_0():
-    # By hand what may be 0, or has its bounds elsewhere: all other numbers must be in the list.
-    other = set("digits temperature seed missing_eos_penalty gamma lam".split())
-    other |= {"reward_clip_range", "reward_weights", "label_noise"}
-    for script in SCRIPTS.values():
-        kinds = typing.get_type_hints(script.Config)
-        for name in (field.name for field in dataclasses.fields(script.Config)):
-            if {int, float} & {kinds[name], *typing.get_args(kinds[name])}:
-                assert name in {*ABOVE_0, *LOWEST, *other}, name
+def test_the_last_good_value_is_taken():
+    assert parse("ppo", "--temperature", "0.001")["temperature"] == 0.001
+    assert parse("ppo", "--seed", str(2**63 - 2))["seed"] == 2**63 - 2
+    for flag in ("gamma", "lam"):
+        assert [parse("ppo", f"--{flag}", x)[flag] for x in ("0", "1")] == [0.0, 1.0]
+        for value in (-0.01, 1.01, math.nan):
+            refused("ppo", f"--{flag}", str(value), words=f"--{flag} {value}: must be")
+    for script in ("grpo", "rloo"):
+        group = ["--num_generations", "2", "--rollout_batch_size", "2", "--prompts_per_step", "3"]
+        assert parse(script, *group, "--num_mini_batches", "6")["num_generations"] == 2
+        refused(script, "--num_generations", "1", words="--num_generations 1: must be 2 or more")
 
 
-def test_the_defaults_of_the_embedded_model_are_for_that_name_alone():
-    plain, embedded = parse("grpo", "--model", "my/tiny-llama"), parse("grpo")
-    assert (embedded.max_new_tokens, plain.max_new_tokens) == (5, 24)
+MAY_BE_0 = """kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer
+center_rewards_coef""".split()
+OTHER_BOUNDS = """temperature seed missing_eos_penalty gamma lam num_generations cispo_bound digits
+label_noise""".split()
 
 
-OF_THE_UPDATE = dict(warmup_steps=10, max_grad_norm=1.0, clip_range=0.2, temperature=1.0)
-OFTEN = dict(digits=2, lora_r=0, seed=0, save_every=50, sample_every=50)
-OFTEN |= dict(entropy_coef=0.0, eval_generations=1)
-OF_REWARD_MODEL = dict(warmup_steps=10, max_grad_norm=1.0, lora_r=0, seed=0, save_every=50)
-OF_REWARD_MODEL |= dict(eval_every=50, num_eval_pairs=512)
-OF_REWARD_MODEL |= dict(center_rewards_coef=0.0)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_other_number_must_be_above_0_but_for_some_that_may_be_0(script):
+    for flag, default in parse(script).items():
+        if type(default) in (int, float) and flag not in OTHER_BOUNDS:
+            if flag in MAY_BE_0:
+                assert parse(script, f"--{flag}", "0")[flag] == 0
+                refused(script, f"--{flag}", "-1", words=": must be 0 or greater")
+            else:
+                refused(script, f"--{flag}", "0", words=": must be greater than 0")
+
+
+# --- Defaults ---
+
+SHARED = dict(warmup_steps=10, max_grad_norm=1.0, clip_range=0.2, temperature=1.0, lora_r=0, seed=0)
+SHARED |= dict(save_every=50, entropy_coef=0.0, eval_generations=1)
 SIZES = {
-    "tiny": dict(
-        max_new_tokens=5, rollout_batch_size=256, micro_batch_size=256, num_eval_prompts=1024
-    ),
-    "other": dict(
-        max_new_tokens=24, rollout_batch_size=32, micro_batch_tokens=1024, num_eval_prompts=24
-    ),
+    "tiny": dict(max_new_tokens=5, rollout_batch_size=256, num_eval_prompts=1024),
+    "my/tiny": dict(max_new_tokens=24, rollout_batch_size=32, micro_batch_tokens=1024)
+    | dict(num_eval_prompts=24, num_steps=40, eval_every=20),
 }
+ONCE = dict(num_epochs=1, num_mini_batches=1)
 OF_PPO = dict(num_generations=1, num_epochs=2, gamma=1.0, lam=0.95, vf_coef=0.1)
 OF_PPO |= dict(clip_range_value=0.2, missing_eos_penalty=0.0)
-ONCE = dict(num_epochs=1, num_mini_batches=1)
+OF_GRPO = ONCE | dict(num_generations=8, dynamic_sampling=0, overlong_buffer=0)
+OF_RLOO = ONCE | dict(num_generations=4)
 DEFAULTS = {  # by hand: every figure of the pages was measured with these
     ("ppo", "tiny"): OF_PPO
     | dict(num_steps=60, prompts_per_step=256, kl_coef=0.01, learning_rate=5e-4)
     | dict(eval_every=15, num_mini_batches=4),
-    ("ppo", "other"): OF_PPO
-    | dict(num_steps=40, prompts_per_step=16, kl_coef=0.1, learning_rate=5e-5)
-    | dict(eval_every=20, num_mini_batches=1),
-    ("grpo", "tiny"): ONCE
-    | dict(num_steps=180, prompts_per_step=32, kl_coef=0.01, learning_rate=8e-4)
-    | dict(eval_every=30, num_generations=8, cispo_bound=5.0)
-    | dict(dynamic_sampling=0, overlong_buffer=0),
-    ("grpo", "other"): ONCE
-    | dict(num_steps=40, prompts_per_step=4, kl_coef=0.04, learning_rate=2e-5)
-    | dict(eval_every=20, num_generations=8, cispo_bound=5.0)
-    | dict(dynamic_sampling=0, overlong_buffer=0),
-    ("rloo", "tiny"): ONCE
-    | dict(num_steps=180, prompts_per_step=64, kl_coef=0.02, learning_rate=8e-4)
-    | dict(eval_every=30, num_generations=4),
-    ("rloo", "other"): ONCE
-    | dict(num_steps=40, prompts_per_step=8, kl_coef=0.05, learning_rate=2e-5)
-    | dict(eval_every=20, num_generations=4),
+    ("ppo", "my/tiny"): OF_PPO
+    | dict(prompts_per_step=16, kl_coef=0.1, learning_rate=5e-5, num_mini_batches=1),
+    ("grpo", "tiny"): OF_GRPO
+    | dict(num_steps=180, prompts_per_step=32, kl_coef=0.01, learning_rate=8e-4, eval_every=30),
+    ("grpo", "my/tiny"): OF_GRPO | dict(prompts_per_step=4, kl_coef=0.04, learning_rate=2e-5),
+    ("rloo", "tiny"): OF_RLOO
+    | dict(num_steps=180, prompts_per_step=64, kl_coef=0.02, learning_rate=8e-4, eval_every=30),
+    ("rloo", "my/tiny"): OF_RLOO | dict(prompts_per_step=8, kl_coef=0.05, learning_rate=2e-5),
 }
+GOES = {"digits", "sample_every", "micro_batch_size", "cispo_bound"}
 
 
 @pytest.mark.parametrize("script, model", DEFAULTS)
 def test_every_number_has_the_default_that_the_pages_were_measured_with(script, model):
-    config = vars(parse(script, *([] if model == "tiny" else ["--model", "my/other"])))
+    config = parse(script, "--model", model)
     numbers = {name: value for name, value in config.items() if type(value) in (int, float)}
-    assert numbers == DEFAULTS[script, model] | OF_THE_UPDATE | OFTEN | SIZES[model]
-
-
-def test_the_reward_model_has_the_defaults_that_the_pages_were_measured_with():
-    for model, sizes in (
-        (
-            "tiny",
-            dict(num_steps=200, learning_rate=1e-3, micro_batch_size=256, pairs_per_step=128)
-            | dict(num_pairs=10000, label_noise=0.1),
-        ),
-        ("my/other", dict(learning_rate=2e-5, micro_batch_size=16, pairs_per_step=32)),
-    ):
-        config = vars(parse("reward_model", "--model", model))
-        numbers = {name: value for name, value in config.items() if type(value) in (int, float)}
-        assert numbers == OF_REWARD_MODEL | sizes
+    expected = SHARED | SIZES[model] | DEFAULTS[script, model]
+    assert {name: numbers[name] for name in numbers if name not in GOES} == expected
+    assert config["task"] == ("add" if model == "tiny" else "sentiment")
 
 
 @pytest.mark.parametrize("script, coef", [("ppo", 0.1), ("grpo", 0.4), ("rloo", 0.2)])
 def test_with_a_learned_reward_the_kl_of_the_embedded_model_weighs_more(script, coef):
-    assert parse(script, "--reward_model", "folder").kl_coef == coef
-    assert parse(script, "--reward_model", "folder", "--kl_coef", "0.03").kl_coef == 0.03
-    other = parse(script, "--reward_model", "folder", "--model", "my/other")
-    assert other.kl_coef == DEFAULTS[script, "other"]["kl_coef"]
+    assert parse(script, "--reward_model", "folder")["kl_coef"] == coef
+    assert parse(script, "--reward_model", "folder", "--kl_coef", "0.03")["kl_coef"] == 0.03
+    other = parse(script, "--reward_model", "folder", "--model", "my/tiny")
+    assert other["kl_coef"] == DEFAULTS[script, "my/tiny"]["kl_coef"]
+
+
+def test_an_adapter_takes_ten_times_the_learning_rate_unless_it_is_given(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}')
+    assert parse("ppo", "--lora_r", "4")["learning_rate"] == pytest.approx(5e-3)
+    assert parse("ppo", "--model", str(tmp_path))["learning_rate"] == pytest.approx(5e-4)
+    assert parse("ppo", "--lora_r", "4", "--learning_rate", "3e-6")["learning_rate"] == 3e-6
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_bfloat16_is_chosen_by_the_device_unless_it_is_given(fast, monkeypatch):
+    monkeypatch.setattr(plumbing.config, "fast_at_bfloat16", lambda device: fast)
+    assert parse("ppo", "--model", "x/y")["bf16"] is fast
+    assert parse("ppo", "--model", "x/y", "--bf16", "false")["bf16"] is False
+    assert parse("ppo")["bf16"] is False, "the embedded model is too small to gain"
 
 
 def test_a_config_is_made_by_name():
@@ -145,57 +174,47 @@ def test_a_config_is_made_by_name():
             script.Config("gpt2")
 
 
-@pytest.mark.parametrize("flag", [flag for flag in LOWEST if flag != "num_prompts"])
-def test_the_lowest_number_is_taken_and_a_lower_one_refused(flag):
-    for script in filter(lambda script: has(script, flag), SCRIPTS):
-        assert vars(parse(script, f"--{flag}", str(LOWEST[flag])))[flag] == LOWEST[flag]
-        with pytest.raises(InputError, match=f"--{flag} .*: must be {LOWEST[flag]} or greater"):
-            parse(script, f"--{flag}", str(LOWEST[flag] - 1))
+# --- Each flag acts: another value leaves another run behind ---
+
+CHANGES = """
+ppo gamma=0.5 lam=0.2 vf_coef=2 clip_range_value=0.001 missing_eos_penalty=2 kl_estimator=k3
+ppo kl_coef=0.7 clip_range=0.001 max_grad_norm=0.01
+grpo kl_coef=0.7 clip_range=0.001 max_grad_norm=0.01 clip_range_high=0.5 scale_rewards=none
+grpo loss_type=dapo mask_truncated_completions=true overlong_buffer=3
+rloo kl_coef=0.7 clip_range=0.001 max_grad_norm=0.01 prompts_per_step=4
+rloo temperature=1.3 max_new_tokens=3 reward_weights=2 reward_model=judge lora_r=2 bf16=true
+rloo num_eval_prompts=1 eval_generations=3 prompt_template={prompt}b system_prompt=ab
+"""
+CASES = [(script, x) for script, *rest in map(str.split, CHANGES.split("\n")[1:-1]) for x in rest]
+UNCHANGED = {}  # what a run of each script leaves
 
 
-@pytest.mark.parametrize("flag", ["gamma", "lam"])
-def test_gamma_and_lambda_lie_between_0_and_1_both_included(flag):
-    for value in (0.0, 1.0):
-        assert vars(parse("ppo", f"--{flag}", str(value)))[flag] == value
-    for value in (-0.01, 1.01, math.nan):
-        with pytest.raises(InputError, match=f"--{flag}"):
-            parse("ppo", f"--{flag}", str(value))
+@pytest.fixture
+def run(make_job, tmp_path, monkeypatch):
+    """Runs a script in a folder with models; gives the lines of metrics and the weights."""
+    monkeypatch.chdir(tmp_path)
+    chat = letter_tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    save_model(tmp_path / "llama", small_llama(0.1, vocab_size=20), chat)
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, num_labels=1, pad_token_id=0)
+    torch.manual_seed(0)
+    save_model(tmp_path / "judge", GPT2ForSequenceClassification(config), letter_tokenizer())
+
+    def run(script: str, **flags) -> tuple[str, list[bytes]]:
+        flags = {"model": "llama", "num_steps": 2, "num_epochs": 3, "learning_rate": 1e-2} | flags
+        lines = make_job(SCRIPTS[script])(warmup_steps=0, **flags)
+        timed = ("time/", "memory/", "tokens_per_second")
+        lines = [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+        return json.dumps(lines), [p.read_bytes() for p in tmp_path.glob("run/model/*.safetensors")]
+
+    return run
 
 
-def test_the_smallest_temperature_and_the_largest_seed_are_taken():
-    assert parse("ppo", "--temperature", "0.001").temperature == 0.001
-    assert parse("ppo", "--seed", str(2**63 - 2)).seed == 2**63 - 2
-    for flags in (["--temperature", "0.0009"], ["--seed", str(2**63 - 1)]):
-        with pytest.raises(InputError, match=flags[0]):
-            parse("ppo", *flags)
-
-
-def test_a_rollout_batch_may_hold_just_one_group_and_a_group_just_two():
-    flags = ["--num_generations", "4", "--rollout_batch_size"]
-    assert parse("grpo", *flags, "4").rollout_batch_size == 4
-    with pytest.raises(InputError, match="must hold the 4 completions of a prompt"):
-        parse("grpo", *flags, "3")
-    for script in ("grpo", "rloo"):
-        assert parse(script, "--num_generations", "2").num_generations == 2
-        with pytest.raises(InputError, match="--num_generations 1"):
-            parse(script, "--num_generations", "1")
-    assert parse("ppo", "--num_generations", "1").num_generations == 1
-
-
-def test_minibatches_divide_the_completions_of_a_step_not_its_prompts():
-    flags = ["--prompts_per_step", "3", "--num_generations", "4", "--num_mini_batches"]
-    assert parse("grpo", *flags, "12").num_mini_batches == 12
-    with pytest.raises(InputError, match=r"doesn't divide the 12 completions .*choose 6 or 12"):
-        parse("grpo", *flags, "7")
-    with pytest.raises(InputError, match=r"choose 12$"):
-        parse("grpo", *flags, "24")
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_bfloat16_is_chosen_by_the_device_unless_it_is_given(fast, monkeypatch):
-    monkeypatch.setattr(plumbing.config, "fast_at_bfloat16", lambda device: fast)
-    other = ["--model", "x/y"]
-    assert parse("ppo", *other).bf16 is fast
-    assert parse("ppo", *other, "--bf16", "false").bf16 is False
-    assert parse("ppo", *other, "--bf16", "true").bf16 is True
-    assert parse("ppo").bf16 is False, "the embedded model is too small to gain"
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "change"), CASES)
+def test_another_value_leaves_another_run_behind(script, change, run):
+    name, _, value = change.partition("=")
+    if script not in UNCHANGED:
+        UNCHANGED[script] = run(script)
+        assert run(script) == UNCHANGED[script]
+    assert run(script, **{name: value}) != UNCHANGED[script]

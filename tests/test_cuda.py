@@ -1,13 +1,13 @@
 """What must hold on a GPU: `pytest -m cuda` runs it on a real one, or else on a pretended one."""
 
-import json
+import contextlib
+import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from pretended_cuda import SYNCHRONIZES, pretended_cuda
-from small import EOS, small_gpt2, small_llama
+from small import EOS, job_maker, small_gpt2, small_llama
 
 import grpo
 import ppo
@@ -21,55 +21,42 @@ pytestmark = [
     # On a GPU where no graph can be captured, the tests must not pass without graphs.
     pytest.mark.filterwarnings("error:decoding without CUDA graphs"),
 ]
-# Of a pretended GPU tests/test_pretended_cuda.py has all scripts in float32, compared to the bit.
+# test_pretended_cuda.py runs all scripts on the pretended GPU.
 SCRIPTS = [ppo, grpo, rloo] if torch.cuda.is_available() else [grpo]
-IN_BFLOAT16 = SCRIPTS if torch.cuda.is_available() else [ppo]
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])
-MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+MASK = PROMPTS > 0
 
 
 @pytest.fixture(autouse=True)
 def device():
-    if torch.cuda.is_available():
+    with contextlib.nullcontext() if torch.cuda.is_available() else pretended_cuda():
         yield
-    else:
-        with pretended_cuda():
-            yield
+        torch.cuda.set_sync_debug_mode("default")
 
 
-def train(script, folder: Path, *flags: str) -> list[dict]:
-    small = "--num_steps 3 --prompts_per_step 4 --num_eval_prompts 8 --eval_every 3 --device cuda"
-    script.main([*small.split(), *flags, "--output_dir", str(folder)])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/", "tokens_per_second")
-    return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines]
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.__name__)
+def train(request, tmp_path):
+    run = job_maker(tmp_path)(request.param)
+    return functools.partial(run, num_steps=3, eval_every=3, device="cuda")
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 def test_greedy_completions_are_those_of_model_generate(make):
     model = make().eval().to("cuda")
     options = {"max_new_tokens": 12, "pad_token_id": 0}
-    ours = generate(model, PROMPTS, MASK, eos_token_ids=[EOS], top_k=1, **options)
-    theirs = model.generate(
-        PROMPTS.to("cuda"),
-        attention_mask=MASK.to("cuda"),
-        do_sample=False,
-        eos_token_id=EOS,
-        **options,
-    )
-    width = theirs.shape[1]
-    assert ours.tokens.device.type == "cuda"
-    assert ours.tokens[:, :width].tolist() == theirs.tolist()
+    ours = generate(model, PROMPTS, MASK, eos_token_ids=[EOS], top_k=1, **options).tokens
+    options |= {"attention_mask": MASK.to("cuda"), "eos_token_id": EOS, "do_sample": False}
+    theirs = model.generate(PROMPTS.to("cuda"), **options)
+    assert ours.device.type == "cuda"
+    assert ours[:, : theirs.shape[1]].tolist() == theirs.tolist()
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 def test_a_cuda_graph_samples_what_an_ordinary_forward_pass_does(make):
-    model = make().eval().to("cuda")
-    found = []
+    model, found = make().eval().to("cuda"), []
     for static in (True, False):
-        generator = torch.Generator("cuda").manual_seed(0)
         options = {"max_new_tokens": 20, "pad_token_id": 0, "num_generations": 16}
-        options |= {"generator": generator, "static": static, "temperature": 1.5}
+        options |= {"generator": torch.Generator("cuda").manual_seed(0), "static": static}
         found.append(generate(model, PROMPTS, MASK, eos_token_ids=[EOS], **options))
     assert found[0].tokens.tolist() == found[1].tokens.tolist()
     assert torch.allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
@@ -77,15 +64,7 @@ def test_a_cuda_graph_samples_what_an_ordinary_forward_pass_does(make):
     assert lengths.min() < lengths.max() == 20, "rows end at different times"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_before_the_first_update_the_ratio_is_1_and_the_kl_0(script, tmp_path):
-    first = train(script, tmp_path / "r", "--num_epochs", "2", "--num_mini_batches", "2")[0]
-    assert abs(first["objective/kl"]) < 1e-4 and first["val/ratio_max_dev_first"] < 1e-4
-    assert first["grad_norm"] > 0
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_step_waits_for_the_device_a_few_times(script, tmp_path, monkeypatch):
+def test_a_step_waits_for_the_device_a_few_times(train, monkeypatch):
     """By PyTorch's own count, which leaves out torch.cuda.synchronize."""
     waits, log = [], Run.log
     with warnings.catch_warnings(record=True) as seen:
@@ -98,17 +77,16 @@ def test_a_step_waits_for_the_device_a_few_times(script, tmp_path, monkeypatch):
 
         monkeypatch.setattr(Run, "log", logged)
         torch.cuda.set_sync_debug_mode("warn")
-        try:
-            train(script, tmp_path / "r", "--sample_every", "100", "--record_tokens", "false")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        train()
     assert 2 <= min(waits[1:-1]) <= max(waits[1:-1]) <= 12
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(script, tmp_path, monkeypatch):
-    whole = train(script, tmp_path / "whole")
-    log = Run.log
+def test_a_run_starts_at_ratio_1_and_kl_0_and_goes_on_as_if_it_had_not_been_stopped(
+    train, monkeypatch
+):
+    train = functools.partial(train, num_epochs=2, num_mini_batches=2)
+    whole, log = train(), Run.log
+    assert abs(whole[0]["objective/kl"]) < 1e-4 and whole[0]["val/ratio_max_dev_first"] < 1e-4
 
     def stop(self, step, line):
         log(self, step, line)
@@ -116,12 +94,13 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(script, tmp_pa
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(Run, "log", stop)
-        train(script, tmp_path / "r")
-    assert train(script, tmp_path / "r", "--resume") == whole
+        train()
+    resumed = train(resume=True, overwrite=False)
+    for name in ("grad_norm", "objective/kl", "eval/reward"):
+        assert [line.get(name) for line in resumed] == [line.get(name) for line in whole]
 
 
-@pytest.mark.parametrize("script", IN_BFLOAT16, ids=lambda script: script.__name__)
-def test_in_bfloat16_with_an_adapter_the_weights_move_and_stay_finite(script, tmp_path):
-    lines = train(script, tmp_path / "r", "--bf16", "true", "--lora_r", "4")
+def test_in_bfloat16_with_an_adapter_the_weights_move_and_stay_finite(train):
+    lines = train(bf16=True, lora_r=4)
     assert all(0 < line["grad_norm"] < 1e3 for line in lines[:-1])
     assert lines[-2]["objective/kl"] != 0

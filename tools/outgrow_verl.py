@@ -104,7 +104,7 @@ NOT_THERE = {
     "normalize_advantages": "verl's RLOO doesn't scale advantages",
     "mask_truncated_completions": "verl trains on completions that are cut",
 }
-# Neither needed nor refused; docs/evidence/outgrow.md says why.
+# Neither needed nor refused.
 LEFT_OUT = """value_init verifier merge_adapter compile device overwrite resume save_best
 sample_every record_tokens""".split()
 LOSS_AGG_MODES = {

@@ -73,13 +73,6 @@ def page_of_folder(path: str, found: set[str]) -> str:
     return f"{UNLISTED}# {path}/\n\n" + "\n".join(lines) + "\n"
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add each page of docs/evidence/ to the menu."""
-    pages = sorted(Path(config.docs_dir, "evidence").glob("*.md"))
-    config.nav.append({"Evidence": [f"evidence/{page.name}" for page in pages]})
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the README, and whatever pages link to, and what those link to."""
     found = {"README.md"} | {f"docs/{file.src_uri}" for file in files.documentation_pages()}

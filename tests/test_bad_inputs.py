@@ -1,0 +1,283 @@
+"""A bad input ends with exit code 2, a fault with 1, both with one line and without a traceback."""
+
+import contextlib
+import json
+import shutil
+import sys
+from contextlib import nullcontext as nothing
+from pathlib import Path
+
+import pytest
+import torch
+from small import REWARD, byte_tokenizer, letter_tokenizer, save_model, small_gpt2
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+import grpo
+import ppo
+import reward_model
+import rloo
+from plumbing.runs import run_main
+from tools import inspect_reward, plot
+
+MAINS = {"ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "reward_model": reward_model.main}
+MAINS |= {"plot": plot.main, "inspect_reward": inspect_reward.main}
+RUN = (
+    "--model small --prompts prompts.jsonl --reward reward.py:spread --num_steps 6"
+    " --prompts_per_step 2 --num_generations 2 --max_new_tokens 4 --num_eval_prompts 2"
+    " --save_every 2 --output_dir run --bf16 false --device cpu"
+)
+HUGE = "--learning_rate 1e30 --max_grad_norm 1e30"
+PAIRS = "--model small --num_steps 2 --output_dir run --pairs"
+MORE_REWARDS = """
+calls = 0
+
+def from_call_6(completions, completion_ids, **columns):
+    global calls
+    calls += 1
+    if calls > 5:
+        raise KeyError("verdict")
+    return spread(completions, completion_ids)
+
+def enormous(completions, completion_ids, **columns):
+    return [1e38 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
+
+def divides_by_zero(completions, **columns):
+    raise ZeroDivisionError("division by zero")
+
+def too_few(completions, **columns):
+    return [1.0]
+
+def infinite(completions, **columns):
+    return [float("inf")] * len(completions)
+
+def words(completions, **columns):
+    return ["good"] * len(completions)
+
+def of_a_column(completions, verdict):
+    return verdict
+
+def unknown_now_and_then(completions, **columns):
+    return [1.0, None] * (len(completions) // 2)
+
+number = 5
+"""
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+ROWS = {
+    "prompts": [{"prompt": p} for p in ("x", "yy y", "zzz", "w", "the", "a b", "q", "rs")],
+    "no_prompt": [{"question": "x"}],
+    "no_content": [{"prompt": [{"role": "user"}]}],
+    "chat": [{"prompt": [{"role": "user", "content": "x"}]}],
+    "no_answer": [{"prompt": "1+1="}],
+    "answer_in_words": [{"prompt": "1+1=", "answer": "two"}],
+    "half_a_pair": [PAIR, {"prompt": "a", "chosen": "b"}],
+    "pair_of_two_kinds": [PAIR | {"rejected": [{"role": "assistant", "content": "c"}]}],
+    "margin_in_words": [PAIR | {"margin": "big"}],
+    "equal_pairs": [PAIR | {"rejected": "b"}] * 12,
+}
+FILES = {f"{name}.jsonl": "\n".join(map(json.dumps, rows)) for name, rows in ROWS.items()}
+FILES |= {
+    "reward.py": REWARD + MORE_REWARDS,
+    "no_python.py": "def f(:\n",
+    "empty.jsonl": "\n",
+    "no_json.jsonl": '{"prompt": "x"}\n{"prompt": \n',
+    "no_prompt.csv": "question,answer\n1+1,2\n",
+    "empty_run/metrics.jsonl": "",
+    "empty_model/readme": "",
+}
+BAD = [  # (script, flags, part of the line)
+    # Flags. What is tested of them in test_config.py is left out here.
+    ("ppo", "--learning_rat 1", "did you mean --learning_rate?"),
+    ("ppo", "--learn 1e-3", "unknown flag --learn:"),
+    ("ppo", "stray", "'stray' belongs to no flag"),
+    ("ppo", "--num_steps many", "--num_steps: invalid int value: 'many'"),
+    ("ppo", "--overwrite maybe", "must be true or false, not 'maybe'"),
+    ("ppo", "--kl_estimator k9", "--kl_estimator: invalid choice: 'k9'"),
+    ("ppo", "--kl_coef nan", "--kl_coef nan: must be a finite number"),
+    ("ppo", "--device cuda:99", "--device cuda:99: this machine"),
+    ("ppo", "--stop", "--stop: expected at least one argument"),
+    ("grpo", "--overlong_buffer 9", "longer than the longest completion, --max_new_tokens 5"),
+    ("ppo", "--eval_generations 300", "must hold the 300 completions of a prompt"),
+    ("ppo", "--max_new_tokens 128", "the model's context is 128"),
+    ("ppo", "--max_new_tokens 125", "leaves no room for 125 new ones"),
+    ("inspect_reward", "--num_generations 1", "2 or more"),
+    # Models
+    ("ppo", "--model nowhere/at-all", "or use --model tiny"),
+    ("ppo", "--model empty_model", "can't be loaded"),
+    ("ppo", "--model bert", "not a causal language model"),
+    ("ppo", "--model mamba", "key-value cache"),
+    ("ppo", "--model mixed --max_new_tokens 2", "don't belong together"),
+    ("ppo", "--reward_model two_labels", "has 2 labels"),
+    ("ppo", "--reward_model small", "has 2 labels"),
+    # Prompts
+    ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: can't be read"),
+    ("ppo", "--eval_prompts nowhere.jsonl", "--eval_prompts nowhere.jsonl: can't be read"),
+    ("ppo", "--prompts empty.jsonl", "holds no prompts"),
+    ("ppo", "--prompts no_json.jsonl", "no_json.jsonl, line 2: not JSON"),
+    ("ppo", "--prompts no_prompt.jsonl", 'line 1: no key "prompt"'),
+    ("ppo", "--prompts no_prompt.csv", 'row 1: no key "prompt"'),
+    ("ppo", "--prompts no_content.jsonl", 'a message has no "content"'),
+    ("ppo", "--prompts chat.jsonl --model small --task sentiment", "no chat template"),
+    ("ppo", "--system_prompt Hello", "no chat template; write the text into --prompt_template"),
+    ("ppo", "--prompt_template {question}", "no column question, there are prompt, answer"),
+    ("ppo", "--prompt_template Solve:", "names no column"),
+    # Tasks and rewards
+    ("ppo", "--prompts no_answer.jsonl", 'needs a key "answer"'),
+    (
+        "ppo",
+        "--prompts answer_in_words.jsonl --reward gsm8k",
+        "finds no number in the answer 'two'",
+    ),
+    ("ppo", "--task sentimant", "not in tasks.py, which has add, sentiment"),
+    ("ppo", "--reward better", "FILE.py:FUNCTION, or choose from"),
+    ("ppo", "--verifier better", "--verifier better: write it as FILE.py:FUNCTION"),
+    ("ppo", "--reward nowhere.py:f", "there is no file nowhere.py"),
+    ("ppo", "--reward no_python.py:f", "fails on import: SyntaxError"),
+    ("ppo", "--reward reward.py:fun", "has no function fun"),
+    ("ppo", "--reward reward.py:number", "has no function number"),
+    ("ppo", "--reward_weights 1 2", "give one per reward, here 1"),
+    ("ppo", f"{RUN} --reward reward.py:divides_by_zero", "divides_by_zero raised ZeroDivision"),
+    ("ppo", f"{RUN} --reward reward.py:too_few", "returned 1 values for"),
+    ("ppo", f"{RUN} --reward reward.py:infinite", "returned inf for"),
+    ("ppo", f"{RUN} --reward reward.py:words", "must return a list of numbers"),
+    ("ppo", f"{RUN} --reward reward.py:of_a_column", "'verdict'"),
+    ("ppo", f"{RUN} --reward reward.py:unknown_now_and_then", "a reward is None"),
+    ("ppo", f"{RUN} --reward format_match", "'pattern'"),
+    # Pairs
+    ("reward_model", "--model small", "--pairs: is needed"),
+    ("reward_model", f"{PAIRS} empty.jsonl", "holds no pairs"),
+    ("reward_model", f"{PAIRS} prompts.jsonl", 'line 1: no key "chosen"'),
+    ("reward_model", f"{PAIRS} half_a_pair.jsonl", 'line 2: no key "rejected"'),
+    ("reward_model", f"{PAIRS} pair_of_two_kinds.jsonl", "must be both text or both messages"),
+    ("reward_model", f"{PAIRS} margin_in_words.jsonl", "\"margin\" is 'big', and must be a number"),
+    ("reward_model", f"{PAIRS} equal_pairs.jsonl", "no pair is left to train on"),
+    # Folders
+    ("ppo", f"{RUN} --output_dir small", "not a run"),
+    ("ppo", f"{RUN} --output_dir reward.py/run", "reward.py/run: can't be"),
+    ("ppo", f"{RUN} --resume --overwrite", "give one of them"),
+    ("plot", "nowhere", "nowhere/metrics.jsonl: can't be read"),
+    ("plot", "empty_run", "holds no metrics yet"),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with the files and the models of the commands."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1}
+    bert = BertConfig(vocab_size=257, num_attention_heads=2, **sizes)
+    two_labels = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, num_labels=2)
+    mamba = MambaConfig(vocab_size=257, state_size=4, **sizes)
+    save_model(folder / "small", small_gpt2(vocab_size=20), letter_tokenizer())
+    save_model(folder / "mixed", small_gpt2(vocab_size=20), byte_tokenizer())
+    save_model(folder / "bert", BertForMaskedLM(bert), byte_tokenizer())
+    save_model(folder / "mamba", MambaForCausalLM(mamba), byte_tokenizer())
+    save_model(folder / "two_labels", GPT2ForSequenceClassification(two_labels), byte_tokenizer())
+    return folder
+
+
+@pytest.fixture
+def run(inputs, monkeypatch, capsys):
+    """Runs a command among the inputs: (exit code, lines on stderr but the progress bar's)."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for folder in ("run", "whole"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def run(script: str, flags: str) -> tuple[int, list[str]]:
+        code = 0
+        try:
+            run_main(lambda: MAINS[script](flags.split()))
+        except SystemExit as e:
+            code = e.code
+        lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.split("\n")]
+        return code, [x for x in lines if x.strip() and "it/s" not in x and "s/it" not in x]
+
+    return run
+
+
+def has_one_line(result: tuple[int, list[str]], code: int, words: str) -> None:
+    lines = result[1]
+    assert result[0] == code, lines
+    assert len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0], lines
+
+
+@pytest.mark.parametrize(("script", "flags", "words"), BAD, ids=[f"{s} {f}" for s, f, _ in BAD])
+def test_a_bad_input_gets_exit_code_2_and_one_line_and_leaves_no_run(script, flags, words, run):
+    has_one_line(run(script, flags), 2, words)
+    assert not Path("run/model").exists() and not Path("runs").exists()
+
+
+# --- Faults on the way: what was computed is kept ---
+
+
+@contextlib.contextmanager
+def fails(name: str, at_call: int, error: Exception):
+    """ppo.<name> raises the error at one of its calls."""
+    original, calls = getattr(ppo, name), []
+
+    def fail(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == at_call:
+            raise error
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, name, fail)
+        yield
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory.\nlines that nobody reads")
+FULL_CPU = RuntimeError("[enforce fail] can't allocate memory\nlines that nobody reads")
+FAULTS = [
+    ("--reward reward.py:from_call_6", nothing(), 2, "the reward function from_call_6 raised"),
+    ("", fails("sample", 4, FULL), 1, "CUDA out of memory; lower --micro_batch_tokens"),
+    ("", fails("policy_loss", 7, FULL), 1, "CUDA out of memory; lower --micro_batch_tokens"),
+    ("", fails("masked_whiten", 2, FULL_CPU), 1, "[enforce fail] can't allocate memory"),
+]
+SLOWER = [pytest.param(*fault, marks=pytest.mark.slow) for fault in FAULTS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "during", "code", "words"),
+    [FAULTS[0], *SLOWER],
+    ids=["reward", "rollout", "update", "cpu"],
+)
+def test_after_a_fault_the_run_is_saved_and_resumed_ends_as_if_nothing_had_been(
+    flags, during, code, words, run
+):
+    flags = f"{RUN} {flags}"
+    with during:
+        result = run("ppo", flags)
+    has_one_line(result, code, words)
+    steps = [json.loads(x)["step"] for x in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert steps and steps == list(range(len(steps)))
+    assert f"run is saved up to step {len(steps)}, --resume goes on" in result[1][0]
+    reward = Path("reward.py")
+    reward.write_text(reward.read_text().replace("calls > 5", "calls > 500"))
+    assert run("ppo", f"{flags} --resume") == (0, [])
+    assert run("ppo", f"{flags} --output_dir whole") == (0, [])
+    weights = [Path(name, "model/model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "words"),
+    [
+        ("rloo", "--reward reward.py:enormous", "the gradient is "),
+        ("ppo", f"{HUGE} --num_epochs 1 --num_mini_batches 1", "logits are not finite"),
+    ],
+)
+def test_numbers_that_are_not_finite_stop_the_run_with_exit_code_1(script, flags, words, run):
+    result = run(script, f"{RUN} {flags}")
+    has_one_line(result, 1, words)
+    assert "lower --learning_rate" in result[1][0]

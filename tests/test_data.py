@@ -1,0 +1,299 @@
+"""Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small import byte_tokenizer, letter_tokenizer
+from tokenizers import normalizers, processors
+
+import grpo
+from plumbing.config import TaskConfig
+from plumbing.data import Task, load_task
+from plumbing.errors import InputError
+from plumbing.prompts import prompt_batch
+from plumbing.scoring import encode_prompts
+from tasks import REWARDS, TASKS
+
+CHAT_TEMPLATE = (
+    "{{ '<|endoftext|>' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def load(chat=False, **flags) -> Task:
+    """The task of these flags, for a model with or without a chat template."""
+    tokenizer = byte_tokenizer()
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    config = TaskConfig(**{"num_generations": 1, "max_new_tokens": 8, "task": "add"} | flags)
+    return load_task(config, TASKS, REWARDS, tokenizer, torch.device("cpu"))
+
+
+def rows_of(path, chat=False, **flags) -> list[dict]:
+    """The rows of a file, in its order."""
+    paths = {"prompts": str(path), "eval_prompts": str(path)}
+    return load(chat, reward=["brevity"], **paths, **flags).heldout
+
+
+def write(path: Path, rows: list) -> str:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+def message(content: str, role: str = "user") -> dict:
+    return {"role": role, "content": content}
+
+
+# --- Rows ---
+
+
+def test_json_lines_are_read_with_all_their_columns(tmp_path):
+    # A line separator of Unicode ends no line of JSON.
+    rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": [message("c")]}]
+    assert rows_of(write(tmp_path / "p.jsonl", rows)) == rows
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return datasets
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_are_read_with_all_their_columns(kind, datasets, tmp_path):
+    rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "2, 3", "answer": 5}]
+    path = tmp_path / f"p.{kind}"
+    getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(str(path))
+    assert rows_of(path) == rows
+
+
+def test_of_a_dataset_the_split_train_is_trained_on_and_the_split_test_held_out(datasets, tmp_path):
+    """A folder as the hub stores it: a file for each split."""
+    splits = {name: [{"prompt": f"{name} {i}"} for i in range(20)] for name in ("train", "test")}
+    (tmp_path / "hub").mkdir()
+    for name, rows in splits.items():
+        path = tmp_path / "hub" / f"{name}-00000-of-00001.parquet"
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    folder = str(tmp_path / "hub")
+    task = load(prompts=folder, eval_prompts=folder, reward=["brevity"])
+    assert (task.train, task.heldout) == (splits["train"], splits["test"])
+
+
+def test_without_the_library_datasets_the_command_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets, or give a file of JSON lines"):
+        load(prompts="some/where")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"prompt": "a"}\n\n{"text": "b"}', 'line 3: no key "prompt"'),
+        ('["prompt"]', 'line 1: no key "prompt"'),
+        ('{"prompt": 5}', "line 1"),
+        ('{"prompt": ""}', "line 1"),
+        ('{"prompt": [{"role": "user"}]}', "line 1"),
+    ],
+)
+def test_a_fault_in_a_file_is_named_with_its_line(text, fault, tmp_path):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(InputError, match=f"p.jsonl.*{fault}") as error:
+        rows_of(tmp_path / "p.jsonl")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ({"task": "sentimant"}, "not in tasks.py, which has add, sentiment; did you mean sentim"),
+        ({"prompts": "a.jsonl", "prompt_template": "{promt}:"}, "no column promt.* did you mean p"),
+        ({"prompt_template": "{promt}:"}, "no column promt"),
+        ({"prompt_template": "Solve it."}, "names no column"),
+        ({"prompt_template": "templat.txt"}, "--prompt_template templat.txt: there is no such"),
+        ({"system_prompt": "Be brief."}, "--system_prompt: the model has no chat template"),
+        ({"eval_prompts": "none.jsonl"}, "--eval_prompts none.jsonl: can't be read"),
+        ({"eval_prompts": "b.jsonl", "reward": ["gsm8k"]}, "no number in the answer 'unknown'"),
+        ({"prompts": "b.jsonl", "reward": ["numeric_match"]}, "needs a number as the answer"),
+        ({"reward": ["nowhere.py:f"]}, "no file nowhere.py"),
+        ({"reward": ["a.jsonl:f"]}, "a.jsonl is not a Python file"),
+        ({"verifier": "nothing"}, "--verifier nothing: write it as FILE.py:FUNCTION, or choose"),
+        ({"reward_weights": [1.0, 2.0]}, "give one per reward, here 1"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_in_one_line(flags, fault, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), [{"prompt": "1", "answer": 3}])
+    write(Path("b.jsonl"), [{"prompt": "1", "answer": "unknown"}])
+    with pytest.raises(InputError, match=fault) as error:
+        load(**flags)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])
+@pytest.mark.parametrize(
+    ("answer", "fits"),
+    [("46", True), (-46, True), ("0", True), ("Paris", False), ("4.6", False), (None, False)],
+)
+def test_prompts_for_sums_need_a_whole_number_or_another_reward(flag, answer, fits, tmp_path):
+    flags = {flag: write(tmp_path / "p.jsonl", [{"prompt": "x", "answer": answer}])}
+    if fits:
+        load(**flags)
+    else:
+        with pytest.raises(InputError, match=r"p.jsonl: task add needs .*'x'.*; or give --reward"):
+            load(**flags)
+    load(reward=["brevity"], **flags)
+
+
+# --- The template and the system prompt ---
+
+
+def test_a_template_takes_any_column_and_doubled_braces_are_braces(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "{n}", "n": 3, "0x": None}])
+    (row,) = rows_of(path, prompt_template="{{{prompt}}} \\boxed{} {n} {0x} { prompt }")
+    assert row == {"prompt": "{{n}} \\boxed{} 3 None { prompt }", "n": 3, "0x": None}
+    path = write(tmp_path / "q.jsonl", [{"question": [1, 2]}])
+    (row,) = rows_of(path, prompt_template="{question}?")
+    assert row == {"prompt": "[1, 2]?", "question": [1, 2]}, "a row needs no prompt of its own"
+
+
+def test_every_prompt_gets_the_template_once_and_of_messages_the_last_one(tmp_path):
+    texts = [f"{{prompt}}{i}" for i in range(20)]
+    path = write(tmp_path / "a.jsonl", [{"prompt": text, "answer": "1"} for text in texts])
+    template = tmp_path / "template.txt"
+    template.write_text("<{prompt}>\n")  # the last line break is not part of it
+    split = load(prompts=path, prompt_template=str(template))
+    found = {row["prompt"] for row in split.train + split.heldout}
+    assert found == {f"<{text}>" for text in texts}
+    mixed = load(eval_prompts=path, prompt_template="<{prompt}>")  # the task's, and those of a file
+    assert [row["prompt"] for row in mixed.heldout] == [f"<{text}>" for text in texts]
+    plain = load().train
+    assert [row["prompt"] for row in mixed.train] == [f"<{row['prompt']}>" for row in plain]
+    chat = write(tmp_path / "b.jsonl", [{"prompt": [message("a"), message("b")]}])
+    assert rows_of(chat, chat=True, prompt_template="<{prompt}>") == [
+        {"prompt": [message("a"), message("<b>")]}
+    ]
+
+
+def test_a_system_prompt_comes_before_every_prompt_and_makes_messages_of_text(tmp_path):
+    system = message("Be brief.", "system")
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": [message("hi")]}])
+    expected = [{"prompt": [system, message("<hi>")]}] * 2
+    flags = {"chat": True, "prompt_template": "<{prompt}>"}
+    assert rows_of(path, system_prompt="Be brief.", **flags) == expected
+    task = load(chat=True, system_prompt="Be brief.")  # of the task's own prompts
+    assert all(row["prompt"][0] == system for row in task.train + task.heldout)
+    without = [{"prompt": [message("<hi>")]}] * 2
+    assert rows_of(path, system_prompt="", **flags) == without, "no empty system message"
+    path = write(tmp_path / "b.jsonl", [{"prompt": [system, message("hi")]}])
+    with pytest.raises(InputError, match=r"--system_prompt: .*already"):
+        rows_of(path, system_prompt="x", **flags)
+
+
+# --- What is held out, and the batch of a step ---
+
+
+def test_a_tenth_of_a_file_is_held_out_and_of_fewer_than_ten_none(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    for n, sizes in ((1, (1, 1)), (2, (2, 2)), (9, (9, 9)), (10, (9, 1)), (6000, (5488, 512))):
+        write(path, [{"prompt": f"p{i}"} for i in range(n)])
+        task = load(prompts=str(path), reward=["brevity"])
+        assert (len(task.train), len(task.heldout)) == sizes
+        assert ("none is held out" in capsys.readouterr().out) == (n < 10)
+        sides = [{row["prompt"] for row in rows} for rows in (task.train, task.heldout)]
+        assert len(sides[0] | sides[1]) == n and (n < 10 or not sides[0] & sides[1])
+    write(path, [{"prompt": f"p{i % 40}", "n": i} for i in range(50)])  # some twice
+    task = load(prompts=str(path), reward=["brevity"])
+    heldout = {row["prompt"] for row in task.heldout}
+    assert heldout and heldout.isdisjoint(row["prompt"] for row in task.train)
+
+
+def test_what_is_held_out_is_the_whole_of_eval_prompts_and_nothing_of_prompts(tmp_path):
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(50)]
+    train = write(tmp_path / "a.jsonl", rows[:20])
+    test = write(tmp_path / "b.jsonl", rows[20:])
+    task = load(prompts=train, eval_prompts=test)
+    assert (task.train, task.heldout) == (rows[:20], rows[20:])
+    own = load(eval_prompts=test)
+    assert (own.train, own.heldout) == (load().train, rows[20:]), "trained on the task's sums"
+
+
+def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():
+    rows = [{"prompt": str(i)} for i in range(10)]
+    steps = [prompt_batch(rows, step, 4, seed=0) for step in range(5)]
+    assert all(len(batch) == 4 for batch in steps)
+    seen = [row["prompt"] for batch in steps for row in batch]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(str(i) for i in range(10))
+    assert seen[:10] != seen[10:]
+    assert prompt_batch(rows, 3, 4, seed=0) == steps[3]
+    assert prompt_batch(rows, 3, 4, seed=1) != steps[3]
+    assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
+    # The second pass of a seed is not the first one of the next seed.
+    assert prompt_batch(rows, 1, 10, seed=0) != prompt_batch(rows, 0, 10, seed=1)
+
+
+# --- Tokens ---
+
+
+def test_prompts_are_padded_on_the_left_and_masked():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<added to the tokenizer alone>"})
+    ids, mask = encode_prompts(tokenizer, [{"prompt": "abc"}, {"prompt": "d"}])
+    assert tokenizer.pad_token_id == 257 and ids.max() < 257, "an id that the model doesn't know"
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and ids[1, 2] == ids[0, 0] + 3
+
+
+def test_a_chat_prompt_gets_exactly_one_bos_and_opens_the_assistants_turn():
+    """Both the template and the tokenizer write a BOS."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", CHAT_TEMPLATE
+    bos = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
+    )
+    ids, _ = encode_prompts(tokenizer, [{"prompt": [message("a")]}])
+    assert (ids == bos).sum() == 1 and tokenizer.decode(ids[0]).endswith("[assistant]")
+    assert encode_prompts(tokenizer, [{"prompt": "a"}])[0][0, 0] == bos
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "fault"),
+    [
+        (" ", None, "' ' has no tokens"),
+        ("a\ud800", None, "can't be tokenised"),
+        ([message("a")], None, "the prompts are chat messages, .* no chat template"),
+        ([message("a")], "{{ raise_exception('roles must alternate') }}", "can't be tokenised"),
+    ],
+)
+def test_a_prompt_that_gives_no_tokens_is_refused_in_one_line(prompt, template, fault):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer._tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(InputError, match=fault) as error:
+        encode_prompts(tokenizer, [{"prompt": "b"}, {"prompt": prompt}])
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_that_leave_no_room_or_that_the_model_lacks_a_token_of_are_refused(
+    make_job, tmp_path
+):
+    """Of a model with 20 tokens and a context of 64, before the run; the last token is <eos>."""
+    job, path = make_job(grpo), tmp_path / "p.jsonl"
+    job(prompts=write(path, [{"prompt": "<eos>" + "x" * 57}]), max_new_tokens=6)
+    write(path, [{"prompt": "x" * 59}])
+    for flag in ("prompts", "eval_prompts"):
+        with pytest.raises(InputError, match="59 tokens leaves no room for 6 new ones"):
+            job(**{flag: path}, max_new_tokens=6)
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens("<new>")
+    tokenizer.save_pretrained(job.model)
+    write(path, [{"prompt": "a<new>"}])
+    with pytest.raises(InputError, match="gives id 20, and the model knows 20 tokens"):
+        job(prompts=path)

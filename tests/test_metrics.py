@@ -1,0 +1,299 @@
+"""Metrics of a step, warnings, and evaluation: each number is what its definition says."""
+
+import itertools
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from small import EOS, make_rollout
+
+import grpo
+import ppo
+from plumbing.advice import warnings_about
+from plumbing.errors import Fault, InputError
+from plumbing.evaluation import mean_and_error, pass_at_k
+from plumbing.metrics import (
+    Meter,
+    Stopwatch,
+    explained_variance,
+    group_metrics,
+    is_flat,
+    objective_metrics,
+    rollout_metrics,
+)
+from tools import evaluate as tool
+
+
+def test_a_metric_is_the_mean_over_all_tokens_and_a_share_is_added_up_within_a_minibatch():
+    x = torch.tensor([[1.0, 2.0, 3.0], [10.0, torch.nan, torch.nan]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    meter = Meter()
+    for row in range(2):
+        meter.add("tokens", x[row : row + 1], mask[row : row + 1])
+    meter.add("nothing", torch.ones(2), torch.zeros(2).bool())
+    for shares, norm in (([1.0, 2.0, 4.0], 3.0), ([1.0], 5.0)):
+        for share in shares:
+            meter.add_share("loss", torch.tensor(share))
+        meter.end_mini_batch(torch.tensor(norm))
+    expected = {"tokens": 4.0, "nothing": 0.0, "loss": 4.0, "grad_norm": 4.0}
+    assert meter.results() == expected, "a mean of means, or the last micro-batch alone?"
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_a_fault(norm):
+    with pytest.raises(Fault, match=f"the gradient is {norm}: lower --learning_rate"):
+        Meter().end_mini_batch(torch.tensor(norm))
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_row_the_same(per_row):
+    """Micro-batches of ragged rows, in another order than the rollout's, NaN at padding. The
+    largest deviation of the ratio is that of the first minibatch alone.
+    """
+    nan = torch.nan
+    rollout = make_rollout([[1], [1], [1]], [[5, EOS], [5], [5, 6, EOS]])
+    mask = rollout.completion_mask
+    old = torch.tensor([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0], [4.0, 5.0, 6.0]])
+    moved = torch.tensor([[1.0, 3.0, nan], [5.0, nan, nan], [1.0, 1.0, 1.0]])
+    entropy = torch.tensor([[1.0, 2.0, nan], [6.0, nan, nan], [3.0, 3.0, 3.0]])
+    ratio, clipped = torch.tensor([1.25, 0.5, 1.5]), torch.tensor([True, False, False])
+    if not per_row:
+        ratio = ratio.unsqueeze(1).expand(3, 3).masked_fill(~mask, nan)
+        clipped = clipped.unsqueeze(1).expand(3, 3) | ~mask
+    meter = Meter()
+    for rows in ([2, 1], [0]):
+        at = torch.tensor(rows)
+        new = (old + moved)[at].requires_grad_()
+        meter.add_policy(rollout, at, new, old[at], entropy[at], ratio[at], clipped[at], mask[at])
+    assert not any(x.requires_grad for x in meter.sums.values()), "memory: a graph is kept"
+    meter.end_mini_batch(torch.tensor(1.0))
+    first = meter.results()["val/ratio_max_dev_first"]
+    far = torch.full_like(old, 9.0)
+    far = far[:, 0] if per_row else far
+    meter.add_policy(rollout, torch.arange(3), old, old, entropy, far, clipped, mask)
+    results = meter.results()
+    assert first == results["val/ratio_max_dev_first"] == 0.5
+    # The second pass adds a squared distance of 0, and the same entropies again.
+    assert results["policy/approxkl_avg"] == pytest.approx(0.5 * (1 + 9 + 25 + 3) / 12)
+    assert results["policy/entropy_avg"] == pytest.approx((1 + 2 + 6 + 9) / 6)
+    by_row, by_token = ((1.25 + 0.5 + 1.5) / 3, 1 / 3), ((2.5 + 0.5 + 4.5) / 6, 2 / 6)
+    mean_ratio, share_clipped = by_row if per_row else by_token
+    assert results["val/ratio"] == pytest.approx((mean_ratio + 9) / 2)
+    assert results["policy/clipfrac_avg"] == pytest.approx(share_clipped)
+
+
+def test_each_lap_of_a_step_is_the_time_since_the_one_before(monkeypatch):
+    now = itertools.accumulate([100.0, 2.0, 5.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    watch = Stopwatch(torch.device("cpu"))
+    watch.lap("rollout")
+    watch.lap("update")
+    monkeypatch.undo()
+    assert watch.laps == {"rollout": 2.0, "update": 5.0}
+
+
+def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant():
+    returns = torch.tensor([[1.0, 2.0, 5.0, 99.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0]]).bool()
+    shifted = returns.masked_fill(~mask, -50) + 7
+    assert explained_variance(shifted, returns, mask) == pytest.approx(1), "over padding?"
+    assert explained_variance(torch.full((1, 4), 3.0), returns, mask) == pytest.approx(0)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert explained_variance(returns, torch.full((1, 4), 0.1), mask) == 0
+
+
+def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_missing_scores():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
+    kl = torch.tensor([[1.0, 2, 3, 99], [4, 99, 99, 99], [-1, 3, 99, 99]])
+    logprobs = torch.where(mask, -0.5 * kl.abs(), torch.tensor(99.0))
+    scores = torch.tensor([10.0, torch.nan, 4.0])
+    expected = {
+        "objective/kl": (6 + 4 + 2) / 3,
+        "objective/kl_token": 12 / 6,
+        "objective/entropy": 0.5 * (1 + 2 + 3 + 4 + 1 + 3) / 6,
+        "objective/scores": 7,
+        "objective/non_score_reward": -0.5 * 4,
+        "objective/rlhf_reward": ((10 - 0.5 * 6) + (4 - 0.5 * 2)) / 2,
+    }
+    metrics = objective_metrics(scores, kl, logprobs, mask, kl_coef=0.5)
+    assert metrics == pytest.approx(expected)
+    unknown = objective_metrics(scores, None, logprobs, mask, kl_coef=0.5)
+    assert unknown["objective/kl"] is None and unknown["objective/kl_token"] is None
+    assert unknown["objective/non_score_reward"] == 0 and unknown["objective/rlhf_reward"] == 7
+
+
+def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_groups_as_0():
+    nan = torch.nan
+    assert is_flat(torch.tensor([[nan, 2.0], [nan, nan], [1.0, 2.0]])).tolist() == [[1], [1], [0]]
+    metrics = group_metrics(torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan]), 3)
+    stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
+    assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
+    assert metrics["reward/frac_flat_groups"] == 0.5
+
+
+def test_lengths_count_eos_and_neither_prompt_nor_padding():
+    completions = [[5, EOS], [6, 7, 8, 9, 10], [EOS], [5, 6, 7, EOS]]
+    rollout = make_rollout([[1, 2, 3], [4], [1], [2, 2]], completions, extra_right=2)
+    metrics = rollout_metrics(rollout, {"time/rollout": 2.5, "time/update": 1.5})
+    assert (metrics["length/mean"], metrics["length/max"]) == (3, 5)
+    assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.25, 3)
+    assert metrics["tokens_per_second"] == 3 and metrics["memory/peak_gb"] > 0.01
+
+
+# --- Warnings ---
+
+STEP = {
+    "objective/kl": 0.1,
+    "objective/scores": 0.5,
+    "val/ratio_max_dev_first": 0.0,
+    "reward/frac_flat_groups": 0.1,
+    "length/truncated_frac": 0.1,
+}
+INFINITE = dict.fromkeys(["objective/kl", "objective/kl_token"], math.inf)
+
+
+def around(mean, spread):
+    return [{"objective/kl": mean + spread * (-1) ** i} for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "name", "remedy"),
+    [
+        # Four errors of the mean are 0.027 and 0.040, and -0.02 is allowed.
+        (around(-0.05, 0.02), "negative KL", "look at temperature"),
+        (around(-0.05, 0.03), None, None),
+        ([{"objective/kl": 10.5}], "large KL", "--kl_coef"),
+        ([{"objective/kl": 9.9, "objective/kl_token": 2.0}], None, None),
+        ([{"objective/kl": None}] * 3, None, None),
+        # 12 nats are much for 24 tokens and little for 500.
+        ([{"objective/kl": 12.0, "objective/kl_token": 0.5}], "large KL", "--kl_coef"),
+        ([{"objective/kl": 12.0, "objective/kl_token": 0.024}], None, None),
+        ([{}] * 11 + [INFINITE], "large KL", "the KL is inf"),
+        ([{"val/ratio_max_dev_first": 0.02}], "ratio", "dropout"),
+        ([{"val/ratio_max_dev_first": 0.009}], None, None),
+        ([{"reward/frac_flat_groups": 0.6}], "flat groups", "--num_generations"),
+        ([{"length/truncated_frac": 0.6}], "truncated", "--max_new_tokens"),
+        ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], None, None),
+        ([{"objective/scores": 0.5}] * 5, "constant reward", "inspect_reward.py"),
+        ([{"objective/scores": 0.5}] * 4, None, None),
+    ],
+)
+def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(steps, name, remedy):
+    history = [STEP | {"objective/scores": i / 10} | step for i, step in enumerate(steps)]
+    found = warnings_about(history, bf16=False)
+    assert [kind for kind, _ in found] == [name] * (name is not None)
+    assert all(remedy in text and "\n" not in text for _, text in found)
+    if name == "ratio":
+        assert warnings_about(history, bf16=True) == [], "rounding moves it as far"
+
+
+def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_job, capsys):
+    make_job(ppo)(num_steps=3, temperature=0.001)  # always the same tokens, to the limit
+    output = capsys.readouterr().out
+    assert output.count("of the completions were cut at --max_new_tokens") == 1
+    assert "warning, step 0: " in output and "groups" not in output
+
+
+# --- Evaluation ---
+
+REWARD = """
+def has_an_a(completions, **columns):
+    return [float("a" in c) for c in completions]
+
+def unknown_of_x(prompts, completions, **columns):
+    return [None if p == "x" else float("a" in c) for p, c in zip(prompts, completions)]
+
+def unknown(completions, **columns):
+    return [None] * len(completions)
+"""
+
+
+@pytest.fixture
+def evaluated(make_job, tmp_path):
+    """Metrics of an evaluation of seven prompts, and their completions as (7, K) lists."""
+    (tmp_path / "a.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": p}) for p in ("x", "yy y", "zzz", "w", "the", "a b", "q")]
+    (tmp_path / "seven.jsonl").write_text("\n".join(rows))
+    job = make_job(grpo)
+
+    def evaluated(eval_generations, reward="has_an_a", verifier="has_an_a", **flags):
+        flags |= {"eval_generations": eval_generations, "num_eval_prompts": 100}
+        flags |= {"reward": f"{tmp_path}/a.py:{reward}", "eval_prompts": tmp_path / "seven.jsonl"}
+        flags |= {"verifier": f"{tmp_path}/a.py:{verifier}"} if verifier else {}
+        line = job(**flags)[0]
+        samples = map(json.loads, (job.folder / "samples.jsonl").read_text().splitlines())
+        texts = [s["completion"] for s in samples if (s["split"], s["step"]) == ("heldout", 0)]
+        K = eval_generations
+        return line, [texts[i : i + K] for i in range(0, len(texts), K)]
+
+    return evaluated
+
+
+def test_of_k_completions_each_metric_is_what_its_definition_says(evaluated):
+    metrics, texts = evaluated(4, rollout_batch_size=8)
+    right = [[float("a" in text) for text in of_one] for of_one in texts]
+    assert len(right) == 7 and 0 < statistics.mean(map(statistics.mean, right)) < 1
+    means = [statistics.mean(row) for row in right]
+    assert metrics["eval/accuracy"] == metrics["eval/reward"] == pytest.approx(sum(means) / 7)
+    assert metrics["eval/accuracy_se"] == pytest.approx(statistics.stdev(means) / 7**0.5)
+    assert metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 7)
+
+
+def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown(evaluated):
+    metrics, texts = evaluated(2, reward="unknown_of_x", verifier="unknown_of_x")
+    right = [[float("a" in text) for text in of_one] for of_one in texts[1:]]  # "x" is the first
+    assert metrics["eval/accuracy"] == pytest.approx(sum(map(sum, right)) / 12)
+    assert metrics["eval/reward"] == metrics["eval/accuracy"]
+    assert metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 6)
+    metrics, _ = evaluated(1, reward="unknown", verifier=None)
+    assert "eval/pass_at_k" not in metrics
+    for name in ("reward", "reward_greedy", "accuracy", "accuracy_greedy", "accuracy_se"):
+        assert metrics[f"eval/{name}"] is None
+
+
+def test_the_greedy_evaluation_depends_on_neither_seed_nor_batches(evaluated):
+    first, texts = evaluated(1, rollout_batch_size=28)
+    other, others = evaluated(1, rollout_batch_size=4, seed=1)
+    assert first["eval/accuracy_greedy"] == other["eval/accuracy_greedy"] is not None
+    assert len(texts) == len(others) == 7
+    assert first["eval/accuracy"] != other["eval/accuracy"], "sampled ones depend on the seed"
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_right_one():
+    """The definition, over every subset: Chen et al. 2021."""
+    right = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+    for k in range(1, 6):
+        subsets = list(itertools.combinations(range(5), k))
+        found = [any(row[i] for i in some) for row in right.tolist() for some in subsets]
+        assert pass_at_k(right, k) == pytest.approx(statistics.mean(found), abs=1e-12)
+
+
+def test_the_error_of_an_accuracy_is_that_of_a_mean_over_the_prompts():
+    right = torch.tensor([[1.0], [0], [0], [1], [1]])
+    expected = (0.6, (0.6 * 0.4 / 4) ** 0.5)
+    # The K completions of a prompt are no further prompts.
+    for verdicts in (right, right.expand(5, 8)):
+        assert mean_and_error(verdicts) == pytest.approx(expected)
+    assert math.isnan(mean_and_error(right[:1])[1]), "unknown of one prompt"
+
+
+def test_the_tool_prints_what_a_run_logs_of_the_same_model(evaluated, tmp_path, capsys):
+    metrics, texts = evaluated(4, reward="unknown_of_x", rollout_batch_size=16)
+    capsys.readouterr()
+    flags = f"""--model {tmp_path}/small-gpt2 --eval_generations 4 --rollout_batch_size 16
+    --prompts {tmp_path}/prompts.jsonl --eval_prompts {tmp_path}/seven.jsonl --device cpu
+    --reward {tmp_path}/a.py:unknown_of_x --verifier {tmp_path}/a.py:has_an_a --bf16 false
+    --max_new_tokens 6 --temperature 0.7 --output {tmp_path}/out.jsonl"""
+    tool.main(flags.split())
+    printed = capsys.readouterr().out
+    for name in ("eval/reward", "eval/accuracy"):
+        assert f"{name} {metrics[name]:.3f}, greedy {metrics[f'{name}_greedy']:.3f}" in printed
+    assert f"pass@4 {metrics['eval/pass_at_k']:.3f}" in printed
+    assert f"accuracy is {metrics['eval/accuracy_se']:.4f}" in printed
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    expected = [text for of_one in texts for text in of_one]
+    assert [json.loads(line)["completion"] for line in lines] == expected
+    with pytest.raises(InputError, match=r"--output .*out.jsonl: is there already"):
+        tool.main(flags.split())

@@ -1,0 +1,184 @@
+"""The pages: commands, links, flags, metrics; the files and imports that the README speaks of."""
+
+import ast
+import dataclasses
+import graphlib
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from small import byte_tokenizer, reward_model_job, save_model, small_gpt2
+
+import grpo
+import ppo
+import reward_model
+import rloo
+from plumbing.config import TRL_NAMES, parse_flags
+from plumbing.loading import load_policy, load_tokenizer
+from plumbing.scoring import decode, encode_prompts
+from sampling import generate
+from tasks import add_prompts
+from tools import evaluate, inspect_reward
+
+REPOSITORY = Path(__file__).parent.parent
+LOOPS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
+SCRIPTS = LOOPS | {"evaluate": evaluate, "inspect_reward": inspect_reward}
+FILES = {"README": "README.md", "running": "docs/running.md", "recipes": "docs/recipes.md"}
+PAGES = {page: (REPOSITORY / file).read_text(encoding="utf-8") for page, file in FILES.items()}
+PAGES |= {name: script.__doc__ for name, script in SCRIPTS.items()}
+
+
+def commands(text: str) -> list[str]:
+    """The commands in blocks and in sentences."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"^ *(?:pip .* && )?(python .*)$", text, re.MULTILINE)
+    return [c.split("  #")[0] for c in blocks + re.findall(r"`(python [^`]*)`", text)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_names_a_file_and_flags_that_are_there(page):
+    found = [shlex.split(c)[1:] for c in commands(PAGES[page]) if " -m " not in c]
+    assert found
+    for program, *flags in found:
+        assert (REPOSITORY / program).is_file()
+        if (script := Path(program).stem) in SCRIPTS and "--help" not in flags:
+            parse_flags(SCRIPTS[script].Config, "", flags)
+
+
+def block(page: str, name: str) -> str:
+    """The first indented block behind a file's name."""
+    found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", page[page.index(f"`{name}`") :])[1]
+    return "".join(line[4:] + "\n" for line in found.rstrip("\n").split("\n"))
+
+
+SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4 --device cpu"
+
+
+def test_the_first_command_runs_and_that_with_the_reader_s_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "gpt2", small_gpt2(vocab_size=257), byte_tokenizer())
+    for name in ("my_prompts.jsonl", "my_rewards.py"):
+        Path(name).write_text(block(PAGES["README"], name))
+    of_ppo = [c for c in commands(PAGES["README"]) if c.startswith("python ppo.py")]
+    for command in (of_ppo[0], next(c for c in of_ppo if "my_rewards.py" in c)):
+        ppo.main([*shlex.split(command)[2:], *SHORT.split()])
+    out = capsys.readouterr().out
+    assert re.search(r"step 1: eval/reward [\d.]+ \(was [\d.]+\), greedy", out)
+    assert "2 prompts to train on" in out
+    assert len(list(Path("runs").glob("*/model/model.safetensors"))) == 2
+
+
+def test_the_reward_of_countdown_reads_an_equation_and_runs_nothing_else():
+    functions = {}
+    exec(block(PAGES["recipes"], "countdown.py"), functions)
+
+    def score(text: str) -> float:
+        message = [{"role": "assistant", "content": text}]
+        return functions["right"]([message], nums=[[3, 5, 2]], target=[16])[0]
+
+    assert score("<answer>1</answer> so <answer> (3 + 5) * 2 </answer>") == 1
+    wrong = ["16", "3 + 5 * 2", "(3 + 5) * 2 + 2 - 2", "(3 + 5 * 2", "exit()", "3(5) + 2", "35**2"]
+    assert [score(f"<answer>{text}</answer>") for text in wrong] == [0] * len(wrong)
+
+
+# --- Imports ---
+
+
+def imports(path: Path, in_functions: bool = True) -> set[str]:
+    """The modules that a file imports, and the names that it takes from them, with dots."""
+    tree, names = ast.parse(path.read_text(encoding="utf-8")), set()
+    for node in ast.walk(tree) if in_functions else tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_no_import_leads_in_a_circle_and_common_imports_nothing_of_ours():
+    files = [f for folder in ("", "plumbing/", "tools/") for f in REPOSITORY.glob(f"{folder}*.py")]
+    ours = {".".join(f.relative_to(REPOSITORY).with_suffix("").parts): f for f in files}
+    graph = {name: imports(file) & set(ours) for name, file in ours.items()}
+    assert graph["common"] == set() and "common" in graph["ppo"]
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_core_needs_torch_transformers_numpy_and_tqdm_alone():
+    needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
+    assert needed == {"torch", "transformers", "numpy", "tqdm"}
+    files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("plumbing/*.py")]
+    found = {name.split(".")[0] for file in files for name in imports(file, in_functions=False)}
+    assert found - {file.stem for file in files} - sys.stdlib_module_names == {*needed, "plumbing"}
+
+
+# --- The embedded model ---
+
+
+def test_the_embedded_model_is_small_and_forgets_to_carry_from_the_units():
+    assert sum(path.stat().st_size for path in (REPOSITORY / "tiny").iterdir()) <= 3e6
+    rows = add_prompts()[1][:300]
+    policy, tokenizer = load_policy("tiny"), load_tokenizer("tiny")
+    ids, mask = encode_prompts(tokenizer, rows)
+    options = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": 0}
+    rollout = generate(policy, ids, mask, max_new_tokens=5, top_k=1, **options)
+    texts = decode(tokenizer, rollout)
+    errors = [int(row["answer"]) - int(text) for row, text in zip(rows, texts, strict=True)]
+    carries = [sum(int(x[-1]) for x in row["prompt"].strip("=").split("+")) > 9 for row in rows]
+    assert 100 < sum(carries) < 200 and [error != 0 for error in errors] == carries
+    # A few of the wrong answers are other ones than those without the carry.
+    assert sum(e == 10 * c for e, c in zip(errors, carries, strict=True)) >= 295
+
+
+# --- Links, flags, metrics ---
+
+
+MARKDOWN = [
+    REPOSITORY / "README.md",
+    *(page for folder in ("docs", "course") for page in (REPOSITORY / folder).rglob("*.md")),
+]
+METRICS = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+OF_OTHERS = {"strict", "no-deps", "help"}  # of mkdocs, of pip, of every parser
+GONE = """importance_cap whiten_rewards value_init reward_clip_range normalize_advantages compile
+micro_batch_size save_best merge_adapter record_tokens sample_every digits num_pairs label_noise
+prompt_column subset split eval_split importance_sampling_level cispo_bound to max_steps""".split()
+
+
+def test_every_link_of_a_page_leads_to_a_file():
+    links = 0
+    for page in MARKDOWN:
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in link:
+                links += 1
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    assert links > 50
+
+
+def test_every_flag_that_a_page_names_is_one_of_a_script_or_tool():
+    known = {f.name for script in LOOPS.values() for f in dataclasses.fields(script.Config)}
+    known |= {*TRL_NAMES, *OF_OTHERS, *GONE}
+    for folder in ("tools", "benchmarks", "course", "docs"):
+        for program in (REPOSITORY / folder).rglob("*.py"):
+            known |= set(re.findall(r"\"--([\w-]+)\"", program.read_text(encoding="utf-8")))
+    for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]:
+        named = set(re.findall(r"(?<![\w-])--(\w[\w-]*)", page.read_text(encoding="utf-8")))
+        assert named <= known, f"{page.name}: {named - known}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "rloo", "reward_model"))],
+)
+def test_the_page_of_metrics_has_each_that_a_run_writes_and_no_other(name, make_job, tmp_path):
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", METRICS.partition("## tokens.jsonl")[0], re.M)
+    where = dict(rows)
+    assert len(where) == len(rows)
+    if name == "reward_model":
+        written = {key for line in reward_model_job(tmp_path)() for key in line}
+        own = {key for key in where if where[key] == "reward model"}
+        assert own <= written <= {"step", "episode", *where}
+        return
+    flags = {"eval_generations": 2} | ({"dynamic_sampling": 1} if name == "grpo" else {})
+    written = {key for line in make_job(LOOPS[name])(**flags) for key in line}
+    assert written == {key for key in where if where[key] == "all" or name.upper() in where[key]}

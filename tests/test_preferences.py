@@ -1,0 +1,230 @@
+"""Pairs of completions as they are read, and reward models as they score: in the RL scripts too."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from small import letter_tokenizer, reward_model_job, rows_of, save_model, small_gpt2, small_llama
+from tokenizers import processors
+from transformers import AutoModelForSequenceClassification, GPT2Config, T5Config, XLNetConfig
+
+import grpo
+import ppo
+import reward_model
+import rloo
+from plumbing.errors import InputError
+from plumbing.pairs import pair_of, read_pairs
+from plumbing.reward_models import RewardModel, text_ids
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def job(tmp_path):
+    return reward_model_job(tmp_path)
+
+
+def lines_of(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+USER, GOOD, BAD, SYSTEM = (
+    {"role": role, "content": text}
+    for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"), ("system", "s"))
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (("q", "a", "b"), ("q", "a", "b")),
+        (("q", "a", ""), ("q", "a", "")),
+        ((None, "qa", "qb"), ("q", "a", "b")),
+        ((None, "qab", "qa"), ("qa", "b", "")),
+        (([USER], [GOOD], [BAD]), ([USER], [GOOD], [BAD])),
+        (([USER], "a", "b"), ([USER], [GOOD], [BAD])),
+        (("q", [GOOD], [BAD]), ([USER], [GOOD], [BAD])),
+        ((None, [USER, GOOD], [USER, BAD]), ([USER], [GOOD], [BAD])),
+        ((None, [USER, GOOD, USER, GOOD], [USER, BAD, USER, BAD]),
+         ([USER], [GOOD, USER, GOOD], [BAD, USER, BAD])),
+        (("q ", [USER, GOOD], [USER, BAD]), ([USER], [GOOD], [BAD])),
+        (("q", [SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]), ([SYSTEM, USER], [GOOD], [BAD])),
+        (([USER], [USER | {"name": None}, GOOD], [USER, BAD]), ([USER], [GOOD], [BAD])),
+    ],
+)  # fmt: skip
+def test_each_format_of_trl_is_read(row, expected):
+    names = ("prompt", "chosen", "rejected")
+    row = {key: value for key, value in zip(names, row) if value is not None}
+    expected = dict(zip(names, expected))
+    assert pair_of(row) == expected | {"margin": 0.0}
+    assert pair_of(row | {"margin": 2, "more": 1}) == expected | {"margin": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ([1], "not an object"),
+        ({"prompt": "q", "chosen": "a"}, 'no key "rejected"'),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, '"prompt" is neither'),
+        ({"chosen": "a", "rejected": ""}, '"rejected" is neither'),
+        ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user"}]}, '"rejected" is neither'),
+        ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "both text or both messages"),
+        ({"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "don't begin with"),
+        ({"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER]}, "ends with its prompt"),
+        ({"chosen": "a", "rejected": "b", "margin": True}, '"margin" is True'),
+        ({"chosen": "a", "rejected": "b", "margin": math.nan}, '"margin" is nan'),
+    ],
+)
+def test_a_bad_pair_is_refused_with_its_line_and_what_is_wrong(row, fault, tmp_path):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    path = lines_of(tmp_path / "pairs.jsonl", [good, row])
+    with pytest.raises(InputError, match=f"pairs.jsonl, line 2: .*{fault}.*each line must be"):
+        read_pairs(str(path))
+
+
+def test_equal_and_long_pairs_are_left_out_and_counted(job, tmp_path, capsys):
+    rows = rows_of(20)
+    rows[3]["rejected"] = rows[3]["chosen"]
+    for number, key in ((5, "chosen"), (6, "rejected")):
+        rows[number][key] = "a" * 30
+    own = lines_of(tmp_path / "own.jsonl", rows)
+    job(pairs=own, max_length=20, eval_pairs=tmp_path / "pairs.jsonl", num_eval_pairs=9)
+    out = capsys.readouterr().out
+    assert "1 of the 20 pairs to train on are left out: both texts are the same." in out
+    assert "2 of the 20 pairs to train on are left out: longer than 20 tokens." in out
+    assert "17 pairs to train on, 9 held out" in out
+
+
+def test_held_out_pairs_share_no_prompt_with_the_others_or_are_those_that_are_named(
+    job, tmp_path, monkeypatch
+):
+    made, load_pairs = [], reward_model.load_pairs
+    monkeypatch.setattr(
+        reward_model, "load_pairs", lambda *args: made.append(load_pairs(*args)) or made[-1]
+    )
+    rows = [row | {"prompt": "abcdehno"[n % 8] * (n // 8 + 1)} for n, row in enumerate(rows_of(60))]
+    own = lines_of(tmp_path / "own.jsonl", rows + rows[:30])
+    job(pairs=own, num_steps=1)
+    job(pairs=own, num_steps=1, eval_pairs=tmp_path / "pairs.jsonl", num_eval_pairs=7)
+    train, heldout = ({p["prompt"] for p in part} for part in (made[0].train, made[0].heldout))
+    assert heldout and not train & heldout and len(made[1].train) == 90
+    assert [p["chosen"] for p in made[1].heldout] == [row["chosen"] for row in rows_of(80)[:7]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pairs": "same.jsonl"}, "no pair is left to train on"),
+        ({"pairs": "nowhere.jsonl"}, "--pairs nowhere.jsonl: can't be read"),
+        ({"max_length": 65}, "--max_length 65: the model takes 64 tokens"),
+        ({"center_rewards_coef": -1}, "--center_rewards_coef -1.0: must be 0 or greater"),
+        ({"model": "odd"}, "they don't belong together"),
+        # z is the largest id, and only in the held-out pairs.
+        ({"model": "odd", "pairs": "b.jsonl", "eval_pairs": "z.jsonl"}, "don't belong together"),
+    ],
+)
+def test_what_can_not_be_trained_on_is_refused_in_a_line(
+    flags, message, job, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "odd", small_llama(vocab_size=12), letter_tokenizer())
+    for name, text in (("same", "a"), ("b", "b"), ("z", "z")):
+        lines_of(Path(f"{name}.jsonl"), [{"prompt": "c", "chosen": text, "rejected": "a"}] * 12)
+    with pytest.raises(InputError, match=message) as error:
+        job(**flags)
+    assert "\n" not in str(error.value)
+
+
+def judge(folder: Path, causal: torch.nn.Module) -> str:
+    """A reward model with a random head, whose pad is EOS, as on most checkpoints."""
+    tokenizer = letter_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    save_model(folder, causal, tokenizer)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.config.pad_token_id = tokenizer.eos_token_id
+    return save_model(folder, model, tokenizer)
+
+
+def score_by_hand(folder: str, text: str) -> float:
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids = torch.tensor([letter_tokenizer()(text).input_ids])
+    return model.score(model.base_model(ids).last_hidden_state[0, -1]).item()
+
+
+@pytest.mark.parametrize("kind", [small_gpt2, small_llama])
+def test_a_score_is_that_of_the_text_alone_up_to_its_last_token_even_if_that_is_eos(kind, tmp_path):
+    model = RewardModel(folder := judge(tmp_path / "judge", kind(vocab_size=20)), CPU)
+    prompts, completions = ["a", "a", "", "ca", "e"], ["b", "b<eos>", "cadbe", "dbe<eos>", ""]
+    expected = [score_by_hand(folder, p + c) for p, c in zip(prompts, completions)]
+    assert model(prompts, completions) == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 4) for value in expected}) == 5
+    assert len(model(["a" * 60], ["bcde"])) == 1
+    with pytest.raises(
+        InputError, match="takes 64 tokens, and a prompt with its completion has 65"
+    ):
+        model(["a" * 60], ["bcdeb"])
+
+
+def test_messages_go_through_the_template_and_get_no_second_bos():
+    tokenizer = letter_tokenizer()
+    bos = tokenizer.eos_token
+    user, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    # Without a template a line break is between them, which this tokenizer takes for a space.
+    assert tokenizer.decode(text_ids(tokenizer, user, answer)) == "q a"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)]
+    )
+    tokenizer.chat_template = bos + "{% for m in messages %}x{{ m.content }}z{% endfor %}"
+    ids = text_ids(tokenizer, user, answer)
+    assert tokenizer.decode(ids) == f"{bos}xqzxaz"
+    assert text_ids(tokenizer, [], [*user, *answer]) == ids
+    assert tokenizer.decode(text_ids(tokenizer, "q", "a")) == f"{bos}qa"
+
+
+@pytest.mark.parametrize("script", [ppo, grpo, rloo])
+def test_a_run_adds_the_scores_of_a_reward_model_to_other_rewards(script, make_job, tmp_path):
+    folder, own = judge(tmp_path / "judge", small_llama(vocab_size=20)), tmp_path / "reward.py"
+    make_job(script)(reward=f"{own}:share_of_a", reward_model=folder, reward_weights=[3.0, 0.5])
+    records = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    for record in map(json.loads, records):
+        text = record["completion"]
+        share = (text.count("a") + 1) / (len(text) + 4)
+        expected = 3 * share + 0.5 * score_by_hand(folder, record["prompt"] + text)
+        assert record["score"] == pytest.approx(expected, abs=1e-4)
+    assert len({json.loads(record)["score"] for record in records}) > 2
+
+
+UNFIT = {
+    "xlnet": "can't be used as a reward model.* its padding",
+    "t5": "can't be used as a reward model.*ValueError",
+    "run/adapter": "is an adapter",
+    "two": "has 2 labels, and a reward model has one",
+    "causal": r"its checkpoint has no score\.weight",
+}
+
+
+def test_no_reward_model_is_what_reads_padding_has_no_head_or_is_an_adapter(job, tmp_path):
+    sizes = {"vocab_size": 20, "d_model": 16, "num_labels": 1}
+    t5 = {"num_layers": 1, "num_heads": 2, "d_ff": 16, "d_kv": 8, "decoder_start_token_id": 0}
+    configs = {
+        "xlnet": XLNetConfig(n_layer=1, n_head=2, d_inner=16, **sizes),
+        "t5": T5Config(**t5, **sizes),
+        "two": GPT2Config(vocab_size=20, n_embd=32, n_layer=1, n_head=2, num_labels=2),
+    }
+    models = {k: AutoModelForSequenceClassification.from_config(c) for k, c in configs.items()}
+    models["causal"] = small_gpt2(vocab_size=20)
+    models["causal"].config.num_labels = 1
+    for name, model in models.items():
+        save_model(tmp_path / name, model, letter_tokenizer())
+    job(lora_r=2, num_steps=1)
+    for name, fault in UNFIT.items():
+        with pytest.raises(InputError, match=f"--reward_model .*{fault}") as error:
+            RewardModel(str(tmp_path / name), CPU)
+        assert "\n" not in str(error.value)
+        if name in ("xlnet", "t5", "run/adapter"):  # the others can be trained
+            with pytest.raises(InputError, match=f"--model .*{fault}"):
+                job(model=tmp_path / name)

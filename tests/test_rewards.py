@@ -1,0 +1,308 @@
+"""Rewards: by name and from files, TRL's signature, verifiers, the built-in tasks, inspection."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from small import byte_tokenizer, make_rollout, save_model
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+import grpo
+from plumbing.config import TaskConfig
+from plumbing.data import Task, load_reward, load_task
+from plumbing.errors import InputError
+from plumbing.scoring import score, verify
+from tasks import REWARDS, TASKS
+from tools import inspect_reward
+from tools.inspect_reward import explained_by_prompt
+
+ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
+
+
+def load(chat=False, **flags) -> Task:
+    """The task of these flags, for a model with or without a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages }}" if chat else None
+    config = TaskConfig(**{"num_generations": 1, "max_new_tokens": 8, "task": "add"} | flags)
+    return load_task(config, TASKS, REWARDS, tokenizer, torch.device("cpu"))
+
+
+def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
+    """The scores of TEXTS."""
+    tokenizer = byte_tokenizer()
+    rollout = make_rollout([[1]] * 4, tokenizer(TEXTS).input_ids)
+    scores, texts = score(Task([], [], list(rewards), list(weights)), rows, rollout, tokenizer)
+    assert texts == TEXTS
+    return scores.tolist()
+
+
+# --- TRL's signature ---
+
+
+def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, n, **kwargs):
+        seen.update(prompts=prompts, completions=completions, n=n, ids=completion_ids)
+        return [1.0, 2.0, 3.0, None]
+
+    scores = scored(reward)
+    assert seen["prompts"] == ["a", "a", "b", "b"] and seen["n"] == [1, 1, 2, 2]
+    assert seen["completions"] == TEXTS and [len(i) for i in seen["ids"]] == [1, 2, 1, 2]
+    assert scores[:3] == [1, 2, 3] and scores[3] != scores[3], "None is NaN"
+    assert scored(lambda completions: list(map(len, completions))) == [1, 2, 1, 2]
+
+
+def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_sampled():
+    seen, chat = {}, [{"role": "user", "content": "q"}]
+
+    def reward(**columns):
+        seen.update(columns)
+        return [0.0] * 4
+
+    scored(reward, rows=[{"prompt": "a", "completions": ["?"]}, {"prompt": chat, "late": 5}])
+    messages = [[{"role": "assistant", "content": text}] for text in TEXTS[2:]]
+    assert seen["completions"] == TEXTS[:2] + messages, "messages where the prompt has messages"
+    assert seen["late"] == [None, None, 5, 5] and seen["prompts"] == ["a", "a", chat, chat]
+
+
+def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent():
+    first = lambda completions, **kw: [1.0, 1.0, None, None]  # noqa: E731
+    second = lambda completions, **kw: [1.0, None, 1.0, None]  # noqa: E731
+    scores = scored(first, second, weights=[1.0, 10.0])
+    assert scores[:3] == [11, 1, 10] and scores[3] != scores[3]
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"),
+    [
+        (lambda **kw: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda **kw: sys.exit(3), "raised SystemExit: 3"),
+        (lambda completions, missing: [1.0] * 4, "missing"),
+        (lambda **kw: [1.0] * 3, "returned 3 values for 4 completions"),
+        (lambda **kw: [float("nan")] * 4, "returned nan for 'x'"),
+        (lambda **kw: [1e39] * 4, "returned inf"),
+        (lambda **kw: [10**400] * 4, "must return a list of numbers"),
+        (lambda **kw: 1.0, "must return a list"),
+    ],
+)
+def test_a_reward_at_fault_is_named_in_one_line(reward, fault):
+    with pytest.raises(InputError, match=fault) as error:
+        scored(reward)
+    assert "\n" not in str(error.value)
+
+
+# --- The text that is scored ---
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "eos", "text"),
+    [
+        ([1], [71, 72, 256], 256, "hi"),
+        ([1], [71, 72], 256, "hi"),
+        ([1], [71, 72, 13], 13, "hi"),  # a point, which the generation_config may make an EOS
+        ([65, 127], [102, 65, 66], 256, "\ufffdbc"),  # an é that begins in the prompt
+    ],
+)
+def test_the_text_of_a_completion_ends_before_eos_and_padding(prompt, completion, eos, text):
+    rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
+    task = Task([], [], [lambda completions: [0.0] * 2], [1.0])
+    assert score(task, ROWS, rollout, byte_tokenizer())[1][0] == text
+
+
+# --- By name, from a file, a model ---
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "expected"),
+    [
+        ("exact_match", {"answer": ["a b", 7]}, [1.0, 1.0]),
+        ("exact_match", {"answer": ["a", 70]}, [0.0, 0.0]),
+        ("format_match", {"pattern": [r"\s*a.*", "a"]}, [1.0, 0.0]),
+        ("format_match", {"pattern": [r"\s*a", r"\d"]}, [0.0, 1.0]),  # all of the text
+        ("brevity", {}, [-0.02, -0.01]),
+        ("no_repetition", {}, [5 / 17 - 1, 0.0]),  # 17 runs of four words, 5 of them different
+    ],
+)
+def test_a_ready_made_reward_is_taken_by_its_name(name, columns, expected):
+    texts = ["so very good it is " * 4 if name == "no_repetition" else " a b\n", "7"]
+    reward = load_reward(name, REWARDS)
+    assert reward(prompts=["x"] * 2, completions=texts, **columns) == expected
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    assert reward(prompts=["x"] * 2, completions=messages, **columns) == expected
+
+
+def test_a_reward_is_loaded_from_a_file(tmp_path):
+    """Also one with dataclasses: they look up their module where annotations are texts."""
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Kept:\n    x: int = 1\n"
+        "def f(completions):\n    return [Kept().x] * 4\n"
+    )
+    assert scored(load_reward(f"{tmp_path}/mine.py:f", REWARDS)) == [1] * 4
+
+
+def test_a_reward_model_alone_needs_no_answers_and_with_a_function_is_added(tmp_path):
+    """RoBERTa, whose positions start at pad + 1; its tokenizer says that it reads 24 tokens."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+    sizes |= {"vocab_size": 257, "intermediate_size": 32, "max_position_embeddings": 26}
+    config = RobertaConfig(pad_token_id=1, initializer_range=0.5, **sizes)
+    model, tokenizer = RobertaForSequenceClassification(config).eval(), byte_tokenizer()
+    tokenizer.model_max_length = 24
+    flags = {"reward_model": save_model(tmp_path / "model", model, tokenizer)}
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
+    alone = load(prompts=str(tmp_path / "p.jsonl"), **flags)
+    assert alone.verifier is None and alone.weights == [1.0]
+    (reward,) = alone.rewards
+    texts = ("abc", "d" * 24)
+    expected = [model(torch.tensor([tokenizer(t).input_ids])).logits.item() for t in texts]
+    assert reward(["a", "dd"], ["bc", "d" * 22]) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(InputError, match=r"takes 24 tokens, and a prompt with .* has 25"):
+        reward(["a" * 20], ["b" * 5])
+    both = load(reward=["brevity"], reward_weights=[2.0, 0.5], **flags)
+    assert both.weights == [2.0, 0.5] and both.rewards[1] is both.reward_model
+
+
+# --- Verifiers ---
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("12 + 34 = 46.", 46, 1),
+        ("46, not 47", "46", 0),
+        ("-46", 46, 0),
+        ("3.5", "5", 0),
+        ("four", 4, 0),
+        ("it is 1,024.", "1,024", 1),
+        ("3,4", 4, 1),
+        ("12345678901234568", "12345678901234567", 0),
+    ],
+)
+def test_numeric_match_compares_the_last_number_exactly(text, answer, expected):
+    assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "strict"),
+    [
+        ("#### 1072\nQ: 99", 1, 1),
+        ("####\n$1,072.00", 1, 1),
+        ("#### 71\n#### 1072\n#### ", 1, 1),
+        ("#### 1072\n#### 71", 0, 0),
+        ("#### -$1072", 0, 0),
+        ("It is $1,072.", 1, 0),
+        ("\\boxed{1{,}072}, since 1002 + 70", 1, 0),
+        ("1002 + 70 = 1072 dollars, as 268 * 4", 0, 0),
+        ("1072,000", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_gsm8k_reads_the_result_as_it_is_written(text, right, strict):
+    answer = ["She has 7 * 10 = <<7*10=70>>70, and 1002 more, of 2000.\n#### 1,072"]
+    assert REWARDS["gsm8k"]([text], answer=answer) == [right]
+    assert REWARDS["gsm8k_strict"]([text], answer=answer) == [strict]
+
+
+def test_the_form_of_an_answer_has_a_reward_of_its_own():
+    texts = ["#### 72", "x\n#### 1,072 ", "#### 72 apples", "####", "#### 1 #### 1", "72", ""]
+    assert REWARDS["answer_form"](texts) == [1, 1, 0.5, 0.5, 0, 0, 0]
+
+
+def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
+    path, own = tmp_path / "p.jsonl", f"{tmp_path}/mine.py:one"
+    (tmp_path / "mine.py").write_text("def one(completions): return [1.0] * len(completions)")
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+
+    def verifier(**flags):
+        return load(**flags).verifier.__name__
+
+    assert verifier(prompts=str(path), reward=["brevity", "gsm8k", "exact_match"]) == "gsm8k"
+    assert verifier(reward=["gsm8k"], prompts=str(path), verifier="exact_match") == "exact_match"
+    assert verifier(verifier=own) == "one" and load(verifier=own).rewards == load().rewards
+    assert verifier() == verifier(prompts=str(path)) == "numeric_match"
+    assert verifier(reward=["brevity"]) == "numeric_match", "that of the task's prompts"
+    for flag in ("prompts", "eval_prompts"):
+        assert load(reward=["brevity"], **{flag: str(path)}).verifier is None, "not made for these"
+
+
+def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    judge = Task([], [], [], verifier=REWARDS["numeric_match"])
+    found = verify(judge, rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
+    assert found.tolist() == [[1, 0], [1, 1]]
+
+
+# --- Tasks ---
+
+
+def test_no_held_out_sum_is_trained_on_not_even_mirrored():
+    task, sides = load(), []
+    for rows in (task.train, task.heldout):
+        numbers = [row["prompt"].removesuffix("=").split("+") for row in rows]
+        assert [str(int(a) + int(b)) for a, b in numbers] == [row["answer"] for row in rows]
+        assert {len(number) for pair in numbers for number in pair} == {2}
+        sides.append({frozenset(pair) for pair in numbers})
+    assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
+    (message,) = load(chat=True).train[0]["prompt"]
+    assert re.findall(r"\d+", message["content"]) == re.findall(r"\d+", task.train[0]["prompt"])
+
+
+def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
+    task = load(task="sentiment")
+    texts = ["a great, GREAT film", "boring and bad", "a film", "good " * 10, "greatly"]
+    assert task.rewards[0](texts) == [2, -2, 0, 3, 0]
+    assert len(task.train) > 50 and task.heldout
+    assert not [row for row in task.heldout if row in task.train]
+
+
+def test_a_script_runs_with_a_task_of_ones_own(tmp_path, monkeypatch):
+    def letters(config, chat):
+        rows = [{"prompt": letter} for letter in "abcdefgh"]
+        return Task(rows[:6], rows[6:], [lambda completions: list(map(len, completions))], [2.0])
+
+    monkeypatch.setitem(TASKS, "letters", letters)
+    flags = "--task letters --device cpu --num_steps 1 --prompts_per_step 2 --num_generations 2"
+    grpo.main([*flags.split(), "--output_dir", f"{tmp_path}/run"])
+    for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        assert sample["prompt"] in ("gh" if sample["split"] == "heldout" else "abcdef")
+        assert sample["score"] == 2 * len(sample["completion"])
+
+
+# --- tools/inspect_reward.py ---
+
+
+def test_what_the_prompt_explains_is_all_none_or_the_share_that_was_put_in():
+    generator = torch.Generator().manual_seed(0)
+    of_prompt = torch.randn(2000, 1, generator=generator)
+    noise = torch.randn(2000, 4, generator=generator)
+    assert explained_by_prompt(of_prompt.expand(-1, 4)) == pytest.approx(1)
+    assert explained_by_prompt(noise) < 0.03
+    assert explained_by_prompt(of_prompt + noise) == pytest.approx(0.5, abs=0.05)
+
+
+def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(capsys, tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def length(completion_ids, prompts):\n"
+        "    return [float(len(ids)) + ('9' in p) for ids, p in zip(completion_ids, prompts)]\n"
+        "def first(prompts):\n"
+        "    return [float(p.split('+')[0]) for p in prompts]\n"
+    )
+    reward = f"--reward {tmp_path}/r.py"
+    inspect_reward.main(f"{reward}:length --max_new_tokens 5 --num_prompts 8".split())
+    output = capsys.readouterr().out
+    assert output.startswith("64 scores: mean ") and "the prompt alone explains " in output
+    low, high = (
+        [float(line.split()[0]) for line in part.strip().split("\n")]
+        for part in output.split("lowest:\n")[1].split("highest:\n")
+    )
+    assert len(low) == len(high) == 4 and max(low) < min(high)
+    # A group is the completions of one prompt: equal where the prompt alone decides.
+    flags = "--max_new_tokens 2 --num_prompts 4 --num_generations 3"
+    inspect_reward.main(f"{reward}:first {flags}".split())
+    assert "100% of the prompts give all their completions" in capsys.readouterr().out

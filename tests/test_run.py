@@ -1,0 +1,300 @@
+"""What a run leaves behind and what it refuses: folder, records, faults, trackers, curves."""
+
+import functools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from unittest.mock import Mock, call
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from small import job_maker, letter_tokenizer, save_model, small_gpt2
+from transformers import GPT2LMHeadModel
+
+import grpo
+import ppo
+from plumbing.config import parse_flags
+from plumbing.errors import InputError
+from tools import plot
+
+FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 1
+--prompts_per_step 4 --num_generations 2 --max_new_tokens 4 --num_eval_prompts 2 --save_every 2
+--device cpu --bf16 false""".split()
+REWARD = """
+def divides_by_zero(completions, **columns):
+    return 1 / 0
+
+def length_of_prompt(prompts, completions, **columns):
+    return [None, *map(len, prompts[1:])]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a script in a folder with a small model: exit code, and what it has printed."""
+    job_maker(tmp_path)
+    Path(tmp_path, "more.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def run(*flags, script=ppo):
+        code = 0
+        try:
+            script.run_main(lambda: script.main([*FLAGS, "--output_dir", "run", *flags]))
+        except SystemExit as e:
+            code = e.code
+        out, errors = capsys.readouterr()
+        return code, out + errors.rpartition("\r")[2]  # without the progress bar
+
+    return run
+
+
+def lines_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def contents(folder):
+    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# --- The folder and the records ---
+
+
+@pytest.mark.draws
+def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_seed(run):
+    ppo.main([*FLAGS, "--seed", "7"])
+    [folder] = Path("runs").iterdir()
+    assert folder.name == "ppo-small-gpt2-prompts-s7"
+    files = contents(folder)
+    assert {"checkpoint/state.pt", "curve.png", "samples.jsonl"} <= files.keys()
+    assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
+    assert json.loads(files["config.json"])["script"] == "ppo"
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_run_is_left_alone_without_overwrite_and_kept_as_old_with_it(run):
+    run()
+    Path("run/checkpoint/state.pt").unlink()  # it is a run without a checkpoint too
+    first = contents("run")
+    code, text = run()
+    assert code == 2 and contents("run") == first
+    assert "run already holds a run: give --resume, --overwrite or another --output_dir" in text
+    code, text = run("--overwrite", "--seed", "1")
+    assert code == 0 and text.count("The run in run is now run.old.") == 1
+    second = contents("run")
+    assert contents("run.old") == first and second != first
+    assert run("--overwrite", "--seed", "2")[0] == 0
+    assert contents("run.old") == second and contents("run") != second
+
+
+def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(run):
+    run()
+    before = contents(".")
+    for fault in (["--reward", "more.py:worse"], ["--prompts", "nowhere.jsonl"]):
+        assert run("--overwrite", *fault)[0] == 2
+        assert contents(".") == before
+    kept = contents("run")
+    for _ in range(2):  # the second finds a run without a step, which is not worth keeping
+        code, text = run("--overwrite", "--reward", "more.py:divides_by_zero")
+        assert code == 2 and "saved" not in text
+        assert contents("run.old") == kept and not Path("run/checkpoint").exists()
+    assert run()[0] == 0, "nor does it need --overwrite"
+    assert len(lines_of("run/samples.jsonl")) == 2 + 8 + 2
+
+
+def test_what_is_not_a_run_is_never_written_to(run):
+    Path("run.old").mkdir()
+    Path("run.old/thesis.txt").write_text("years of work")
+    run()
+    before = contents(".")
+    for flags, folder, fault in (
+        ("--overwrite", "small-gpt2", "small-gpt2: holds something that is not a run"),
+        ("--overwrite", "run", "run.old: holds something that is not a run"),
+        ("", "reward.py/run", "reward.py/run: can't be"),
+    ):
+        code, text = run(*flags.split(), "--output_dir", folder)
+        assert code == 2 and fault in text and contents(".") == before
+
+
+def test_a_run_that_began_while_this_one_was_loading_is_left_alone(run, monkeypatch):
+    """The same command twice: both found the folder empty."""
+    load_policy = ppo.load_policy
+
+    def slow(*args):
+        monkeypatch.setattr(ppo, "load_policy", load_policy)
+        assert run()[0] == 0
+        return load_policy(*args)
+
+    monkeypatch.setattr(ppo, "load_policy", slow)
+    code, text = run()
+    assert code == 2 and "run already holds a run" in text
+    assert len(lines_of("run/metrics.jsonl")) == 2 and not Path("run.old").exists()
+
+
+def test_each_sample_stands_beside_its_own_prompt_and_four_are_printed(run):
+    code, text = run("--reward", "more.py:length_of_prompt", script=grpo)
+    samples = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
+    assert code == 0 and len(samples) == 8 and len({x["prompt"] for x in samples}) == 4
+    scores = [x["score"] for x in samples]  # JSON has no NaN
+    assert scores == [None] + [len(x["prompt"]) for x in samples[1:]]
+    shown = text.split("step 0: samples from training\n")[1].split("\n")
+    assert shown[1].startswith(f"  {scores[1]:5.2f}  {samples[1]['prompt']}")
+    assert [line[:2] == "  " for line in shown[:5]] == [True] * 4 + [False]
+
+
+def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
+    tensorboard, wandb = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    flags = ["--kl_coef", "0", "--tensorboard", "--wandb"]
+    assert run(*flags, "--num_steps", "2")[0] == 0
+    lines = [{k: v for k, v in x.items() if v is not None} for x in lines_of("run/metrics.jsonl")]
+    scalars = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
+    assert scalars == [call(name, x[name], x["step"]) for x in lines for name in x]
+    logged = wandb.init.return_value.log.call_args_list
+    assert logged == [call(x, step=x["step"]) for x in lines] and len(lines) == 3
+    options = wandb.init.call_args.kwargs
+    assert options["name"] == "run" and options["config"]["num_steps"] == 2
+    assert options["resume"] is None, "it would go on with another run of this name"
+    assert run(*flags, "--num_steps", "3", "--resume")[0] == 0
+    # What is there of later steps would be there twice.
+    assert tensorboard.SummaryWriter.call_args == call("run/tensorboard", purge_step=2)
+    assert wandb.init.call_args.kwargs["resume"] == "allow"
+
+
+def test_a_tracker_that_is_missing_or_broken_is_named_with_its_command(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    Path("wandb.py").write_text("raise ImportError('undefined symbol: x')")
+    monkeypatch.syspath_prepend(".")
+    for name in ("tensorboard", "wandb"):
+        assert run(f"--{name}") == (2, f"error: --{name}: pip install {name}\n")
+
+
+# --- Faults, signals, and what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (InputError("the reward returned nothing"), 2, "the reward returned nothing"),
+        (torch.OutOfMemoryError("\n\n  CUDA out of memory.\nmore"), 1, "CUDA out of memory; lower"),
+        (RuntimeError("[enforce fail] can't allocate memory"), 1, "can't allocate memory; lower"),
+    ],
+)
+def test_a_fault_is_one_line_and_what_was_computed_is_saved(error, code, message, run, monkeypatch):
+    whiten, calls = ppo.masked_whiten, []
+
+    def fails(*args):
+        calls.append(None)
+        if len(calls) == 4:
+            raise error
+        return whiten(*args)
+
+    flags = ["--num_steps", "5", "--eval_every", "9"]
+    with monkeypatch.context() as m:
+        m.setattr(ppo, "masked_whiten", fails)
+        found, text = run(*flags)
+    line = text.strip().split("\n")[-1]
+    assert found == code and line.startswith("error: step 3: ") and message in line
+    assert line.endswith("run is saved up to step 3, --resume goes on from there")
+    assert "Traceback" not in text and len(lines_of("run/metrics.jsonl")) == 3
+    less = ["--micro_batch_tokens", "8", "--rollout_batch_size", "2"]  # as is advised
+    assert run(*flags, "--resume", *less)[0] == 0
+    assert [x["step"] for x in lines_of("run/metrics.jsonl")] == list(range(6))
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(run):
+    command = [sys.executable, ppo.__file__, *FLAGS, "--num_steps", "10000", "--output_dir", "run"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not Path("run/metrics.jsonl").exists() or len(lines_of("run/metrics.jsonl")) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    saved = len(lines_of("run/metrics.jsonl"))
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
+    assert f"run is saved up to step {saved}, --resume goes on from there" in errors
+
+
+def test_what_is_not_given_is_the_default_of_the_model_and_ten_times_the_rate_for_an_adapter():
+    for flags, rate in (
+        ([], 5e-4),
+        (["--lora_r", "4"], 5e-3),
+        (["--model", "x/y"], 5e-5),
+        (["--model", "x/y", "--lora_r", "4", "--learning_rate", "3e-6"], 3e-6),
+    ):
+        assert parse_flags(ppo.Config, "", flags).learning_rate == pytest.approx(rate, rel=1e-12)
+
+
+def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):
+    """CUDA graphs are captured on the current device, whatever the device of their tensors."""
+    chosen = []
+    there = types.SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *args, device: there)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    parse_flags(ppo.Config, "", ["--device", "cuda:1", "--bf16", "false"])
+    assert chosen == [torch.device("cuda:1")]
+
+
+def test_a_model_with_weights_that_are_not_finite_or_a_head_of_its_own_is_refused(run, monkeypatch):
+    model = small_gpt2(vocab_size=20)
+    model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
+    save_model(Path("nan"), model, letter_tokenizer())
+    code, text = run("--model", "nan")
+    assert code == 2 and "can't be used, its weights are not finite" in text
+    forward = GPT2LMHeadModel.forward
+
+    @functools.wraps(forward)  # its arguments are looked at
+    def doubled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", doubled)
+    code, text = run()
+    assert code == 2 and "its last layer makes logits in an unknown way" in text
+
+
+# --- Curves ---
+
+
+def test_seeds_become_one_line_of_means_in_a_band(tmp_path, monkeypatch):
+    folders, axes, save = [], [], Figure.savefig
+    for seed in (0, 1, 11):
+        folders.append(tmp_path / f"ppo-tiny-add-s{seed}")
+        folders[-1].mkdir()
+        lines = [{"step": step, "objective/scores": step + seed} for step in range(4)]
+        lines[0] |= {"eval/reward": 1.0, "eval/accuracy": None}
+        text = [*map(json.dumps, lines), '{"step": 4, "objective/sc']  # the run is writing it
+        (folders[-1] / "metrics.jsonl").write_text("\n".join(text))
+
+    def spy(figure, *args, **kwargs):
+        axes.extend(figure.axes)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    plot.main([*map(str, folders), "--output", str(tmp_path / "page.svg")])
+    [line], [band] = axes[0].lines, axes[0].collections
+    assert np.allclose(line.get_ydata(), [4, 5, 6, 7]) and list(line.get_xdata()) == [0, 1, 2, 3]
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (0, 14)
+    assert line.get_label() == "ppo-tiny-add (3 seeds)"
+    assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"
+
+
+def test_a_folder_without_a_run_ends_in_one_line_and_code_2(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        plot.run_tool(lambda: plot.main([str(tmp_path)]))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
