@@ -127,6 +127,10 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--system_prompt Hello", "no chat template; write the text into --prompt_template"),
     ("ppo", "--prompt_template {question}", "no column question, there are prompt, answer"),
     ("ppo", "--prompt_template Solve:", "names no column"),
+    ("ppo", "--prompt_template templat.txt", "--prompt_template templat.txt: there is no such"),
+    ("ppo", "--prompts no_answer.jsonl --prompt_template {promt}:", "did you mean prompt"),
+    ("ppo", "--eval_prompts answer_in_words.jsonl --reward gsm8k", "in the answer 'two'"),
+    ("ppo", "--prompts answer_in_words.jsonl --reward numeric_match", "needs a number"),
     # Tasks and rewards
     ("ppo", "--prompts no_answer.jsonl", 'needs a key "answer"'),
     (
@@ -138,6 +142,7 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--reward better", "FILE.py:FUNCTION, or choose from"),
     ("ppo", "--verifier better", "--verifier better: write it as FILE.py:FUNCTION"),
     ("ppo", "--reward nowhere.py:f", "there is no file nowhere.py"),
+    ("ppo", "--reward no_answer.jsonl:f", "no_answer.jsonl is not a Python file"),
     ("ppo", "--reward no_python.py:f", "fails on import: SyntaxError"),
     ("ppo", "--reward reward.py:fun", "has no function fun"),
     ("ppo", "--reward reward.py:number", "has no function number"),

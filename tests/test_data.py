@@ -110,33 +110,6 @@ def test_a_fault_in_a_file_is_named_with_its_line(text, fault, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "fault"),
-    [
-        ({"task": "sentimant"}, "not in tasks.py, which has add, sentiment; did you mean sentim"),
-        ({"prompts": "a.jsonl", "prompt_template": "{promt}:"}, "no column promt.* did you mean p"),
-        ({"prompt_template": "{promt}:"}, "no column promt"),
-        ({"prompt_template": "Solve it."}, "names no column"),
-        ({"prompt_template": "templat.txt"}, "--prompt_template templat.txt: there is no such"),
-        ({"system_prompt": "Be brief."}, "--system_prompt: the model has no chat template"),
-        ({"eval_prompts": "none.jsonl"}, "--eval_prompts none.jsonl: can't be read"),
-        ({"eval_prompts": "b.jsonl", "reward": ["gsm8k"]}, "no number in the answer 'unknown'"),
-        ({"prompts": "b.jsonl", "reward": ["numeric_match"]}, "needs a number as the answer"),
-        ({"reward": ["nowhere.py:f"]}, "no file nowhere.py"),
-        ({"reward": ["a.jsonl:f"]}, "a.jsonl is not a Python file"),
-        ({"verifier": "nothing"}, "--verifier nothing: write it as FILE.py:FUNCTION, or choose"),
-        ({"reward_weights": [1.0, 2.0]}, "give one per reward, here 1"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused_in_one_line(flags, fault, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(Path("a.jsonl"), [{"prompt": "1", "answer": 3}])
-    write(Path("b.jsonl"), [{"prompt": "1", "answer": "unknown"}])
-    with pytest.raises(InputError, match=fault) as error:
-        load(**flags)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])
 @pytest.mark.parametrize(
     ("answer", "fits"),

@@ -80,6 +80,16 @@ def test_where_the_value_clip_does_not_bite_rounding_does_not_pass_for_it():
     assert not clipped.any()
 
 
+def test_without_a_kl_the_score_is_the_reward_and_the_first_ratio_is_1(make_job):
+    """By default nothing is taken off a completion without EOS, and dropout is off."""
+    job = make_job(ppo)
+    file = job.folder.parent / "half.py"
+    file.write_text("def half(completions, **kw): return [0.5] * len(completions)\n")
+    line = job(kl_coef=0, reward=f"{file}:half")[0]
+    assert line["objective/scores"] == 0.5 and line["length/truncated_frac"] > 0
+    assert line["val/ratio_max_dev_first"] < 1e-5
+
+
 def test_a_reward_of_none_is_refused_since_ppo_has_no_group_to_leave_it_out_of(make_job):
     job = make_job(ppo)
     file = job.folder.parent / "none.py"

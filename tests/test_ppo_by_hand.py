@@ -241,6 +241,7 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(run, step, na
     seconds = logged["time/rollout"] + logged["time/update"]
     assert logged["tokens_per_second"] == pytest.approx(num_tokens / seconds)
     assert abs(logged["objective/kl"]) > 1e-3
+    assert all("eval/reward" in line for line in run.metrics), "eval_every is 1"
 
 
 def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(run, step, naive_updates):

@@ -21,7 +21,6 @@ from transformers import GPT2LMHeadModel
 import grpo
 import ppo
 from plumbing.config import parse_flags
-from plumbing.errors import InputError
 from tools import plot
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 1
@@ -179,36 +178,6 @@ def test_a_tracker_that_is_missing_or_broken_is_named_with_its_command(run, monk
 
 
 # --- Faults, signals, and what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (InputError("the reward returned nothing"), 2, "the reward returned nothing"),
-        (torch.OutOfMemoryError("\n\n  CUDA out of memory.\nmore"), 1, "CUDA out of memory; lower"),
-        (RuntimeError("[enforce fail] can't allocate memory"), 1, "can't allocate memory; lower"),
-    ],
-)
-def test_a_fault_is_one_line_and_what_was_computed_is_saved(error, code, message, run, monkeypatch):
-    whiten, calls = ppo.masked_whiten, []
-
-    def fails(*args):
-        calls.append(None)
-        if len(calls) == 4:
-            raise error
-        return whiten(*args)
-
-    flags = ["--num_steps", "5", "--eval_every", "9"]
-    with monkeypatch.context() as m:
-        m.setattr(ppo, "masked_whiten", fails)
-        found, text = run(*flags)
-    line = text.strip().split("\n")[-1]
-    assert found == code and line.startswith("error: step 3: ") and message in line
-    assert line.endswith("run is saved up to step 3, --resume goes on from there")
-    assert "Traceback" not in text and len(lines_of("run/metrics.jsonl")) == 3
-    less = ["--micro_batch_tokens", "8", "--rollout_batch_size", "2"]  # as is advised
-    assert run(*flags, "--resume", *less)[0] == 0
-    assert [x["step"] for x in lines_of("run/metrics.jsonl")] == list(range(6))
 
 
 @pytest.mark.slow
