@@ -324,14 +324,19 @@ def run_pytest(folder: Path, tests: list[str], output: Path) -> None:
 
 
 def rounds_for(function: str) -> tuple[list[str], list[str]]:
-    """Fast tests, then slow ones; the files first that name the function or its file most often."""
-    words = [re.escape(word) for word in function.split(".") if word not in ("main", "__init__")]
+    """Fast tests, then slow ones. First come the files that are called after the function or its
+    file, then the steps by hand, then those that mention it most often.
+    """
+    words = [word for word in function.split(".") if word not in ("main", "__init__")]
 
-    def mentions(path: Path) -> int:
-        return len(re.findall(rf"\b({'|'.join(words)})\b", path.read_text(encoding="utf-8")))
+    def key(path: Path) -> tuple[bool, bool, int]:
+        called = any(re.search(rf"(^|_){word}(_|$)", path.stem) for word in words)
+        mentions = rf"\b({'|'.join(words)})\b"
+        by_hand = function.endswith("main") and "by_hand" in path.stem
+        return called, by_hand, len(re.findall(mentions, path.read_text(encoding="utf-8")))
 
-    files = sorted((REPOSITORY / "tests").glob("test_*.py"))
-    names = [f"tests/{path.name}" for path in sorted(files, key=mentions, reverse=True)]
+    files = sorted((REPOSITORY / "tests").glob("test_*.py"), key=key, reverse=True)
+    names = [f"tests/{path.name}" for path in files]
     return ["-m", "not slow", *names], ["-m", "slow", *names]
 
 

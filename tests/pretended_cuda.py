@@ -14,7 +14,6 @@ import contextlib
 import functools
 import warnings
 from collections import Counter
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -224,19 +223,33 @@ def pretended_cuda():
             for (device, dtype), (tensors, indices) in groups(lists, *args).items()
         }
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    stream.is_capturing = lambda: gpu.graph is not None
+    # Classes, for transformers has them in type annotations.
+    class CUDAGraph(Graph):
+        def __init__(self):
+            super().__init__(gpu)
+
+    class Stream:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def wait_stream(self, other):
+            pass
+
+        def is_capturing(self):
+            return gpu.graph is not None
+
+    stream = Stream()
     functions = {name: lambda *args, x=x, **kwargs: x for name, x in ANSWERS.items()}
     functions |= {
         "current_stream": lambda *args: stream,
-        "Stream": lambda *args: stream,
+        "Stream": Stream,
         "stream": contextlib.nullcontext,
         "synchronize": lambda *args: gpu.wait("synchronize"),
         "empty_cache": lambda: gpu.busy and gpu.wait("empty_cache"),  # cudaFree waits
         "get_sync_debug_mode": lambda: gpu.sync_debug_mode,
         "set_sync_debug_mode": functools.partial(setattr, gpu, "sync_debug_mode"),
         "is_current_stream_capturing": stream.is_capturing,
-        "CUDAGraph": lambda: Graph(gpu),
+        "CUDAGraph": CUDAGraph,
     }
     patches = [(torch.cuda, name, function) for name, function in functions.items()]
     patches += [

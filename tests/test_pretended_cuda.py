@@ -175,6 +175,7 @@ def test_the_device_is_as_strict_as_a_real_one():
     on_cpu = torch.ones(3)
     with pretended_cuda() as gpu:
         x = torch.arange(3.0, device="cuda", requires_grad=True)
+        assert torch.cuda.CUDAGraph | torch.cuda.Stream, "type annotations of transformers"
         assert x.device == CUDA and (2 * x).view(3, 1).device == CUDA and x.is_cuda
         assert on_cpu.device.type == "cpu" and torch.ones(2).device.type == "cpu"
         (x**2).sum().backward()
