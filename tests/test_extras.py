@@ -310,3 +310,14 @@ def test_a_special_token_as_a_stop_string_is_one_more_eos():
     config = SimpleNamespace(stop=["<|im_end|>", "x"], max_new_tokens=4, temperature=1.0, seed=0)
     options = sampling_options(config, model, tokenizer)
     assert options["eos_token_ids"][-1] == 257 and options["stops"].strings == ["x"]
+
+
+def test_the_reward_of_a_run_reads_the_stop_string_that_ended_a_completion(make_job, tmp_path):
+    (tmp_path / "ends.py").write_text(
+        "def ends(completions):\n    return [float(c.endswith('a')) for c in completions]\n"
+    )
+    job = make_job(grpo)
+    job(stop="a", reward=f"{tmp_path}/ends.py:ends", temperature=3.0, completions=16)
+    lines = map(json.loads, (job.folder / "samples.jsonl").read_text().splitlines())
+    scores = {x["completion"]: x["score"] for x in lines if "a" in x["completion"]}
+    assert scores and all(text.endswith("a") and scores[text] == 1 for text in scores)
