@@ -158,7 +158,7 @@ def test_every_link_of_a_page_leads_to_a_file():
 def test_every_flag_that_a_page_names_is_one_of_a_script_or_tool():
     known = {f.name for script in LOOPS.values() for f in dataclasses.fields(script.Config)}
     known |= {*TRL_NAMES, *OF_OTHERS, *GONE}
-    for folder in ("tools", "benchmarks", "course", "docs"):
+    for folder in ("tools", "benchmarks", "course", "tests"):
         for program in (REPOSITORY / folder).rglob("*.py"):
             known |= set(re.findall(r"\"--([\w-]+)\"", program.read_text(encoding="utf-8")))
     for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]:
