@@ -146,8 +146,9 @@ def paths_of(results: dict, size: int, kind: str) -> dict[str, np.ndarray]:
     return {key: np.array([path[key] for path in paths]) for key in paths[0]}
 
 
-# The truth is the share of right sums. Its best is the best evaluation: stopping early saves it where
-# it is known. The unit of the proxy is the standard deviation of the scores of the model's own samples.
+# The truth is the share of right sums. Its best is the best evaluation: stopping early saves it
+# where it is known. The unit of the proxy is the standard deviation of the scores of the model's
+# own samples.
 KINDS = ("PPO, kl_coef 0.01", "PPO, kl_coef 0.1", "best of n")
 
 
