@@ -116,7 +116,7 @@ def readme(problems: list[Problem]) -> str:
 
 SHARES = (0, 0.25, 0.5, 0.75, 1)
 REQUIREMENTS = (
-    "-r requirements.txt\npytest\npytest-xdist\nhypothesis\nmatplotlib\npeft\njupytext\nipykernel\n"
+    "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\njupytext\nipykernel\n"
 )
 README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
 
