@@ -115,9 +115,7 @@ def readme(problems: list[Problem]) -> str:
 
 
 SHARES = (0, 0.25, 0.5, 0.75, 1)
-REQUIREMENTS = (
-    "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\njupytext\nipykernel\n"
-)
+REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\njupytext\nipykernel\n"
 README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
 
 You need Python 3.10 or newer and a laptop; no GPU, no network, no model download. The model is in
