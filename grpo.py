@@ -34,14 +34,19 @@ from common import (
     reference,
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
-from plumbing.data import load_task
+from plumbing.data import (
+    check_prompts,
+    encode_prompts,
+    load_task,
+    prompt_batch,
+    sampling_options,
+    score,
+)
 from plumbing.extras import overlong_penalty, replace_flat_groups, token_weighted
 from plumbing.forward import completion_logprobs, micro_batches, to
-from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
-from plumbing.prompts import prompt_batch
-from plumbing.runs import Run, choose_folder, run_main
-from plumbing.scoring import check_prompts, encode_prompts, sampling_options, score
+from plumbing.models import load_policy, load_tokenizer, set_up_training
+from plumbing.run import Run, choose_folder, run_main
 from sampling import sample
 from tasks import REWARDS, TASKS
 

@@ -44,15 +44,21 @@ from common import (
     reference,
 )
 from plumbing.config import ByModel, RunConfig, flag, parse_flags
-from plumbing.data import load_task, value_backbone
+from plumbing.data import (
+    check_prompts,
+    encode_prompts,
+    load_task,
+    prompt_batch,
+    sampling_options,
+    score,
+    value_backbone,
+)
 from plumbing.errors import InputError
 from plumbing.extras import token_weighted
 from plumbing.forward import completion_logprobs, completion_values, micro_batches, on_cpu, to
-from plumbing.loading import load_policy, load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch, explained_variance, step_metrics
-from plumbing.prompts import prompt_batch
-from plumbing.runs import Run, choose_folder, run_main
-from plumbing.scoring import check_prompts, encode_prompts, sampling_options, score
+from plumbing.models import load_policy, load_tokenizer, set_up_training
+from plumbing.run import Run, choose_folder, run_main
 from sampling import sample
 from tasks import REWARDS, TASKS
 

@@ -32,14 +32,12 @@ from torch.nn.functional import logsigmoid
 
 from common import base_model, clear_cache, disable_dropout
 from plumbing.config import ByModel, TrainConfig, flag, parse_flags
+from plumbing.data import prompt_batch
 from plumbing.forward import to
-from plumbing.judging import pair_metrics
-from plumbing.loading import load_tokenizer, set_up_training
 from plumbing.metrics import Meter, Stopwatch
-from plumbing.pairs import load_pairs, pair_scores
-from plumbing.prompts import prompt_batch
-from plumbing.reward_models import load_for_training
-from plumbing.runs import Run, choose_folder, run_main
+from plumbing.models import load_tokenizer, set_up_training
+from plumbing.preferences import load_for_training, load_pairs, pair_metrics, pair_scores
+from plumbing.run import Run, choose_folder, run_main
 from tasks import TASKS
 
 

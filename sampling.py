@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
 from plumbing.forward import to
-from plumbing.inputs import uncompiled
+from plumbing.models import uncompiled
 
 
 def sample(

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from plumbing.curves import COLOURS  # noqa: E402
+from tools.plot import COLOURS  # noqa: E402
 
 ALGORITHMS = {name.upper(): colour for name, colour in COLOURS.items()}  # PPO, GRPO, RLOO
 # What isn't an algorithm has none of their colours: variants of a run, the first as it should be,

@@ -28,12 +28,11 @@ from drawing import SIZES as COLOURS
 from drawing import plain, save
 from matplotlib.figure import Figure
 
-from plumbing.answers import numeric_match
-from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
-from plumbing.reward_models import RewardModel
-from plumbing.scoring import PADDING, decode, encode_prompts
+from plumbing.data import PADDING, decode, encode_prompts
+from plumbing.models import eos_token_ids, load_policy, load_tokenizer
+from plumbing.preferences import RewardModel
 from sampling import sample
-from tasks import add_prompts
+from tasks import add_prompts, numeric_match
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")

@@ -152,8 +152,8 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from common import completion_mask
-    from plumbing.loading import eos_token_ids
-    from plumbing.scoring import encode_prompts
+    from plumbing.data import encode_prompts
+    from plumbing.models import eos_token_ids
     from sampling import generate
 
     tokenizer = AutoTokenizer.from_pretrained(job["path"])
@@ -326,8 +326,8 @@ def plain(job: dict, bf16: bool) -> list[dict]:
 
     from common import completion_mask, token_logprobs
     from grpo import group_advantages, grpo_loss
-    from plumbing.loading import eos_token_ids
-    from plumbing.scoring import encode_prompts
+    from plumbing.data import encode_prompts
+    from plumbing.models import eos_token_ids
 
     tokenizer = AutoTokenizer.from_pretrained(job["path"])
     policy, ref = (AutoModelForCausalLM.from_pretrained(job["path"]).float() for _ in range(2))
@@ -385,7 +385,7 @@ def work(job: dict) -> None:
     """One process: run the job, print its steps as the last line."""
     torch.set_num_threads(job["threads"])
     if job["system"] == "ours":
-        from plumbing.loading import keep_freed_memory
+        from plumbing.models import keep_freed_memory
 
         keep_freed_memory()  # as the scripts do
     kind, system = job["kind"], job["system"]
@@ -463,7 +463,7 @@ def floor(job: dict, tokens: float, rates: dict[str, float]) -> dict:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.pytorch_utils import Conv1D
 
-    from plumbing.scoring import prompt_tokens
+    from plumbing.data import prompt_tokens
 
     path = str(REPOSITORY / "tiny") if job["path"] == "tiny" else job["path"]
     with torch.device("meta"):
@@ -570,7 +570,7 @@ def main() -> None:
         results = json.loads(Path(args.output).read_text())
         return print(f"{ratios(results)}\n\n{table(results)}")
 
-    from plumbing.loading import fast_at_bfloat16
+    from plumbing.models import fast_at_bfloat16
 
     torch.set_num_threads(args.threads)
     has_trl = importlib.util.find_spec("trl") is not None

@@ -221,7 +221,7 @@ def give_completions(module: ModuleType) -> None:
     some that forget the carry, and some random digits, of which a few have no EOS.
     """
     from common import Rollout
-    from plumbing.loading import load_tokenizer
+    from plumbing.models import load_tokenizer
 
     tokenizer, choices = load_tokenizer("tiny"), random.Random(0)
 
@@ -260,9 +260,9 @@ def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, .
     drawn (B, T), the mask (B, T), which (B,) begin with the right digit, and the log-probs that
     `generate` noted (B, T).
     """
-    from plumbing.forward import completion_states, logits_from
-    from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
-    from plumbing.scoring import encode_prompts
+    from plumbing.data import encode_prompts
+    from plumbing.forward import completion_states
+    from plumbing.models import eos_token_ids, load_policy, load_tokenizer, logits_from
     from sampling import generate
     from tasks import add_prompts
 
@@ -358,7 +358,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     """
     from common import token_logprobs
     from grpo import group_advantages, grpo_loss
-    from plumbing.loading import eos_token_ids, load_policy, load_tokenizer
+    from plumbing.models import eos_token_ids, load_policy, load_tokenizer
 
     logits, tokens, real, right, _ = sampled(seed, 3.0)
     eos = eos_token_ids(load_policy("tiny"), load_tokenizer("tiny"))[0]

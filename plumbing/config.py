@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from plumbing.errors import InputError
-from plumbing.loading import adapter_base, fast_at_bfloat16, pick_device
+from plumbing.models import adapter_base, fast_at_bfloat16, pick_device
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from common import Rollout
+from plumbing.data import encode_prompts, score
 from plumbing.forward import on_cpu
 from plumbing.metrics import is_flat
-from plumbing.scoring import encode_prompts, score
 from sampling import concatenate, sample
 
 Drawn = tuple[list[dict], Rollout, Tensor, list[str]]  # prompts, rollout, scores, texts

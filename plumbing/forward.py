@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from common import Rollout, ValueModel, at_least_float32, base_model, token_entropy, token_logprobs
-from plumbing.inputs import mask_is_known, model_inputs
+from plumbing.models import logits_from, mask_is_known, model_inputs
 
 CHUNK = 2**23  # logits at a time: 32 MB in float32, on CUDA 16 times as much
 
@@ -253,16 +253,3 @@ def _score_tokens(
     logits = logits if temperature == 1 else logits / temperature
     entropy = token_entropy(logits if entropy_grad else logits.detach())
     return torch.stack([token_logprobs(logits, tokens), entropy])
-
-
-def logits_from(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V)."""
-    config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden)
-    if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
-        logits = logits * scale
-    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits = logits / scale
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-        logits = cap * torch.tanh(logits / cap)
-    return logits

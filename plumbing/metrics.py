@@ -1,19 +1,25 @@
-"""The metrics of a step, and the warnings that they give rise to."""
+"""The metrics of a step, what they warn of, and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout, kl_estimate, masked_mean
+from plumbing.data import Task, encode_prompts, score, verify
 from plumbing.errors import Fault
 from plumbing.forward import on_cpu, to
+from sampling import sample
 
 try:
     import resource
@@ -233,3 +239,158 @@ def progress(metrics: dict[str, float | None]) -> str:
         f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s, "
         f"{metrics['memory/peak_gb']:.1f} GB"
     )
+
+
+def warnings_about(history: list[dict[str, float | None]], bf16: bool) -> list[tuple[str, str]]:
+    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
+    now, found = history[-1], []
+    kl, last = now["objective/kl"], [m["objective/kl"] for m in history[-10:]]
+    if len(last) == 10 and all(x is not None and math.isfinite(x) for x in last):
+        # The sampled KL may be negative by chance; its mean over ten steps hardly.
+        error = statistics.stdev(last) / len(last) ** 0.5
+        if statistics.mean(last) < -0.02 - 4 * error:
+            text = "the KL is negative beyond chance: samples and log-probs are of two"
+            remedy = "distributions; look at temperature, top_k and dropout"
+            found += [("negative KL", f"{text} {remedy}")]
+    # Judged per token as well: 10 nats are much for 24 tokens and little for 500.
+    if kl is not None and kl > 10 and now.get("objective/kl_token", math.inf) > 0.1:
+        text = f"the KL is {kl:.0f}: the policy has left the reference, and what the reward"
+        remedy = "doesn't measure is lost; raise --kl_coef or lower --learning_rate"
+        found += [("large KL", f"{text} {remedy}")]
+    deviation = now["val/ratio_max_dev_first"]
+    if deviation > (0.5 if bf16 else 0.01):
+        text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
+        found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
+    flat = now.get("reward/frac_flat_groups", 0)
+    if flat > 0.5:
+        text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
+        remedy = "prompts solved already or too hard, or too few generations (--num_generations)"
+        found += [("flat groups", f"{text} {remedy}")]
+    truncated = now["length/truncated_frac"]
+    if truncated > 0.5:
+        text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
+        found += [("truncated", f"{text} the reward means unfinished text")]
+    last = history[-5:]
+    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
+        text = "the mean reward has been the same for five steps: is the reward function constant?"
+        found += [("constant reward", f"{text} python tools/inspect_reward.py shows it")]
+    return found
+
+
+def pair_warnings(history: list[dict[str, float]]) -> list[tuple[str, str]]:
+    """What the metrics of all steps and evaluations so far warn of: (name, line with cause and
+    remedy) each.
+    """
+    found = []
+    steps = [m for m in history if "reward/mean" in m]
+    evaluations = [m for m in history if "eval/loss" in m]
+    losses = [m["eval/loss"] for m in evaluations]
+    if losses and losses[-1] > min(losses) + 0.1:
+        text = f"the held-out loss has risen from {min(losses):.2f} to {losses[-1]:.2f}: the model"
+        remedy = "take more pairs, fewer steps, or --save_best"
+        found += [("overfitting", f"{text} learns pairs by heart; {remedy}")]
+    if steps and abs(steps[-1]["reward/mean"]) > 10:
+        text = (
+            f"the mean score is {steps[-1]['reward/mean']:.0f}, and differences alone are learnt:"
+        )
+        found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
+    for m in evaluations[-1:]:
+        if abs(m["eval/length_correlation"]) > 0.7:
+            text = f"score and length correlate by {m['eval/length_correlation']:.2f}: a policy"
+            found += [("length", f"{text} will learn the length; balance it in the pairs")]
+    last = steps[-20:]
+    if len(last) == 20 and statistics.mean(m["reward/accuracy"] for m in last) < 0.5:
+        text = "for 20 steps not even half of the pairs were judged right:"
+        found += [("worse than chance", f"{text} lower --learning_rate, look at the labels")]
+    return found
+
+
+def evaluate(
+    config: Any,
+    policy: PreTrainedModel,
+    tokenizer: Tokenizer,
+    task: Task,
+    sampling: dict[str, Any],
+    rows: list[dict],
+) -> tuple[dict[str, float | None], list[str], list[float]]:
+    """Complete each of the N prompts: --eval_generations completions that are sampled, and a greedy
+    one. Returns (metrics, the N*K texts that were sampled, their scores, NaN for None).
+    """
+    metrics, samples, device = {}, [], policy.device
+    for kind, K, options in (("", config.eval_generations, {}), ("_greedy", 1, {"top_k": 1})):
+        # The random numbers are the same every time and not those of training: two evaluations
+        # differ by the policy alone, and evaluating more often changes no run.
+        generator = torch.Generator(device).manual_seed(config.seed + 1)
+        options = sampling | {"generator": generator} | options
+        scores, texts, right = [], [], []
+        most = config.rollout_batch_size
+        for start in range(0, len(rows), most // K):
+            part = rows[start : start + most // K]  # as wide as its longest prompt
+            prompts = encode_prompts(tokenizer, part)
+            rollout = sample(policy, *prompts, num_generations=K, max_rows=most, **options)
+            part_scores, part_texts = score(task, part, rollout, tokenizer)
+            scores, texts = scores + part_scores.tolist(), texts + part_texts
+            right += [verify(task, part, part_texts, rollout)]
+        samples.append((texts, scores))
+        known = [value for value in scores if not math.isnan(value)]
+        metrics[f"eval/reward{kind}"] = sum(known) / len(known) if known else None
+        right = _known(right) if task.verifier is not None else None  # (N, K)
+        metrics[f"eval/accuracy{kind}"], error = mean_and_error(right)
+        if not kind:
+            metrics["eval/accuracy_se"] = error
+            if K > 1:
+                metrics["eval/pass_at_k"] = None if right is None else pass_at_k(right, K)
+    return metrics, *samples[0]
+
+
+def _known(right: list[Tensor]) -> Tensor | None:
+    """The verdicts (N, K) of prompts without a None among them; None where there are none."""
+    verdicts = torch.cat(right)
+    verdicts = verdicts[~verdicts.isnan().any(1)]
+    return verdicts if len(verdicts) else None
+
+
+def mean_and_error(right: Tensor | None) -> tuple[float | None, float | None]:
+    """Of (N, K) verdicts the mean, which is pass@1, and its standard error over the prompts.
+
+    The K completions of a prompt are alike: so each prompt counts once, as the mean of its K.
+    """
+    if right is None:
+        return None, None
+    means = right.double().mean(1)
+    error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(math.nan)
+    return means.mean().item(), error.item()
+
+
+def pass_at_k(right: Tensor, k: int) -> float:
+    """The probability that one of k completions is right, from (N, n) verdicts, n >= k.
+
+    1 - C(n - c, k) / C(n, k) with c right ones, which has no bias: Chen et al. 2021
+    (arXiv 2107.03374) eq. 1. Raises ValueError for k above n.
+    """
+    n = right.shape[1]
+    if k > n:
+        raise ValueError(f"pass@{k} needs {k} completions, here {n}")
+    counts = (right > 0).sum(1).tolist()
+    return sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in counts) / len(counts)
+
+
+def headline(
+    step: int, metrics: dict[str, float | None], first: dict[str, float | None], K: int = 1
+) -> str:
+    """Reward and accuracy in a line, each beside what it was before the training."""
+    title = _compared(step, metrics, first, "eval/reward")
+    if metrics["eval/accuracy"] not in (None, metrics["eval/reward"]):
+        title += "; " + _compared(step, metrics, first, "eval/accuracy")
+    if metrics.get("eval/pass_at_k") is not None:
+        title += f", pass@{K} {metrics['eval/pass_at_k']:.3f}"
+    return title
+
+
+def _compared(step: int, metrics: dict[str, float], first: dict[str, float], name: str) -> str:
+    """A metric sampled and greedy, each beside what it was before the training."""
+    parts = []
+    for key, title in ((name, name), (f"{name}_greedy", "greedy")):
+        now, was = ("unknown" if x[key] is None else f"{x[key]:.3f}" for x in (metrics, first))
+        parts.append(f"{title} {now}" + (f" (was {was})" if step > 0 else ""))
+    return ", ".join(parts)

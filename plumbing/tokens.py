@@ -15,12 +15,10 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout, ValueModel, evaluating, kl_estimate
-from plumbing.data import Task
+from plumbing.data import Task, encode_prompts, score, text_of
 from plumbing.forward import completion_logprobs, completion_values, on_cpu, to
-from plumbing.inputs import uncompiled
 from plumbing.metrics import Meter
-from plumbing.prompts import text_of
-from plumbing.scoring import encode_prompts, score
+from plumbing.models import uncompiled
 from sampling import sample
 
 HELDOUT_PROMPTS, OF_EACH = 4, 4  # held-out prompts, completions of each that are recorded

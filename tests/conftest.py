@@ -48,7 +48,7 @@ def pytest_collection() -> Iterator[None]:
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The picture of a run takes three quarters of the time of a small one."""
     if not request.node.get_closest_marker("draws"):
-        monkeypatch.setattr("plumbing.runs.draw", lambda folders, path: None)
+        monkeypatch.setattr("tools.plot.draw", lambda folders, path: None)
 
 
 @pytest.fixture(params=["gpt2", "llama"])

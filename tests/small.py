@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import plumbing.runs
+import tools.plot
 from common import Rollout
 
 torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
     """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
     takes a moment too, in which the process may be killed.
     """
-    plumbing.runs.draw = lambda folders, path: time.sleep(0.3)
+    tools.plot.draw = lambda folders, path: time.sleep(0.3)
     main(flags)
 
 

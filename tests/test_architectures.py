@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from common import ValueModel, disable_dropout
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values
-from plumbing.loading import load_policy
+from plumbing.models import load_policy
 from sampling import generate
 
 VOCAB, EOS = 20, 19

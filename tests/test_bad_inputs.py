@@ -23,7 +23,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing.runs import run_main
+from plumbing.run import run_main
 from tools import inspect_reward, plot
 
 MAINS = {"ppo": ppo.main, "grpo": grpo.main, "rloo": rloo.main, "reward_model": reward_model.main}

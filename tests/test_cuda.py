@@ -12,7 +12,7 @@ from small import EOS, job_maker, small_gpt2, small_llama
 import grpo
 import ppo
 import rloo
-from plumbing.runs import Interrupted, Run
+from plumbing.run import Interrupted, Run
 from sampling import generate
 
 pytestmark = [

@@ -11,10 +11,8 @@ from tokenizers import normalizers, processors
 
 import grpo
 from plumbing.config import TaskConfig
-from plumbing.data import Task, load_task
+from plumbing.data import Task, encode_prompts, load_task, prompt_batch
 from plumbing.errors import InputError
-from plumbing.prompts import prompt_batch
-from plumbing.scoring import encode_prompts
 from tasks import REWARDS, TASKS
 
 CHAT_TEMPLATE = (

@@ -15,9 +15,9 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, token_entropy
+from plumbing.data import decode, sampling_options
+from plumbing.decoding import StopStrings
 from plumbing.extras import overlong_penalty
-from plumbing.scoring import decode, sampling_options
-from plumbing.stopping import StopStrings
 from sampling import generate
 
 SCRIPTS = [ppo, grpo, rloo]

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from common import Rollout, ValueModel
 from plumbing import forward
 from plumbing.forward import completion_logprobs, completion_values, micro_batches
-from plumbing.loading import load_policy
+from plumbing.models import load_policy
 
 
 def value_model_of(model) -> ValueModel:

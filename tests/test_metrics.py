@@ -11,17 +11,18 @@ from small import EOS, make_rollout
 
 import grpo
 import ppo
-from plumbing.advice import warnings_about
 from plumbing.errors import Fault, InputError
-from plumbing.evaluation import mean_and_error, pass_at_k
 from plumbing.metrics import (
     Meter,
     Stopwatch,
     explained_variance,
     group_metrics,
     is_flat,
+    mean_and_error,
     objective_metrics,
+    pass_at_k,
     rollout_metrics,
+    warnings_about,
 )
 from tools import evaluate as tool
 

@@ -16,8 +16,8 @@ import ppo
 import reward_model
 import rloo
 from plumbing.config import TRL_NAMES, parse_flags
-from plumbing.loading import load_policy, load_tokenizer
-from plumbing.scoring import decode, encode_prompts
+from plumbing.data import decode, encode_prompts
+from plumbing.models import load_policy, load_tokenizer
 from sampling import generate
 from tasks import add_prompts
 from tools import evaluate, inspect_reward

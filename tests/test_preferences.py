@@ -15,8 +15,7 @@ import ppo
 import reward_model
 import rloo
 from plumbing.errors import InputError
-from plumbing.pairs import pair_of, read_pairs
-from plumbing.reward_models import RewardModel, text_ids
+from plumbing.preferences import RewardModel, pair_of, read_pairs, text_ids
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import grpo
 import ppo
 import rloo
-from plumbing.runs import Run
+from plumbing.run import Run
 from sampling import generate
 
 SCRIPTS = [

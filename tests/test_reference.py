@@ -15,11 +15,11 @@ import grpo
 import ppo
 import rloo
 from common import ValueModel, disable_dropout, reference
-from plumbing import loading
-from plumbing.checkpoints import save_model as save_trained
+from plumbing import models
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values
-from plumbing.loading import add_adapter, load_policy, load_tokenizer
+from plumbing.models import add_adapter, load_policy, load_tokenizer
+from plumbing.run import save_model as save_trained
 
 
 def logprobs(model: torch.nn.Module) -> torch.Tensor:
@@ -221,20 +221,20 @@ def test_every_eos_id_of_the_model_is_found():
     model, tokenizer = small_llama(), SimpleNamespace(eos_token_id=36)
     model.generation_config.eos_token_id = [39, 38]
     model.config.eos_token_id = 37
-    assert loading.eos_token_ids(model, tokenizer) == [36, 37, 38, 39]
+    assert models.eos_token_ids(model, tokenizer) == [36, 37, 38, 39]
     model.config.eos_token_id = 0  # GPT-NeoX
-    assert 0 in loading.eos_token_ids(model, tokenizer)
+    assert 0 in models.eos_token_ids(model, tokenizer)
 
 
 def test_a_device_that_is_not_there_is_refused():
     for name in ("tpu9", "nonsense", *([] if torch.cuda.is_available() else ["cuda"])):
         with pytest.raises(InputError, match=name):
-            loading.pick_device(name)
-    assert loading.pick_device("cpu") == torch.device("cpu")
+            models.pick_device(name)
+    assert models.pick_device("cpu") == torch.device("cpu")
 
 
 def test_a_model_without_gradient_checkpointing_is_refused_in_one_line(small_model, monkeypatch):
     monkeypatch.setattr(type(small_model.base_model), "supports_gradient_checkpointing", False)
     config = SimpleNamespace(gradient_checkpointing=True, bf16=False, compile=False)
     with pytest.raises(InputError, match=r"^--gradient_checkpointing: [^\n]*$"):
-        loading.set_up_training(config, small_model)
+        models.set_up_training(config, small_model)

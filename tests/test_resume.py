@@ -17,8 +17,8 @@ from small import job_maker, run_undrawn
 import grpo
 import ppo
 import rloo
-from plumbing.checkpoints import FIELDS, read_state, write_state
 from plumbing.errors import Fault, InputError
+from plumbing.run import FIELDS, read_state, write_state
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 6
 --prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2

@@ -12,11 +12,15 @@ from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM, GPT2Config
 
 import reward_model
-from plumbing.advice import pair_warnings
 from plumbing.errors import Fault
-from plumbing.judging import evaluate_pairs, reliability
-from plumbing.pairs import pair_scores
-from plumbing.reward_models import RewardModel, last_real_token
+from plumbing.metrics import pair_warnings
+from plumbing.preferences import (
+    RewardModel,
+    evaluate_pairs,
+    last_real_token,
+    pair_scores,
+    reliability,
+)
 from reward_model import preference_loss
 
 MEASURED = ("time/", "memory/", "tokens_per_second")

@@ -11,9 +11,8 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 import grpo
 from plumbing.config import TaskConfig
-from plumbing.data import Task, load_reward, load_task
+from plumbing.data import Task, load_reward, load_task, score, verify
 from plumbing.errors import InputError
-from plumbing.scoring import score, verify
 from tasks import REWARDS, TASKS
 from tools import inspect_reward
 from tools.inspect_reward import explained_by_prompt

@@ -18,7 +18,7 @@ from common import Rollout, completion_mask
 from plumbing.decoding import bfloat16_copy
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
-from plumbing.inputs import model_inputs
+from plumbing.models import model_inputs
 from sampling import concatenate, draw, generate
 from sampling import sample as sample_in_parts
 

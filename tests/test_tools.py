@@ -26,10 +26,10 @@ from small import (
 import ppo
 from common import ValueModel
 from plumbing.config import parse_flags
+from plumbing.data import prompt_batch
 from plumbing.errors import InputError
 from plumbing.forward import completion_values
-from plumbing.loading import load_tokenizer
-from plumbing.prompts import prompt_batch
+from plumbing.models import load_tokenizer
 from tools import evaluate, fit, outgrow
 
 SIZES = "--prompts_per_step 4 --num_generations 2 --max_new_tokens 6"

@@ -16,8 +16,7 @@ import rloo
 from grpo import group_advantages, grpo_loss
 from plumbing.extras import overlong_penalty
 from plumbing.forward import completion_logprobs
-from plumbing.pairs import pair_of, pair_scores
-from plumbing.reward_models import load_for_training, text_ids
+from plumbing.preferences import load_for_training, pair_of, pair_scores, text_ids
 from reward_model import preference_loss
 from rloo import rloo_advantages, rloo_loss
 

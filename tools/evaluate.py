@@ -18,13 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from plumbing.config import TaskConfig, flag, parse_flags
-from plumbing.data import load_task
+from plumbing.data import check_prompts, load_task, sampling_options, text_of
 from plumbing.errors import Fault, InputError
-from plumbing.evaluation import evaluate, headline
-from plumbing.loading import fast_at_bfloat16, load_policy, load_tokenizer
-from plumbing.prompts import text_of
-from plumbing.runs import run_main
-from plumbing.scoring import check_prompts, sampling_options
+from plumbing.metrics import evaluate, headline
+from plumbing.models import fast_at_bfloat16, load_policy, load_tokenizer
+from plumbing.run import run_main
 from tasks import REWARDS, TASKS
 
 

@@ -44,9 +44,8 @@ from common import ValueModel, base_model
 from plumbing.config import parse_flags
 from plumbing.errors import InputError, first_line
 from plumbing.forward import CHUNK
-from plumbing.inputs import mask_is_known, model_inputs
-from plumbing.loading import TINY, add_adapter
-from plumbing.runs import run_main
+from plumbing.models import TINY, add_adapter, mask_is_known, model_inputs
+from plumbing.run import run_main
 
 DEVICES_GB = (8, 16, 24, 40, 80)
 LIBRARIES = 0.45e9  # of torch and transformers, on a CPU

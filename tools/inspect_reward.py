@@ -16,13 +16,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from plumbing.config import TaskConfig, flag, parse_flags
-from plumbing.data import load_task
+from plumbing.data import (
+    check_prompts,
+    encode_prompts,
+    load_task,
+    prompt_batch,
+    sampling_options,
+    score,
+    text_of,
+)
 from plumbing.errors import InputError
-from plumbing.loading import load_policy, load_tokenizer, pick_device
 from plumbing.metrics import is_flat
-from plumbing.prompts import prompt_batch, text_of
-from plumbing.runs import run_main
-from plumbing.scoring import check_prompts, encode_prompts, sampling_options, score
+from plumbing.models import load_policy, load_tokenizer, pick_device
+from plumbing.run import run_main
 from sampling import generate
 from tasks import REWARDS, TASKS
 

@@ -18,9 +18,9 @@ from urllib.parse import quote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from plumbing.advice import pair_warnings, warnings_about
-from plumbing.curves import OF_REWARD_MODELS, PANELS
 from plumbing.errors import InputError, first_line, run_tool
+from plumbing.metrics import pair_warnings, warnings_about
+from tools.plot import OF_REWARD_MODELS, PANELS
 
 HERE = Path(__file__).resolve().parent
 METRICS_MD = HERE.parent / "docs" / "metrics.md"

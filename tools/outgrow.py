@@ -26,12 +26,10 @@ import grpo
 import ppo
 import rloo
 from common import disable_dropout
-from plumbing.data import Task, load_task
+from plumbing.data import Task, check_prompts, load_task, prompt_batch, prompt_tokens
 from plumbing.errors import InputError, first_line
-from plumbing.loading import load_policy, load_tokenizer, pick_device
-from plumbing.prompts import prompt_batch
-from plumbing.runs import run_main
-from plumbing.scoring import check_prompts, prompt_tokens
+from plumbing.models import load_policy, load_tokenizer, pick_device
+from plumbing.run import run_main
 from tasks import REWARDS, TASKS
 from tools import outgrow_verl
 

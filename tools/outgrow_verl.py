@@ -19,11 +19,9 @@ from typing import Any
 from transformers import AutoConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from plumbing.data import RewardFunction, Task, load_task
+from plumbing.data import RewardFunction, Task, load_task, prompt_batch, prompt_tokens
 from plumbing.errors import InputError, first_line, optional_library
-from plumbing.loading import TINY, adapter_base, load_tokenizer, pick_device
-from plumbing.prompts import prompt_batch
-from plumbing.scoring import prompt_tokens
+from plumbing.models import TINY, adapter_base, load_tokenizer, pick_device
 from tasks import REWARDS, TASKS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -373,7 +371,7 @@ import sys
 sys.path.insert(0, {repository!r})  # plainrlhf: must be there on every machine
 
 from plumbing.data import Task, load_reward
-from plumbing.scoring import score_texts
+from plumbing.data import score_texts
 from tasks import REWARDS
 
 NAMES, WEIGHTS = {names!r}, {weights!r}

@@ -7,14 +7,129 @@ Runs whose folders differ in -s<seed> alone are one line, their mean, in a band 
 the highest.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plumbing.errors import InputError, first_line, optional_library
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from plumbing.curves import draw
 from plumbing.errors import run_tool
+
+PANELS = {
+    "reward": ["objective/scores"],
+    "KL to the reference, nats a completion": ["objective/kl"],
+    "entropy, nats a token": ["objective/entropy"],
+    "tokens a completion": ["length/mean"],
+    "share of tokens clipped (RLOO: of completions)": ["policy/clipfrac_avg"],
+    "held out: sampled, and greedy (dashed)": ["eval/accuracy", "eval/accuracy_greedy"],
+}
+OF_REWARD_MODELS = {
+    "loss: of the step, and held out (dashed)": ["loss/pairs", "eval/loss"],
+    "judged rightly: of the step, and held out (dashed)": ["reward/accuracy", "eval/accuracy"],
+    "chosen minus rejected score; held out (dashed)": ["reward/margin", "eval/margin"],
+    "mean score; held out (dashed)": ["reward/mean", "eval/score_mean"],
+    "correlation of score and length, held out": ["eval/length_correlation"],
+}
+RELIABILITY = "is it as often right as it says? (held out)"
+COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
+
+
+def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
+    """The metrics of a run: {name: {step: value}}, known values alone. Raises InputError."""
+    path = Path(folder) / "metrics.jsonl"
+    curves = {}
+    try:
+        # A last line that is not complete is left out: the run may be writing it.
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+            record = json.loads(line)
+            for name, value in record.items():
+                if value is not None:
+                    curves.setdefault(name, {})[record["step"]] = value
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        raise InputError(f"{path}: can't be read ({first_line(e)})") from e
+    if not curves:
+        raise InputError(f"{path}: holds no metrics yet")
+    return curves
+
+
+def _label(folder: Path) -> str:
+    """The name of a run without its seed."""
+    return re.sub(r"-s\d+$", "", Path(folder).resolve().name)
+
+
+def line_colours(labels: list[str]) -> list[str]:
+    """A colour per label: that of its script, or, once that is taken, another."""
+    others = [f"C{n}" for n in range(10) if f"C{n}" not in COLOURS.values()]
+    colours = []
+    for label in labels:
+        own = COLOURS.get(label.partition("-")[0])
+        colours.append(own if own and own not in colours else others[len(colours) % len(others)])
+    return colours
+
+
+def draw(folders: list[Path], output: Path) -> None:
+    """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Raises InputError."""
+    # No pyplot: it keeps figures, and needs a screen.
+    library = optional_library("matplotlib.figure", "plots need matplotlib: pip install matplotlib")
+    groups = {}
+    for folder in folders:
+        groups.setdefault(_label(folder), []).append(read_metrics(folder))
+    figure = library.Figure(figsize=(12, 6.2), layout="constrained")
+    colours = line_colours(list(groups))
+    judges = all("loss/pairs" in run for runs in groups.values() for run in runs)
+    panels = OF_REWARD_MODELS | {RELIABILITY: []} if judges else PANELS
+    if any(len(runs) > 1 for runs in groups.values()):
+        figure.suptitle("lines: means of the seeds; bands: lowest to highest", fontsize=11)
+    for index, (title, names) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(2, 3, index)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("step")
+        for (label, runs), colour in zip(groups.items(), colours):
+            for name, style in zip(names, ("-", "--")):
+                if not any(name in run for run in runs):  # a task without right and wrong answers
+                    name = name.replace("accuracy", "reward")
+                curves = [run[name] for run in runs if name in run]
+                steps = sorted(set.intersection(*map(set, curves))) if curves else []
+                if not steps:
+                    continue
+                values = np.array([[curve[step] for step in steps] for curve in curves])
+                seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
+                shown = label + seeds if style == "-" else None
+                axes.plot(steps, values.mean(0), style, color=colour, lw=1.4, label=shown)
+                if len(curves) > 1 and style == "-":
+                    band = (values.min(0), values.max(0))
+                    axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
+        if title == RELIABILITY:
+            _draw_reliability(axes, folders, dict(zip(groups, colours)))
+        if index == 1 and axes.lines:
+            axes.legend(fontsize=8, frameon=False)
+    try:
+        figure.savefig(output, dpi=100)
+    except (OSError, ValueError) as e:  # ValueError: an ending that it doesn't know
+        raise InputError(f"--output {output}: {first_line(e)}") from e
+
+
+def _draw_reliability(axes: Any, folders: list[Path], colours: dict[str, str]) -> None:
+    """The reliability curves of runs of reward_model.py, and the line on which they should lie."""
+    axes.plot([0.5, 1], [0.5, 1], color="grey", lw=0.8)
+    axes.set_xlabel("probability that it gives")
+    for folder in folders:
+        path = Path(folder) / "reliability.json"
+        if path.exists():
+            curve = json.loads(path.read_text(encoding="utf-8"))
+            x, y = ([point[key] for point in curve] for key in ("confidence", "accuracy"))
+            axes.plot(x, y, "o-", lw=1.4, ms=4, color=colours[_label(folder)])
 
 
 def main(args: list[str] | None = None) -> None:

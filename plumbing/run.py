@@ -9,6 +9,8 @@ renamed to <folder>.old.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import importlib.util
 import json
 import math
@@ -18,36 +20,32 @@ import signal
 import sys
 import textwrap
 import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import Rollout, ValueModel
-from plumbing import checkpoints, trackers
-from plumbing.advice import pair_warnings, warnings_about
-from plumbing.curves import draw
-from plumbing.data import Task
-from plumbing.errors import Fault, InputError, first_line
-from plumbing.evaluation import evaluate, headline
-from plumbing.judging import (
+from plumbing.data import Task, text_of
+from plumbing.errors import Fault, InputError, first_line, optional_library
+from plumbing.metrics import Meter, evaluate, headline, pair_warnings, progress, warnings_about
+from plumbing.models import keep_freed_memory
+from plumbing.preferences import (
+    Pairs,
     evaluate_pairs,
     pair_headline,
     pair_progress,
     pair_records,
 )
-from plumbing.loading import keep_freed_memory
-from plumbing.metrics import Meter, progress
-from plumbing.pairs import Pairs
-from plumbing.prompts import text_of
-from plumbing.signals import Interrupted, Signals
 from plumbing.tokens import Credit, TokenRecorder
 
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
@@ -74,7 +72,7 @@ class Run:
 
     def __post_init__(self) -> None:
         config, folder = self.config, self.folder
-        self.weights = checkpoints.trained_weights(policy=self.policy, value=self.value_model)
+        self.weights = trained_weights(policy=self.policy, value=self.value_model)
         self.generators = _given(shuffler=self.shuffler, sampler=self.sampling.get("generator"))
         self.first_step = 0
         self.first_metrics, self.best = {}, -math.inf  # of the evaluations
@@ -84,7 +82,7 @@ class Run:
         self.optimizer.register_step_pre_hook(self._note_move)
         models = (self.policy, self.value_model, self.ref, self.tokenizer)
         self.recorder = TokenRecorder(config, *models, self.task, self.sampling, self.credit)
-        trackers.check_installed(config)
+        check_installed(config)
         state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
             if not config.resume and _holds_run(folder):
@@ -97,7 +95,7 @@ class Run:
             write_text(folder / "config.json", json.dumps(settings, indent=2))
         except OSError as e:
             raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
-        self.trackers = trackers.start(folder, config, self.first_step)
+        self.trackers = start_trackers(folder, config, self.first_step)
         print(_description(config, self.policy, self.task, folder))
 
     def __enter__(self) -> Run:
@@ -137,6 +135,8 @@ class Run:
             when = f"in the middle of step {step}" if self.weights_moved else f"after {step} steps"
             print(f"{self.folder}/model holds the model {when}.")
         if error is None and importlib.util.find_spec("matplotlib"):
+            from tools.plot import draw
+
             draw([self.folder], self.folder / "curve.png")
 
     def log(self, step: int, metrics: dict[str, float | None]) -> None:
@@ -215,7 +215,7 @@ class Run:
 
     def _note_state(self, step: int) -> None:
         """Note what, with the weights, makes the state of the run after `step` steps."""
-        self.state = checkpoints.random_state(self.generators) | {
+        self.state = random_state(self.generators) | {
             **{name: file.tell() for name, file in self.files.items()},
             "step": step,
             "first_metrics": self.first_metrics,
@@ -228,12 +228,12 @@ class Run:
         for file in self.files.values():
             _append(file, [], sync=True)  # the checkpoint relies on what they hold
         whole = {"weights": self.weights, "optimizer": self.optimizer.state_dict()}
-        checkpoints.write_state(self.folder / CHECKPOINT, self.state | whole)
+        write_state(self.folder / CHECKPOINT, self.state | whole)
         self.saved_step = self.state["step"]
 
     def _resume(self) -> dict[str, Any]:
         """Continue from the checkpoint, and return its state. Raises InputError."""
-        state = checkpoints.read_state(self.folder / CHECKPOINT)
+        state = read_state(self.folder / CHECKPOINT)
         if state["step"] > self.config.num_steps:
             steps = f"{self.folder} has {state['step']} steps already"
             raise InputError(f"--num_steps {self.config.num_steps}: {steps}")
@@ -241,7 +241,7 @@ class Run:
             path = self.folder / f"{name}.jsonl"
             if state[name] > (path.stat().st_size if path.exists() else 0):
                 raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
-        checkpoints.restore(state, self.weights, self.optimizer, self.generators)
+        restore(state, self.weights, self.optimizer, self.generators)
         self.first_step = self.saved_step = state["step"]
         self.first_metrics, self.best = state["first_metrics"], state["best"]
         self.warned = set(state["warned"])
@@ -249,7 +249,7 @@ class Run:
         return state
 
     def _save_model(self) -> None:
-        checkpoints.save_model(self.folder, self.policy, self.tokenizer, self.config.merge_adapter)
+        save_model(self.folder, self.policy, self.tokenizer, self.config.merge_adapter)
 
     def _note_move(self, *args: object) -> None:
         self.weights_moved = True
@@ -301,7 +301,7 @@ def choose_folder(config: Any) -> Path:
                 remedy = "give --resume, --overwrite or another --output_dir"
                 raise InputError(f"{folder} already holds a run: {remedy}")
             if config.resume:
-                checkpoints.check_settings(config, folder / "config.json")
+                check_settings(config, folder / "config.json")
             if config.overwrite:
                 _holds_run(Path(f"{folder}.old"))  # which it will replace
         if config.resume and not (folder / CHECKPOINT).exists():
@@ -429,3 +429,212 @@ def run_main(main: Callable[[], None]) -> None:
         return
     print(message, file=sys.stderr)
     raise SystemExit(code)
+
+
+# The settings that a resumed run may change.
+FREE_ON_RESUME = """resume overwrite output_dir device num_steps eval_every save_every sample_every
+save_best tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size
+gradient_checkpointing compile record_tokens""".split()
+
+FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
+best warned""".split()  # of a checkpoint
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` to `path`, followed by a checksum. Raises Fault.
+
+    It is complete, and on the disk, before it takes its name: whenever the process dies, `path` is
+    the new state or the one before it.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.save(state, new)
+        with new.open("r+b") as file:
+            # torch.load doesn't look at the checksums inside the file.
+            file.write(_crc32(file, new.stat().st_size).to_bytes(4, "big"))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        with contextlib.suppress(OSError):  # Windows opens no folders
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)  # the new name, too, survives a power cut
+            os.close(folder)
+    except (OSError, RuntimeError) as e:
+        new.unlink(missing_ok=True)  # half a checkpoint would keep the disk full
+        # torch reports a full disk as a RuntimeError, "unexpected pos".
+        reason = e.strerror if isinstance(e, OSError) else "is the disk full?"
+        raise Fault(f"{path} can't be written ({reason}): make room for it") from e
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state that write_state wrote, on the CPU. Raises InputError if it is damaged."""
+    try:
+        with path.open("rb") as file:
+            checksum = _crc32(file, path.stat().st_size - 4)
+            if checksum.to_bytes(4, "big") != file.read():
+                raise ValueError("its checksum is wrong")
+        # weights_only: a checkpoint is data, nothing in it is executed.
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        if missing := [name for name in FIELDS if name not in state]:
+            raise ValueError(f"it has no {missing[0]!r}")
+        return state
+    except (OSError, ValueError, RuntimeError, UnpicklingError) as e:
+        reason = f"{path} is damaged ({first_line(e)})"
+        raise InputError(f"--resume: {reason}; --overwrite starts the run anew") from e
+
+
+def _crc32(file: BinaryIO, size: int) -> int:
+    """The checksum of the next `size` bytes of the file."""
+    checksum = 0
+    while size > 0 and (block := file.read(min(size, 2**24))):
+        checksum, size = zlib.crc32(block, checksum), size - len(block)
+    return checksum
+
+
+def trained_weights(**models: nn.Module | None) -> dict[str, Tensor]:
+    """All weights of the models that are trained, by name."""
+    return {
+        f"{kind}.{name}": p.detach()
+        for kind, model in models.items()
+        if model is not None
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def random_state(generators: dict[str, torch.Generator]) -> dict[str, Any]:
+    """The state of all random numbers: of the generators and of torch itself."""
+    return {
+        "generators": {name: g.get_state() for name, g in generators.items()},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore(
+    state: dict, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, generators: dict
+) -> None:
+    """Put weights, optimiser and random states back. Raises InputError if they don't fit."""
+    shapes = {name: p.shape for name, p in state["weights"].items()}
+    if shapes != {name: p.shape for name, p in weights.items()}:
+        raise InputError("--resume: the checkpoint belongs to another model")
+    try:
+        for name, generator in generators.items():
+            generator.set_state(state["generators"][name])
+    except RuntimeError as e:
+        raise InputError("--resume: the run was on another kind of device, see --device") from e
+    for name, p in weights.items():
+        p.copy_(state["weights"][name])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def check_settings(config: Any, path: Path) -> None:
+    """Check that `config` is that of the run whose config.json is `path`. Raises InputError."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        script = before.pop("script")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise InputError(f"--resume: {path} can't be read ({first_line(e)})") from e
+    if script != config.script:
+        raise InputError(f"--resume: {path.parent} holds a run of {script}.py")
+    for name, value in dataclasses.asdict(config).items():
+        if name not in FREE_ON_RESUME and before.get(name) != value:
+            has = f"the run in {path.parent} has {before.get(name)}"
+            rule = "--resume goes on with the settings of the run"
+            raise InputError(f"--{name} {value}: {has}, and {rule}")
+
+
+def save_model(
+    folder: Path, policy: PreTrainedModel, tokenizer: Tokenizer, merge_adapter: bool
+) -> None:
+    """Save the policy, or its adapter, as folder/model; merged, the adapter as folder/adapter."""
+    new = folder / "model.new"  # complete before it takes its name
+    shutil.rmtree(new, ignore_errors=True)
+    # peft would ask the hub whether the vocabulary has grown: it hasn't.
+    options = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
+    if merge_adapter and hasattr(policy, "peft_config"):
+        policy.save_pretrained(folder / "adapter", **options)
+        tokenizer.save_pretrained(folder / "adapter")
+        # A copy: after the best evaluation the adapter trains on.
+        policy, options = copy.deepcopy(policy).merge_and_unload(), {}
+    policy.save_pretrained(new, **options)
+    tokenizer.save_pretrained(new)
+    if (folder / "model").exists():
+        shutil.rmtree(folder / "model")
+    new.rename(folder / "model")
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + number
+
+
+class Signals:
+    """Notes which signal came, if one did, in `number`, from `watch` to `restore`."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.handlers = {}  # what each signal did before
+
+    def watch(self) -> None:
+        with contextlib.suppress(ValueError):  # only the main thread may
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.number = number
+        self.restore()
+        # print may be what the signal interrupts, and can't be called again from within.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
+
+    def restore(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+Tracker = Callable[[int, dict[str, float]], None]  # called with a step and its metrics
+
+
+def check_installed(config: Any) -> None:
+    """Check that the services that are to follow the run are installed. Raises InputError."""
+    for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
+        if getattr(config, name):
+            optional_library(module, f"--{name}: pip install {name}")
+
+
+def start_trackers(folder: Path, config: Any, first_step: int) -> list[Tracker]:
+    """The trackers that --tensorboard and --wandb ask for. Raises InputError."""
+    found = []
+    if config.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a run wrote after the checkpoint from which it goes on would be there twice.
+        purge = first_step if config.resume else None
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+        def track(step: int, metrics: dict[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        found.append(track)
+    if config.wandb:
+        import wandb
+
+        name = folder.resolve().name
+        resume = "allow" if config.resume else None  # else it would go on with a run of this name
+        options = {"resume": resume, "config": asdict(config), "dir": folder}
+        try:
+            tracked = wandb.init(project="plainrlhf", id=name, name=name, **options)
+        except Exception as e:  # no key, no network
+            raise InputError(f"--wandb: {first_line(e)}") from e
+        found.append(lambda step, metrics: tracked.log(metrics, step=step))
+    return found

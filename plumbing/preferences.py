@@ -1,0 +1,544 @@
+"""Preferences: pairs of completions, reward models, and how well they judge."""
+
+from __future__ import annotations
+
+import math
+import random
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from common import base_model, disable_dropout, evaluating
+from plumbing.data import (
+    PADDING,
+    Prompt,
+    decode,
+    encode_prompts,
+    pad_rows,
+    prompt_batch,
+    read_rows,
+    split_prompts,
+    text_of,
+)
+from plumbing.errors import Fault, InputError, first_line
+from plumbing.metrics import Meter, Stopwatch, peak_resident_memory
+from plumbing.models import (
+    TINY,
+    add_adapter,
+    context_length,
+    eos_token_ids,
+    from_hub_or_folder,
+    load_policy,
+    load_tokenizer,
+    mask_is_known,
+)
+from sampling import sample
+
+Completion = str | list[dict[str, str]]  # text, or the messages that follow the prompt
+
+
+def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
+    """Of each row what stands at its last real token: x (B, L) or (B, L, D) and mask (B, L), padded
+    on either side -> (B,) or (B, D).
+    """
+    # By the mask, not by the pad id: where pad is EOS, the last token that isn't pad is the one
+    # before EOS, and a row that fills the width has none. argmax finds the first of the largest.
+    last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    return x[torch.arange(len(x), device=x.device), last]
+
+
+def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+    """The score of each row: tokens and mask (B, L), padded on the right -> (B,), with gradient."""
+    model = base_model(model)
+    device = tokens.device.type
+    if not hasattr(model, "score"):
+        # BERT and its kin, bidirectional, have read the whole text at every token. In bfloat16 a
+        # score would have three digits, and the loss is made of differences.
+        with torch.autocast(device, enabled=False):
+            return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
+    # A causal model has read the whole text at its last token alone. No real token sees the padding
+    # on its right: so it needs no position ids, and no mask.
+    with mask_is_known(model.base_model, no_padding=True):
+        hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    last = last_real_token(hidden, mask)  # (B, L, D) -> (B, D)
+    with torch.autocast(device, enabled=False):  # float32 here as well
+        return model.score(last.to(next(model.score.parameters()).dtype))[:, 0]
+
+
+def text_ids(tokenizer: Tokenizer, prompt: Prompt, completion: Completion) -> list[int]:
+    """The tokens of a prompt with its completion, as a reward model reads them: in its own chat
+    template where both are messages. Reward models are trained and asked with the same tokens.
+    """
+    if isinstance(completion, str):
+        return tokenizer(text_of(prompt) + completion if prompt else completion).input_ids
+    messages = [*prompt, *completion]
+    if tokenizer.chat_template is None:
+        return tokenizer("\n".join(m["content"] for m in messages)).input_ids
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    # The template writes BOS itself; add_special_tokens would put a second one in front.
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def longest_text(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
+    """How many tokens the model reads, infinity if there is no limit."""
+    # RoBERTa takes 2 less than its config says, and its tokenizer knows.
+    return min(context_length(model) or math.inf, tokenizer.model_max_length)
+
+
+@torch.no_grad()
+def check_scores(model: PreTrainedModel, flag: str, name: str) -> None:
+    """Check that the score of a text doesn't depend on the padding beside it. Raises InputError.
+
+    It does where a model looks for the last token by itself, and encoder-decoders need more.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    short, long = ([i % vocab_size for i in range(2, length)] for length in (5, 9))
+    try:
+        alone = sequence_scores(model, *pad_rows([short], 0, "right", model.device))
+        beside = sequence_scores(model, *pad_rows([short, long], 0, "right", model.device))[:1]
+    except Exception as e:  # a model of another kind raises anything
+        fault = f"can't be used as a reward model ({type(e).__name__}: {first_line(e)})"
+        raise InputError(f"{flag} {name}: {fault}") from e
+    if not torch.allclose(alone, beside, rtol=1e-3, atol=1e-3):
+        fault = "can't be used as a reward model, the score of a text depends on its padding"
+        raise InputError(f"{flag} {name}: {fault}")
+
+
+def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
+    """A model to train as a reward model: a causal language model or a sequence classifier, which
+    keeps its head if it has one label. A new head starts at 0, so the first scores are 0. Raises
+    InputError.
+    """
+    path = str(TINY) if name == "tiny" else name
+    if (Path(path) / "adapter_config.json").exists():
+        raise InputError(f"--model {name}: is an adapter; give the model that it is merged into")
+    kind = AutoModelForSequenceClassification
+    options = {"num_labels": 1, "ignore_mismatched_sizes": True}
+    model, missing = from_hub_or_folder(kind, path, "--model", **options)
+    prefix = f"{model.base_model_prefix}."
+    # A pooler is part of the head: BERT has it where it was trained to classify.
+    if lost := [w for w in missing if w.startswith(prefix) and "pooler" not in w]:
+        raise InputError(f"--model {name}: its checkpoint has no {lost[0]}")
+    check_scores(model.eval(), "--model", name)  # while a new head is still random
+    if missing:
+        if any("SequenceClassification" in x for x in model.config.architectures or []):
+            print(
+                f"{name}: a classifier of several labels; its head is replaced by one of one label."
+            )
+        heads = [m for n, m in model.named_modules() if not f"{n}.".startswith(prefix)]
+        for head in heads:
+            if isinstance(head, nn.Linear) and head.out_features == 1:
+                nn.init.zeros_(head.weight)
+                if head.bias is not None:
+                    nn.init.zeros_(head.bias)
+    return add_adapter(model, lora_r, "SEQ_CLS") if lora_r > 0 else model
+
+
+class RewardModel:
+    """A sequence classifier with one label, and its tokenizer, as a reward. Raises InputError."""
+
+    __name__ = "reward_model"
+
+    def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
+        flag = "--reward_model"
+        if (Path(name) / "adapter_config.json").exists():
+            raise InputError(f"{flag} {name}: is an adapter; train with --merge_adapter true")
+        self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
+        if missing:
+            raise InputError(f"{flag} {name}: no reward model, its checkpoint has no {missing[0]}")
+        check_scores(self.model.eval().requires_grad_(False).to(device), flag, name)
+        self.tokenizer = load_tokenizer(name, flag)
+        self.batch_size = batch_size
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
+        ids = [text_ids(self.tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
+        limit = longest_text(self.model, self.tokenizer)
+        if (longest := max(map(len, ids))) > limit:
+            fault = f"takes {limit} tokens, and a prompt with its completion has {longest}"
+            remedy = "shorten the prompts or lower --max_new_tokens"
+            raise InputError(f"the reward model {fault}: {remedy}")
+        scores = []
+        for start in range(0, len(ids), self.batch_size):
+            rows = pad_rows(ids[start : start + self.batch_size], 0, "right", self.model.device)
+            scores += sequence_scores(self.model, *rows).tolist()
+        return scores
+
+
+PAIR_FORMAT = 'each line must be like {"prompt": "...", "chosen": "...", "rejected": "..."}'
+OWN_SAMPLES = 8  # of a prompt, for the pairs of the embedded model
+
+
+@dataclass
+class Pairs:
+    """Pairs: dicts with prompt, chosen, rejected, margin, and chosen_ids, rejected_ids: tokens."""
+
+    train: list[dict]
+    heldout: list[dict]  # evaluated, never trained on
+    name: str = "pairs"
+
+
+def load_pairs(config: Any, tasks: dict, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
+    """The pairs that the flags name, with their tokens; tasks: TASKS of tasks.py. InputError."""
+    _check_flags(config)
+    if config.pairs is None:
+        train, heldout = _own_pairs(config, tasks, tokenizer, model.device)
+    elif not (config.eval_pairs or config.eval_split):
+        rows = read_pairs(config.pairs, config.split, config.subset)
+        train, heldout = split_prompts(rows, "pairs")
+    else:
+        if config.eval_pairs is None and Path(config.pairs).is_file():
+            fault = f"{config.pairs} is one file, and has no splits"
+            remedy = "--eval_pairs takes another"
+            raise InputError(f"--eval_split {config.eval_split}: {fault}; {remedy}")
+        train = read_pairs(config.pairs, config.split, config.subset)
+        name, flag = config.eval_pairs or config.pairs, "--eval_pairs"
+        subset = None if Path(name).is_file() else config.subset
+        flags = (flag if config.eval_pairs else "--pairs", "--eval_split")
+        heldout = read_pairs(name, config.eval_split or "test", subset, flags)
+    limit = longest_text(base_model(model), tokenizer)
+    if config.max_length is not None and config.max_length > limit:
+        raise InputError(f"--max_length {config.max_length}: the model takes {limit} tokens")
+    limit = min(limit, config.max_length or math.inf)
+    train = _with_tokens(train, tokenizer, limit, "to train on")
+    heldout = _with_tokens(heldout, tokenizer, limit, "held out")
+    vocab_size = base_model(model).get_input_embeddings().weight.shape[0]
+    if (
+        largest := max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train + heldout)
+    ) >= vocab_size:
+        fault = f"its tokenizer gives id {largest}, and the model knows {vocab_size} tokens"
+        raise InputError(f"--model {config.model}: {fault}: they don't belong together")
+    return Pairs(train, heldout[: config.num_eval_pairs])
+
+
+def _check_flags(config: Any) -> None:
+    """Refuse what would have no effect. Raises InputError."""
+    if config.pairs is None:
+        if config.model != "tiny":
+            raise InputError(f"--pairs: is needed for --model {config.model}; tiny makes its own")
+        for name in ("eval_pairs", "eval_split", "subset"):
+            if getattr(config, name) is not None:
+                raise InputError(f"--{name} {getattr(config, name)}: needs --pairs")
+    elif config.model != "tiny":
+        for name in ("num_pairs", "label_noise"):
+            if getattr(config, name) is not None:
+                fault = "is about the pairs that tiny makes, and --pairs has others"
+                raise InputError(f"--{name} {getattr(config, name)}: {fault}")
+
+
+def read_pairs(
+    path: str,
+    split: str = "train",
+    subset: str | None = None,
+    flags: tuple[str, str] = ("--pairs", "--split"),
+) -> list[dict]:
+    """Pairs from a file or a dataset, in the formats that TRL takes: chosen and rejected are text
+    or messages, after a prompt or with it in them; a margin may be there. Raises InputError with
+    the first bad one.
+    """
+    pairs = []
+    found, kind, remedy = read_rows(path, split, subset, flags, PAIR_FORMAT)
+    for number, row in found:
+        try:
+            pairs.append(pair_of(row))
+        except ValueError as e:
+            raise InputError(f"{path}, {kind} {number}: {first_line(e)}{remedy}") from e
+    if not pairs:
+        raise InputError(f"{path}: holds no pairs{remedy}")
+    return pairs
+
+
+def pair_of(row: object) -> dict:
+    """prompt, chosen, rejected and margin of a row: chosen and rejected follow the prompt. Where
+    the row has none, it is what the two have in common. Raises ValueError.
+    """
+    if not isinstance(row, dict):
+        raise ValueError("not an object with keys")
+    prompt = row.get("prompt") or ""
+    for key in ("prompt", "chosen", "rejected"):
+        if key not in row and key != "prompt":
+            raise ValueError(f'no key "{key}"')
+        # An answer may be empty, a whole text may not.
+        empty_is_fine = key == "prompt" or (prompt and row[key] == "")
+        if not _is_text_or_messages(row.get(key) or "") or not (row.get(key) or empty_is_fine):
+            raise ValueError(f'"{key}" is neither text nor messages, or is empty')
+    margin = row.get("margin")
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < 1e6:
+        raise ValueError(f'"margin" is {margin!r}, and must be a number')
+    texts = [row["chosen"], row["rejected"]]
+    if len({type(x) for x in texts}) == 2:
+        raise ValueError('"chosen" and "rejected" must be both text or both messages')
+    if isinstance(texts[0], list):
+        prompt, texts = _after_prompt(prompt, [_messages(text) for text in texts])
+    elif isinstance(prompt, list):
+        prompt = _messages(prompt)
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    elif not prompt and texts[0] != texts[1]:
+        length = [*(a == b for a, b in zip(*texts)), False].index(False)
+        prompt, texts = texts[0][:length], [text[length:] for text in texts]
+    return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
+
+
+def _messages(value: list[dict]) -> list[dict[str, str]]:
+    """Role and content of each message, without what else a dataset keeps there."""
+    return [{key: m[key] for key in ("role", "content")} for m in value]
+
+
+def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], list[list[dict]]]:
+    """The prompt as messages, and those of the two completions after it. Raises ValueError.
+
+    Many datasets have whole conversations, and the prompt beside them once more.
+    """
+    whole = any(text[0]["role"] in ("system", "user") for text in texts)
+    start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    if not prompt:  # what the two have in common, but for the last message
+        same = [a == b for a, b in zip(texts[0][:-1], texts[1][:-1])]
+        length = [*same, False].index(False)
+        return texts[0][:length], [text[length:] for text in texts]
+    if not whole:
+        return start, texts
+    if texts[0][0]["role"] == "system" != start[0]["role"]:
+        start = [texts[0][0], *start]
+    known = [(m["role"], m["content"].strip()) for m in start]
+    for text in texts:
+        if [(m["role"], m["content"].strip()) for m in text[: len(start)]] != known:
+            raise ValueError('the conversations don\'t begin with "prompt"; leave one of them out')
+        if len(text) == len(start):
+            raise ValueError("a conversation ends with its prompt")
+    return texts[0][: len(start)], [text[len(start) :] for text in texts]
+
+
+def _is_text_or_messages(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    keys = ("role", "content")
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in keys) for m in value
+    )
+
+
+def _own_pairs(
+    config: Any, tasks: dict, tokenizer: Tokenizer, device: Any
+) -> tuple[list[dict], list[dict]]:
+    """Pairs of the embedded model's own samples: (train, held out). A right sum is preferred to a
+    wrong one; some labels of the training pairs are flipped, as people sometimes err.
+    """
+    policy = load_policy(config.model).to(device)
+    disable_dropout(policy)
+    sampling = {
+        "temperature": 1.0,
+        "max_new_tokens": 5,
+        "eos_token_ids": eos_token_ids(policy, tokenizer),
+        "pad_token_id": PADDING,
+        "generator": torch.Generator(device).manual_seed(config.seed),
+    }
+    rng = random.Random(config.seed)
+    if config.task not in tasks:
+        raise InputError(f"--pairs: is needed, tasks.py has no task {config.task}")
+    task = tasks[config.task](config, False)
+
+    def pairs(rows: list[dict], count: int, label_noise: float) -> list[dict]:
+        found, batch = [], 0
+        while len(found) < count:
+            part = prompt_batch(rows, batch, 256, config.seed)
+            ids, mask = encode_prompts(tokenizer, part)
+            rollout = sample(
+                policy, ids, mask, num_generations=OWN_SAMPLES, max_rows=2048, **sampling
+            )
+            texts = decode(tokenizer, rollout)
+            for number, row in enumerate(part):
+                own = texts[number * OWN_SAMPLES : (number + 1) * OWN_SAMPLES]
+                verdicts = task.verifier(own, answer=[row["answer"]] * OWN_SAMPLES)
+                right = [text for text, is_right in zip(own, verdicts) if is_right]
+                wrong = [text for text, is_right in zip(own, verdicts) if not is_right]
+                for pair in zip(right, wrong):  # each sample in one pair at most
+                    chosen, rejected = pair if rng.random() >= label_noise else pair[::-1]
+                    found.append(pair_of(row | {"chosen": chosen, "rejected": rejected}))
+            batch += 1
+        return found[:count]
+
+    return pairs(task.train, config.num_pairs, config.label_noise), pairs(
+        task.heldout, config.num_eval_pairs, 0.0
+    )
+
+
+def _with_tokens(pairs: list[dict], tokenizer: Tokenizer, limit: float, which: str) -> list[dict]:
+    """The pairs with their tokens, without those that teach nothing. Raises InputError."""
+    kept, same, long = [], 0, 0
+    for pair in pairs:
+        ids = {f"{key}_ids": _ids(tokenizer, pair, key) for key in ("chosen", "rejected")}
+        if ids["chosen_ids"] == ids["rejected_ids"]:
+            same += 1  # the loss would be log 2 whatever the scores are
+        elif max(map(len, ids.values())) > limit:
+            long += 1  # cut, the two may be the same text, or the better one without its point
+        else:
+            kept.append(pair | ids)
+    for count, why in ((same, "both texts are the same"), (long, f"longer than {limit} tokens")):
+        if count:
+            print(f"{count} of the {len(pairs)} pairs {which} are left out: {why}.")
+    if not kept:
+        remedy = "; raise --max_length" if long else ""
+        raise InputError(f"--pairs: no pair is left {which}{remedy}")
+    return kept
+
+
+def _ids(tokenizer: Tokenizer, pair: dict, key: str) -> list[int]:
+    try:
+        ids = text_ids(tokenizer, pair["prompt"], pair[key])
+    except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
+        fault = f"{type(e).__name__}: {first_line(e)}"
+        text = f"the text {str(pair[key])[:60]!a}"
+        raise InputError(f"--pairs: {text} can't be tokenised ({fault}); leave it out") from e
+    if not ids:
+        raise InputError(f"--pairs: the text {pair[key]!r} has no tokens; leave it out")
+    return ids
+
+
+def pair_scores(
+    model: nn.Module, pairs: list[dict], bf16: bool = False
+) -> tuple[Tensor, Tensor, int]:
+    """The scores of b pairs by one forward pass of 2b rows: (chosen (b,), rejected (b,), number of
+    tokens), with gradient.
+    """
+    ids = [pair[f"{key}_ids"] for key in ("chosen", "rejected") for pair in pairs]
+    tokens, mask = pad_rows(ids, 0, "right", model.device)  # (2b, L)
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+        chosen, rejected = sequence_scores(model, tokens, mask).chunk(2)
+    return chosen, rejected, sum(map(len, ids))
+
+
+NUM_BINS = 5  # of the reliability curve, from 50% to 100%
+
+
+@torch.no_grad()
+def evaluate_pairs(
+    model: nn.Module, pairs: list[dict], bf16: bool, max_rows: int
+) -> tuple[dict[str, float], list[dict], Tensor]:
+    """Of N held-out pairs the metrics, the reliability curve, and the scores of chosen and rejected
+    texts (2, N), max_rows texts at a time. Raises Fault where a score isn't finite.
+    """
+    lengths = torch.tensor([[len(p[f"{key}_ids"]) for p in pairs] for key in KEYS])  # (2, N)
+    order = lengths.amax(0).argsort()  # a batch is as wide as its longest text
+    scores = torch.empty(2, len(pairs), dtype=torch.float64)
+    with evaluating(model):
+        for part in order.split(max(1, max_rows // 2)):
+            chosen, rejected, _ = pair_scores(model, [pairs[i] for i in part.tolist()], bf16)
+            scores[:, part] = torch.stack([chosen, rejected]).double().cpu()
+    if not scores.isfinite().all():
+        raise Fault("the scores of held-out pairs are not finite: lower --learning_rate")
+    margins, longer = scores[0] - scores[1], (lengths[0] - lengths[1]).double()
+    curve, error = reliability(margins)
+    metrics = {
+        "eval/loss": -logsigmoid(margins).mean().item(),
+        "eval/accuracy": _share(margins),
+        "eval/margin": margins.mean().item(),
+        "eval/score_mean": scores.mean().item(),
+        "eval/score_std": scores.std().item(),
+        "eval/calibration_error": error,
+        "eval/longer_is_better": _share(longer),
+        "eval/length_correlation": length_correlation(margins, longer),
+    }
+    return metrics, curve, scores
+
+
+KEYS = ("chosen", "rejected")
+
+
+def _share(differences: Tensor) -> float:
+    """The share of the differences that are above 0; a tie counts half."""
+    return (differences.sign() / 2 + 0.5).mean().item()
+
+
+def length_correlation(margins: Tensor, longer: Tensor) -> float:
+    """How far the score follows the length within pairs: differences of the scores and of the
+    lengths, each (N,) -> -1 to 1; 0 where one of the two is 0 throughout.
+
+    Between the two texts of a pair, so the length of the prompt doesn't count; about 0, not about
+    the mean, because which text comes first means something.
+    """
+    size = margins.norm() * longer.norm()
+    return (margins @ longer / size).item() if size > 0 else 0.0
+
+
+def reliability(margins: Tensor) -> tuple[list[dict[str, float]], float]:
+    """Whether the model is as often right as it says: margins (N,), chosen minus rejected, of which
+    sigmoid gives the probability -> (the reliability curve, the expected calibration error).
+
+    The curve has, for each bin of the confidence from 0.5 to 1 that isn't empty, the mean
+    confidence, the share of right pairs and their number. The error is the mean distance of the
+    two: Guo et al. 2017 (arXiv 1706.04599) eq. 3.
+    """
+    confidence = torch.sigmoid(margins.abs())
+    right = margins.sign() / 2 + 0.5
+    bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    curve, error = [], 0.0
+    for number in bins.unique().tolist():
+        here = bins == number
+        said, was = confidence[here].mean().item(), right[here].mean().item()
+        curve.append({"confidence": said, "accuracy": was, "pairs": int(here.sum())})
+        error += here.double().mean().item() * abs(said - was)
+    return curve, error
+
+
+def pair_records(step: int, pairs: list[dict], scores: Tensor) -> tuple[list[dict], str]:
+    """Of N pairs with scores (2, N) the records for samples.jsonl, and the first four as lines."""
+    records, lines = [], []
+    for pair, (better, worse) in zip(pairs, scores.T.tolist(), strict=True):
+        kept = {key: pair[key] for key in ("prompt", "chosen", "rejected", "margin")}
+        kept |= {"score_chosen": better, "score_rejected": worse}
+        records.append({"step": step, "split": "heldout"} | kept)
+        prompt, good, bad = (_shown(pair[key], width) for key, width in COLUMNS)
+        lines.append(f"\n  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
+    return records, "".join(lines[:4])
+
+
+COLUMNS = (("prompt", 30), ("chosen", 24), ("rejected", 24))  # and how wide they are shown
+
+
+def _shown(text: Prompt | Completion, width: int) -> str:
+    return textwrap.shorten(text_of(text) if text else "", width, placeholder=" ...")
+
+
+def pair_headline(step: int, metrics: dict[str, float], first: dict[str, float]) -> str:
+    """Held-out accuracy and loss, beside what they were before the training."""
+    parts = []
+    for name in ("eval/accuracy", "eval/loss"):
+        was = f" (was {first[name]:.3f})" if step > 0 else ""
+        parts.append(f"{name} {metrics[name]:.3f}{was}")
+    error = metrics["eval/calibration_error"]
+    return f"step {step}: {', '.join(parts)}, calibration error {error:.3f}"
+
+
+def pair_progress(history: list[dict[str, float]]) -> str:
+    """What the progress bar shows: of the last step, not of an evaluation after it; of a run that
+    was done before it was resumed, nothing.
+    """
+    metrics = next((m for m in reversed(history) if "loss/pairs" in m), None)
+    if metrics is None:
+        return ""
+    return (
+        f"loss {metrics['loss/pairs']:.3f}, accuracy {metrics['reward/accuracy']:.2f}, "
+        f"margin {metrics['reward/margin']:.2f}, {metrics['tokens_per_second']:.0f} tokens/s"
+    )
+
+
+def pair_metrics(meter: Meter, watch: Stopwatch, num_tokens: int) -> dict[str, float]:
+    """The metrics of a step: those of the meter, time and memory. Ends the lap of the stopwatch."""
+    found = meter.results()
+    watch.lap("time/update", wait=False)  # the metrics have waited for the device
+    memory = peak_resident_memory()
+    if watch.device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(watch.device)
+    speed = {"tokens_per_second": num_tokens / watch.laps["time/update"]}
+    return found | watch.laps | speed | {"memory/peak_gb": memory / 1e9}
