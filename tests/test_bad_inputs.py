@@ -216,6 +216,7 @@ def has_one_line(result: tuple[int, list[str]], code: int, words: str) -> None:
     assert len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0], lines
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize(("script", "flags", "words"), BAD, ids=[f"{s} {f}" for s, f, _ in BAD])
 def test_a_bad_input_gets_exit_code_2_and_one_line_and_leaves_no_run(script, flags, words, run):
     has_one_line(run(script, flags), 2, words)

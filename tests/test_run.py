@@ -238,6 +238,7 @@ def test_a_model_with_weights_that_are_not_finite_or_a_head_of_its_own_is_refuse
 # --- Curves ---
 
 
+@pytest.mark.draws
 def test_seeds_become_one_line_of_means_in_a_band(tmp_path, monkeypatch):
     folders, axes, save = [], [], Figure.savefig
     for seed in (0, 1, 11):
@@ -262,6 +263,7 @@ def test_seeds_become_one_line_of_means_in_a_band(tmp_path, monkeypatch):
     assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"
 
 
+@pytest.mark.draws
 def test_a_folder_without_a_run_ends_in_one_line_and_code_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         plot.run_tool(lambda: plot.main([str(tmp_path)]))

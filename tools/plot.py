@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from plumbing.errors import InputError, first_line, optional_library
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from plumbing.errors import run_tool
+from plumbing.errors import InputError, first_line, optional_library, run_tool
 
 PANELS = {
     "reward": ["objective/scores"],
@@ -41,12 +39,12 @@ OF_REWARD_MODELS = {
 }
 RELIABILITY = "is it as often right as it says? (held out)"
 COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
+Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
 
 
-def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
-    """The metrics of a run: {name: {step: value}}, known values alone. Raises InputError."""
-    path = Path(folder) / "metrics.jsonl"
-    curves = {}
+def read_metrics(folder: Path) -> Curves:
+    """The metrics of a run, known values alone. Raises InputError."""
+    path, curves = Path(folder) / "metrics.jsonl", {}
     try:
         # A last line that is not complete is left out: the run may be writing it.
         for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
@@ -61,18 +59,19 @@ def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
     return curves
 
 
-def _label(folder: Path) -> str:
+def label_of(folder: Path) -> str:
     """The name of a run without its seed."""
     return re.sub(r"-s\d+$", "", Path(folder).resolve().name)
 
 
-def line_colours(labels: list[str]) -> list[str]:
+def line_colours(labels: list[str]) -> dict[str, str]:
     """A colour per label: that of its script, or, once that is taken, another."""
     others = [f"C{n}" for n in range(10) if f"C{n}" not in COLOURS.values()]
-    colours = []
+    colours = {}
     for label in labels:
         own = COLOURS.get(label.partition("-")[0])
-        colours.append(own if own and own not in colours else others[len(colours) % len(others)])
+        is_free = own is not None and own not in colours.values()
+        colours[label] = own if is_free else others[len(colours) % len(others)]
     return colours
 
 
@@ -80,13 +79,13 @@ def draw(folders: list[Path], output: Path) -> None:
     """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Raises InputError."""
     # No pyplot: it keeps figures, and needs a screen.
     library = optional_library("matplotlib.figure", "plots need matplotlib: pip install matplotlib")
-    groups = {}
+    groups: dict[str, list[Curves]] = {}
     for folder in folders:
-        groups.setdefault(_label(folder), []).append(read_metrics(folder))
-    figure = library.Figure(figsize=(12, 6.2), layout="constrained")
+        groups.setdefault(label_of(folder), []).append(read_metrics(folder))
     colours = line_colours(list(groups))
-    judges = all("loss/pairs" in run for runs in groups.values() for run in runs)
-    panels = OF_REWARD_MODELS | {RELIABILITY: []} if judges else PANELS
+    of_reward_models = all("loss/pairs" in run for runs in groups.values() for run in runs)
+    panels = OF_REWARD_MODELS | {RELIABILITY: []} if of_reward_models else PANELS
+    figure = library.Figure(figsize=(12, 6.2), layout="constrained")
     if any(len(runs) > 1 for runs in groups.values()):
         figure.suptitle("lines: means of the seeds; bands: lowest to highest", fontsize=11)
     for index, (title, names) in enumerate(panels.items(), 1):
@@ -95,29 +94,34 @@ def draw(folders: list[Path], output: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("step")
-        for (label, runs), colour in zip(groups.items(), colours):
-            for name, style in zip(names, ("-", "--")):
-                if not any(name in run for run in runs):  # a task without right and wrong answers
-                    name = name.replace("accuracy", "reward")
-                curves = [run[name] for run in runs if name in run]
-                steps = sorted(set.intersection(*map(set, curves))) if curves else []
-                if not steps:
-                    continue
-                values = np.array([[curve[step] for step in steps] for curve in curves])
-                seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
-                shown = label + seeds if style == "-" else None
-                axes.plot(steps, values.mean(0), style, color=colour, lw=1.4, label=shown)
-                if len(curves) > 1 and style == "-":
-                    band = (values.min(0), values.max(0))
-                    axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
+        for label, runs in groups.items():
+            _draw_group(axes, label, runs, names, colours[label])
         if title == RELIABILITY:
-            _draw_reliability(axes, folders, dict(zip(groups, colours)))
+            _draw_reliability(axes, folders, colours)
         if index == 1 and axes.lines:
             axes.legend(fontsize=8, frameon=False)
     try:
         figure.savefig(output, dpi=100)
     except (OSError, ValueError) as e:  # ValueError: an ending that it doesn't know
         raise InputError(f"--output {output}: {first_line(e)}") from e
+
+
+def _draw_group(axes: Any, label: str, runs: list[Curves], names: list[str], colour: str) -> None:
+    """The mean of the runs that differ by the seed alone; the band is that of the first metric."""
+    for name, style in zip(names, ("-", "--"), strict=False):
+        if not any(name in run for run in runs):  # a task without right and wrong answers
+            name = name.replace("accuracy", "reward")
+        curves = [run[name] for run in runs if name in run]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        if not steps:
+            continue
+        values = np.array([[curve[step] for step in steps] for curve in curves])
+        seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
+        shown = label + seeds if style == "-" else None
+        axes.plot(steps, values.mean(0), style, color=colour, lw=1.4, label=shown)
+        if len(curves) > 1 and style == "-":
+            band = (values.min(0), values.max(0))
+            axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
 
 
 def _draw_reliability(axes: Any, folders: list[Path], colours: dict[str, str]) -> None:
@@ -129,7 +133,7 @@ def _draw_reliability(axes: Any, folders: list[Path], colours: dict[str, str]) -
         if path.exists():
             curve = json.loads(path.read_text(encoding="utf-8"))
             x, y = ([point[key] for point in curve] for key in ("confidence", "accuracy"))
-            axes.plot(x, y, "o-", lw=1.4, ms=4, color=colours[_label(folder)])
+            axes.plot(x, y, "o-", lw=1.4, ms=4, color=colours[label_of(folder)])
 
 
 def main(args: list[str] | None = None) -> None:
