@@ -120,6 +120,8 @@ def draw(
     cumulative probability exceeds the uniform number, so one random number per row is enough. The
     log-probs are those of the distribution after top_k and top_p.
     """
+    if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
+        return logits.argmax(-1), torch.zeros_like(uniform)
     logits = logits.float() / temperature
     if top_k > 0:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

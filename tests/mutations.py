@@ -88,6 +88,7 @@ MUTATIONS = [
     ("generate", "prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)", "prompt_ids = prompt_ids.repeat(num_generations, 1)", "the completions of a prompt are not consecutive"),
     ("sample", "prompt_mask.split(num_prompts))", "prompt_mask.split(num_prompts)[::-1])", "sub-batches get the masks of others"),
     ("draw", "logits = logits.float() / temperature", "logits = logits.float()", "temperature ignored in sampling"),
+    ("draw", "    if top_k == 1:", "    if False:", "greedy draws among equally likely tokens"),
     ("draw", "sorted_probs.cumsum(-1) - sorted_probs", "sorted_probs.cumsum(-1)", "top_p drops the token that crosses p"),
     ("_first_above", "threshold.unsqueeze(1), right=True)", "threshold.unsqueeze(1), right=False)", "a token of probability 0 can be drawn"),
     ("completion_mask", "torch.tensor(eos_token_ids, dtype=completions.dtype)", "torch.tensor(eos_token_ids[:1], dtype=completions.dtype)", "the mask ends at one of several EOS ids"),

@@ -135,6 +135,15 @@ def test_top_k_keeps_the_k_likeliest_tokens_and_no_other():
     assert set(greedy.tolist()) == {1}
 
 
+def test_greedy_takes_the_first_of_equally_likely_tokens_whatever_the_random_number():
+    """Logits in bfloat16 are often equal: greedy answers would differ from one call to the next."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.5, 0.5, -1.0, 0.5]]).bfloat16()
+    for number in (0.0, 0.6, 0.99):
+        tokens, logprobs = draw(logits, torch.full((2,), number), temperature=0.7, top_k=1)
+        assert tokens.tolist() == [1, 0] and tokens.tolist() == logits.argmax(-1).tolist()
+        assert logprobs.dtype == torch.float32 and logprobs.tolist() == [0, 0], "it is certain"
+
+
 def test_top_p_keeps_the_smallest_set_of_likeliest_tokens_that_reaches_p():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(1000, 1)
     uniform = torch.linspace(0, 0.9999, 1000)
