@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
 from plumbing.forward import to
-from plumbing.models import uncompiled
 
 
 def sample(
@@ -77,7 +76,7 @@ def generate(
     logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
     # All random numbers at once, one per token: what a row draws doesn't depend on when others end.
     uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
-    with evaluating(model), uncompiled(model):
+    with evaluating(model):
         decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, eos_token_ids, **decoding)
         logits = decoder.prefill()  # (B, V), by one forward pass over each distinct prompt
         # Decode: draw a token for every row that is left, then one forward pass over these tokens.

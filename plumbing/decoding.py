@@ -71,7 +71,7 @@ class Decoder:
         both = torch.cat([self.prompt_ids, self.prompt_mask], dim=1).cpu()
         distinct, which = both.unique(dim=0, return_inverse=True)
         distinct, which = to(self.device, distinct), to(self.device, which)
-        with mask_is_known(self.model, no_padding=bool(self.prompt_mask.all())):
+        with mask_is_known(no_padding=bool(self.prompt_mask.all())):
             logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
         self.cache.batch_select_indices(which)
         if not logits.logsumexp(-1).isfinite().all():
@@ -102,7 +102,7 @@ class Decoder:
         self.mask[:, length - 1] = True
         if self.static_step is not None:
             return self.static_step(drawn, self.mask, length - 1)
-        with mask_is_known(self.model, no_padding=False):
+        with mask_is_known(no_padding=False):
             return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
 
     def until_stop(self, mask: Tensor) -> tuple[Tensor, Tensor]:
