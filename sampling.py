@@ -17,6 +17,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from transformers import StopStringCriteria
 
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
@@ -61,13 +62,16 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    **decoding: object,
+    stop: StopStringCriteria | None = None,
+    bf16: bool = False,
+    static: bool | None = None,
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
     prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
     num_generations rows; those of one prompt are consecutive. top_k and top_p are off by default:
-    they serve greedy evaluation, and to show how they bias the KL. decoding: options of Decoder.
+    they serve greedy evaluation, and to show how they bias the KL. stop: the strings that end a
+    completion. bf16: decode with weights rounded to bfloat16. static: see Decoder.
     """
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
@@ -76,27 +80,33 @@ def generate(
     logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
     # All random numbers at once, one per token: what a row draws doesn't depend on when others end.
     uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
+    ends = torch.zeros_like(tokens)  # (B, T), 1: an EOS, or the token that completes a stop string
+    eos = to(device, torch.tensor(eos_token_ids))
     with evaluating(model):
-        decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, eos_token_ids, **decoding)
+        decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, bf16=bf16, static=static)
         logits = decoder.prefill()  # (B, V), by one forward pass over each distinct prompt
         # Decode: draw a token for every row that is left, then one forward pass over these tokens.
         for t in range(max_new_tokens):
             rows = decoder.rows  # (R,) which of the B rows are left
             drawn, drawn_logprobs = draw(logits, uniforms[t, rows], temperature, top_k, top_p)
             tokens[rows, t], logprobs[rows, t] = drawn, drawn_logprobs
-            logits = decoder.step(drawn)  # (R, V), R now without the rows that have been dropped
+            ended = torch.isin(drawn, eos)
+            if stop is not None:  # a string that begins in the prompt doesn't count
+                ended |= stop(tokens[rows, : t + 1], None)
+            ends[rows, t] = ended.long()
+            logits = decoder.step(drawn, ended)  # (R, V), R without the rows that were dropped
             if logits is None:  # every row has ended, or has its max_new_tokens
                 break
 
-    # Mask: what a row has drawn after its first EOS, or after a stop string, becomes padding.
-    drawn_mask, stopped = decoder.until_stop(completion_mask(tokens, eos_token_ids))
+    # Mask: what a row has drawn after its first end, the first 1 of `ends`, becomes padding.
+    drawn_mask = completion_mask(ends, [1])
     tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
         tokens=torch.cat([to(device, prompt_ids), tokens], dim=1),
         attention_mask=torch.cat([to(device, prompt_mask), drawn_mask], dim=1),
         completion_mask=drawn_mask,
         logprobs=logprobs.masked_fill(~drawn_mask, 0),
-        finished=(torch.isin(tokens, decoder.eos) & drawn_mask).any(dim=1) | stopped,
+        finished=ends.any(dim=1),
     )
 
 

@@ -114,13 +114,13 @@ PROBLEMS = [
             " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
             "All in evaluation mode and without gradients. Decoder takes the repeated prompts;"
             " prefill() gives the first logits, rows says which rows are left, step() reads what"
-            " they drew. Without it, model_inputs of plumbing/inputs.py makes the positions from"
-            " the mask.",
+            " they drew and whether it ends them. Without it, model_inputs of plumbing/inputs.py"
+            " makes the positions from the mask.",
             "Repeat each prompt num_generations times; take a uniform number for each row and token"
             " from the given generator; at each step draw() a token for the rows that are left and"
-            " note it with its log-prob; stop when step() gives None. At the end completion_mask"
-            " says what is real, until_stop() cuts it at a stop string, the rest becomes"
-            " pad_token_id, log-prob 0.",
+            " note it with its log-prob, and whether it ends the row: it is an EOS, or stop(the"
+            " row's tokens, None) says so. Stop when step() gives None. At the end the mask is True"
+            " up to the first end, the rest becomes pad_token_id, log-prob 0.",
         ),
     ),
     Problem(

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout
-from plumbing.decoding import StopStrings, text_after
 from plumbing.errors import InputError, first_line, optional_library
 from plumbing.forward import on_cpu, to
 from plumbing.models import context_length, eos_token_ids
@@ -446,8 +445,23 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "bf16": config.bf16,
-        "stops": StopStrings(tokenizer, strings) if strings else None,
+        "stop": stop_criteria(tokenizer, strings) if strings else None,
     }
+
+
+def stop_criteria(tokenizer: Tokenizer, strings: list[str]) -> StopStringCriteria:
+    """What tells from token ids which completions end with a stop string. Raises InputError."""
+    try:
+        criteria = StopStringCriteria(tokenizer, strings)
+    except ValueError as e:  # no token has the last character of a string, for example
+        raise InputError(
+            f"--stop {strings}: can't be found with this tokenizer: {first_line(e)}"
+        ) from e
+    # It would take the name of a special token for text: "<|pad|>" would end at the string ">".
+    special = [i for i, x in tokenizer.added_tokens_decoder.items() if x.special]
+    criteria.embedding_vec = criteria.embedding_vec.clone()  # the library uses it for others too
+    criteria.embedding_vec[special] = -1
+    return criteria
 
 
 def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> list[str]:
@@ -465,6 +479,17 @@ def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> 
             text = whole if any(string in whole for string in stop) else text
         texts.append(text)
     return texts
+
+
+def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -> str:
+    """The text of the completion's ids. They are decoded together with the prompt: SentencePiece
+    tokenizers drop the space in front of the first word of what they decode.
+    """
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
+    if not text.startswith(before):  # a character whose bytes begin in the prompt
+        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
+    return text[len(before) :]
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:

@@ -16,7 +16,6 @@ import warnings
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -40,10 +39,8 @@ class Decoder:
         prompt_ids: Tensor,
         prompt_mask: Tensor,
         max_new_tokens: int,
-        eos_token_ids: list[int],
         bf16: bool = False,
         static: bool | None = None,
-        stops: StopStrings | None = None,
     ) -> None:
         num_rows, length = prompt_ids.shape
         limit, capacity = context_length(model), length + max_new_tokens
@@ -52,7 +49,6 @@ class Decoder:
             raise InputError(f"{lengths} don't fit into the model's context of {limit}")
         self.prompt_ids, self.prompt_mask, self.device = prompt_ids, prompt_mask, model.device
         self.max_new_tokens, self.num_drawn = max_new_tokens, 0
-        self.eos = to(self.device, torch.tensor(eos_token_ids))
         self.model = bfloat16_copy(model) if bf16 else model
         self.cache = preallocated_cache(self.model, capacity)
         on_cuda = self.device.type == "cuda"
@@ -60,7 +56,6 @@ class Decoder:
         self.static_step: StaticStep | None = None
         self.rows = torch.arange(num_rows, device=self.device)
         self.running = torch.ones_like(self.rows, dtype=torch.bool)  # (R,) has not ended yet
-        self.stop_search = stops and StopSearch(stops, prompt_ids, prompt_mask, eos_token_ids)
         not_drawn = prompt_mask.new_zeros(num_rows, max_new_tokens)
         seen = torch.cat([prompt_mask, not_drawn], dim=1).bool()
         self.mask = to(self.device, seen)  # (R, P+T)
@@ -80,20 +75,18 @@ class Decoder:
             self.static_step = StaticStep(self.model, self.cache, len(which))
         return logits
 
-    def step(self, drawn: Tensor) -> Tensor | None:
+    def step(self, drawn: Tensor, ended: Tensor) -> Tensor | None:
         """One forward pass over drawn (R,), the tokens just drawn for `rows`: logits (R, V) of the
         next ones, R without the rows dropped here. None where no other token is needed.
+
+        ended (R,): whether the token ends its completion. Its row may stay for a while.
         """
         self.num_drawn += 1
-        self.running &= ~torch.isin(drawn, self.eos)
-        if self.stop_search is not None:
-            self.stop_search.note(drawn)
+        self.running &= ~ended
         if self.num_drawn == self.max_new_tokens:
             return None
         # To count the running rows is to wait for the device: on a GPU only at every eighth token.
         if self.device.type == "cpu" or self.num_drawn % 8 == 0:
-            if self.stop_search is not None:
-                self.running &= ~to(self.device, self.stop_search.look(self.rows))
             num_running = int(self.running.sum())
             if num_running == 0:
                 return None
@@ -104,15 +97,6 @@ class Decoder:
             return self.static_step(drawn, self.mask, length - 1)
         with mask_is_known(no_padding=False):
             return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
-
-    def until_stop(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """At the end: mask (B, T) up to the first stop string, and which rows have one (B,)."""
-        if self.stop_search is None:
-            return mask, torch.zeros_like(mask[:, 0])
-        if self.stop_search.recent:
-            self.stop_search.look(self.rows)
-        stopped = [row in self.stop_search.ends for row in range(len(mask))]
-        return self.stop_search.cut(mask), to(self.device, torch.tensor(stopped))
 
     def _drop_ended(self, drawn: Tensor, num_running: int) -> Tensor:
         """Drop rows that have ended, if they are enough; `drawn` of the rows that are left."""
@@ -312,81 +296,3 @@ class StaticStep:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, logits
-
-
-CONTEXT = 8  # tokens before a text, so that it is decoded as within a longer one
-
-
-class StopStrings:
-    """The stop strings of a run, and the tokenizer that makes text of tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, strings: list[str]) -> None:
-        self.tokenizer, self.strings = tokenizer, strings
-        # A token has a byte of text or more, but for special ones.
-        self.longest = max(len(string.encode()) for string in strings) + CONTEXT
-
-    def end(self, prompt: list[int], ids: list[int], start: int) -> int | None:
-        """After how many of the completion's ids a stop string is complete; None: none is. The
-        first `start` ids are known to have none.
-        """
-        first = max(0, start - self.longest)
-        before = (prompt + ids[:first])[-CONTEXT:]
-
-        def is_complete(end: int) -> bool:
-            text = text_after(self.tokenizer, before, ids[first:end])
-            return any(string in text for string in self.strings)
-
-        if not is_complete(len(ids)):  # nearly always
-            return None
-        return next(filter(is_complete, range(start + 1, len(ids) + 1)))
-
-
-class StopSearch:
-    """Looks for stop strings in the B rows of a batch while they are drawn."""
-
-    def __init__(
-        self, stops: StopStrings, prompt_ids: Tensor, prompt_mask: Tensor, eos_token_ids: list[int]
-    ) -> None:
-        rows = zip(prompt_ids.cpu(), prompt_mask.cpu().bool())
-        self.stops, self.eos = stops, set(eos_token_ids)
-        self.prompts = [ids[mask][-CONTEXT:].tolist() for ids, mask in rows]
-        self.drawn: list[list[int]] = [[] for _ in self.prompts]
-        self.recent: list[Tensor] = []  # drawn since the last look, (R,) each
-        self.running = set(range(len(self.prompts)))  # by what is known here
-        self.ends: dict[int, int] = {}  # row -> its number of tokens, the stop string's included
-
-    def note(self, drawn: Tensor) -> None:
-        """Note the tokens just drawn (R,), without looking at them."""
-        self.recent.append(drawn)
-
-    def look(self, rows: Tensor) -> Tensor:
-        """Which of `rows` (R,), those that the noted tokens belong to, have a stop string: (R,)."""
-        # One transfer, for each one waits until the device has done all its work.
-        columns, self.recent = torch.stack([rows, *self.recent], dim=1).tolist(), []
-        for row, *ids in columns:
-            if row not in self.running:
-                continue
-            drawn, start = self.drawn[row], len(self.drawn[row])
-            drawn += ids
-            if (end := self.stops.end(self.prompts[row], drawn, start)) is not None:
-                self.ends[row] = end
-            if end is not None or not self.eos.isdisjoint(ids):
-                self.running.discard(row)
-        return torch.tensor([row in self.ends for row, *_ in columns])
-
-    def cut(self, mask: Tensor) -> Tensor:
-        """mask (B, T) up to the token that completes a stop string."""
-        ends = [self.ends.get(row, mask.shape[1]) for row in range(len(mask))]
-        columns = torch.arange(mask.shape[1])
-        return mask & (columns < torch.tensor(ends).unsqueeze(1)).to(mask.device)
-
-
-def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -> str:
-    """The text of the completion's ids. They are decoded together with the prompt: SentencePiece
-    tokenizers drop the space in front of the first word of what they decode.
-    """
-    before = tokenizer.decode(prompt, skip_special_tokens=True)
-    text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
-    if not text.startswith(before):  # a character whose bytes begin in the prompt
-        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
-    return text[len(before) :]

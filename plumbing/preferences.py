@@ -153,7 +153,7 @@ class RewardModel:
         flag = "--reward_model"
         if (Path(name) / "adapter_config.json").exists():
             raise InputError(
-                f"{flag} {name}: is an adapter; give the folder model/ of its run, where it is merged"
+                f"{flag} {name}: is an adapter; give the run's model/, where it is merged"
             )
         self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
         labels = self.model.config.num_labels

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretended_cuda import pretended_cuda
-from small import byte_tokenizer, in_float64, make_rollout, small_gpt2, small_llama
+from small import byte_tokenizer, in_float64, make_rollout, save_model, small_gpt2, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,8 +15,8 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, token_entropy
-from plumbing.data import decode, sampling_options
-from plumbing.decoding import StopStrings
+from plumbing.data import decode, sampling_options, stop_criteria
+from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty
 from sampling import generate
 
@@ -216,8 +216,9 @@ def test_the_kl_from_sampler_to_policy_is_k3_of_what_was_drawn(make_job, monkeyp
 # --- Stop strings ---
 
 
-# Pieces that cross the borders of "</a>" and "x y", EOS last.
-PIECES = ["</", "a", ">", "<", "/a", "a>b", "x", " y", " ", "y", "x y", "bb", "c", "é", "<eos>"]
+# Pieces that cross the borders of "</a>" and "x y", EOS last. StopStringCriteria needs "abcdef".
+PIECES = ["</", "a", ">", "<", "/a", "a>b", "x", " y", " ", "y", "x y", "bb", "c", "é", *"bdef"]
+PIECES += ["<eos>"]
 LAST = len(PIECES) - 1
 STOP = ["</a>", "x y"]
 # The first holds a stop string itself and the last the beginning of one: neither ends anything.
@@ -239,8 +240,8 @@ def sample(model, stop=STOP, length=12, **options) -> Rollout:
     options |= {"num_generations": 20, "temperature": 2.0, "max_new_tokens": length}
     options |= {"eos_token_ids": [LAST], "pad_token_id": 0}
     options |= {"generator": torch.Generator(model.device).manual_seed(1)}
-    stops = StopStrings(TOKENIZER, stop) if stop else None
-    return generate(model, PROMPTS, PROMPT_MASK, stops=stops, **options)
+    criteria = stop_criteria(TOKENIZER, stop) if stop else None
+    return generate(model, PROMPTS, PROMPT_MASK, stop=criteria, **options)
 
 
 def first_end(ids: list[int]) -> int | None:
@@ -260,7 +261,7 @@ def first_end(ids: list[int]) -> int | None:
 def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_string(
     make, static, on_device, length
 ):
-    """The device is asked at every eighth token alone."""
+    """Rows are dropped at every eighth token alone on a device: until then they go on drawing."""
     model = make(vocab_size=len(PIECES)).eval()
     plain = sample(model, stop=None, length=length)
     with pretended_cuda() if on_device else contextlib.nullcontext():
@@ -281,19 +282,53 @@ def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_
     assert torch.equal(cut.attention_mask[:, 3:], cut.completion_mask)
 
 
+def test_looking_for_stop_strings_never_waits_for_the_device():
+    model, criteria = small_gpt2(vocab_size=len(PIECES)).eval(), stop_criteria(TOKENIZER, STOP)
+    options = {"max_new_tokens": 16, "eos_token_ids": [], "pad_token_id": 0}
+    with pretended_cuda() as gpu:
+        waits, model = [], model.to("cuda")
+        for stop in (None, criteria, criteria):  # which itself moves to the device at first
+            gpu.waits.clear()
+            generate(model, PROMPTS, PROMPT_MASK, stop=stop, **options)
+            waits.append(gpu.waits.total())
+    assert waits[2] == waits[0], waits
+
+
+def ends(tokenizer: PreTrainedTokenizerFast, strings: list[str], ids: list[int]) -> list[bool]:
+    """Of each of the completion's ids: whether it completes one of the strings."""
+    criteria, ids = stop_criteria(tokenizer, strings), torch.tensor([ids])
+    return [criteria(ids[:, :n], None).item() for n in range(1, ids.shape[1] + 1)]
+
+
 def test_a_character_of_several_tokens_is_found_at_its_last_one():
     tokenizer = byte_tokenizer()
-    assert StopStrings(tokenizer, ["é"]).end([], tokenizer("aé!").input_ids, 0) == 3
+    ids = tokenizer("aé!").input_ids
+    assert ends(tokenizer, ["é"], ids) == [False, False, True, False]
 
 
-def test_a_space_that_sentencepiece_drops_at_the_start_of_a_text_is_found():
-    vocabulary = [("<unk>", 0.0), ("▁x", -1.0), ("▁y", -1.0), ("</s>", 0.0)]
-    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0))
+def test_spaces_and_bytes_of_sentencepiece_are_found():
+    """It drops the space at the start of a text; a character may be several tokens of a byte."""
+    words = ["<unk>", "▁x", "▁y", "<0xC3>", "<0xA9>", *"▁abcdef", "</s>"]
+    tokenizer = Tokenizer(models.Unigram([(x, -1.0) for x in words], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])  # as Llama 2's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
     assert tokenizer.decode([1]) == "x", "as such tokenizers do"
-    assert StopStrings(tokenizer, [" x"]).end([2], [1], 0) == 1
+    assert ends(tokenizer, [" x"], [1, 2, 1]) == [True, False, True]
+    assert ends(tokenizer, ["é"], [2, 3, 4, 4]) == [False, False, True, False]
+
+
+def test_the_name_of_a_special_token_is_no_text():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|pad|>"]})
+    ids = tokenizer("a<|pad|>|>").input_ids
+    assert ends(tokenizer, ["|>"], ids) == [False, False, False, True]
+
+
+def test_a_stop_string_that_no_token_can_complete_is_refused():
+    with pytest.raises(InputError, match=r"--stop \['ü'\]: can't be found with this tokenizer"):
+        stop_criteria(TOKENIZER, ["ü"])
 
 
 def test_the_text_keeps_its_stop_string_and_loses_its_eos():
@@ -309,15 +344,16 @@ def test_a_special_token_as_a_stop_string_is_one_more_eos():
     model = small_gpt2(vocab_size=258)
     config = SimpleNamespace(stop=["<|im_end|>", "x"], max_new_tokens=4, temperature=1.0, seed=0)
     options = sampling_options(config, model, tokenizer)
-    assert options["eos_token_ids"][-1] == 257 and options["stops"].strings == ["x"]
+    assert options["eos_token_ids"][-1] == 257 and options["stop"].stop_strings == ("x",)
 
 
 def test_the_reward_of_a_run_reads_the_stop_string_that_ended_a_completion(make_job, tmp_path):
     (tmp_path / "ends.py").write_text(
-        "def ends(completions):\n    return [float(c.endswith('a')) for c in completions]\n"
+        "def ends(completions):\n    return [float(c.endswith('bb')) for c in completions]\n"
     )
-    job = make_job(grpo)
-    job(stop="a", reward=f"{tmp_path}/ends.py:ends", temperature=3.0, completions=16)
+    job, model = make_job(grpo), small_gpt2(vocab_size=len(PIECES))
+    flags = {"model": save_model(tmp_path / "pieces", model, TOKENIZER), "stop": "bb"}
+    job(reward=f"{tmp_path}/ends.py:ends", temperature=3.0, completions=16, **flags)
     lines = map(json.loads, (job.folder / "samples.jsonl").read_text().splitlines())
-    scores = {x["completion"]: x["score"] for x in lines if "a" in x["completion"]}
-    assert scores and all(text.endswith("a") and scores[text] == 1 for text in scores)
+    scores = {x["completion"]: x["score"] for x in lines if "bb" in x["completion"]}
+    assert scores and all(text.endswith("bb") and scores[text] == 1 for text in scores)

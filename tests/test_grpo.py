@@ -156,7 +156,7 @@ def test_the_gradient_equals_finite_differences_and_is_0_at_padding_that_holds_n
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, kind):
-    """Every loss type, with ragged rows (huggingface/trl#2617, #6024)."""
+    """Every loss type, with ragged rows (huggingface/trl#7249, #6024)."""
     old, ref, x = numbers(1).repeat(2, 1), numbers(2).repeat(2, 1), numbers(0).repeat(2, 1)
     mask, A = torch.cat([MASK, MASK.flip(0)]), torch.linspace(-2, 2, 8).double()
     whole, parts = (x.clone().requires_grad_() for _ in range(2))

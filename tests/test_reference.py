@@ -62,7 +62,7 @@ RANDOM_B = {"target_modules": "all-linear", "init_lora_weights": False}
 
 @pytest.mark.parametrize("adapter", [None, RANDOM_B, PARTS])
 def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
-    """With a reload by name, or the base model under a trained adapter (huggingface/trl#1193), the
+    """With a reload by name, or the base model under a trained adapter (huggingface/trl#1340), the
     KL at step 0 would not be 0. What modules_to_save names isn't switched off with the adapter.
     """
     policy = train(small_llama())
@@ -209,7 +209,7 @@ def test_a_second_adapter_and_a_missing_peft_are_refused(adapter, monkeypatch):
 
 
 def test_a_checkpoint_in_bfloat16_is_trained_in_float32(tmp_path):
-    """A step of AdamW at 1e-6 is lost in bfloat16 weights (huggingface/trl#7268)."""
+    """A step of AdamW at 1e-6 is lost in bfloat16 weights (NVIDIA-NeMo/Automodel#3444: at 6e-6)."""
     saved = small_gpt2().bfloat16()
     saved.save_pretrained(tmp_path)
     for p, q in zip(load_policy(str(tmp_path)).parameters(), saved.parameters(), strict=True):
@@ -217,7 +217,7 @@ def test_a_checkpoint_in_bfloat16_is_trained_in_float32(tmp_path):
 
 
 def test_every_eos_id_of_the_model_is_found():
-    """Llama 3 and Phi 3.5 have several; missing one, rows never stop (huggingface/trl#7039)."""
+    """Gemma 3 and Phi 3.5 have several; missing one, a row runs on (huggingface/trl#7039)."""
     model, tokenizer = small_llama(), SimpleNamespace(eos_token_id=36)
     model.generation_config.eos_token_id = [39, 38]
     model.config.eos_token_id = 37

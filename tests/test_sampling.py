@@ -44,7 +44,7 @@ def test_the_mask_ends_with_the_first_eos_whichever_id_it_is():
 
 @pytest.mark.parametrize(("pad", "ends"), [(0, [EOS]), (EOS, [EOS]), (0, [EOS, 7])])
 def test_eos_is_kept_and_all_after_it_is_padding_even_where_pad_equals_eos(pad, ends):
-    """Llama 3 ends at either of two ids (huggingface/trl#7039)."""
+    """Gemma 3 ends at either of two ids (huggingface/trl#7039)."""
     model = small_gpt2()
     rollout = sample(
         model, num_generations=40, pad_token_id=pad, eos_token_ids=ends, temperature=2.0

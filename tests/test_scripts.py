@@ -210,7 +210,7 @@ def test_each_minibatch_is_an_optimiser_step_and_the_learning_rate_rises_then_fa
 
 
 def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(job, monkeypatch):
-    """Ragged rows, so a mean of micro-batch means would differ (huggingface/trl#2617). Of the
+    """Ragged rows, so a mean of micro-batch means would differ (huggingface/trl#7249). Of the
     second minibatch, where the ratio is not 1.
     """
     in_float64(monkeypatch, job.script)

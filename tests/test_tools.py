@@ -162,16 +162,15 @@ def outgrown(tmp_path):
         config = parse_flags(importlib.import_module(script).Config, "", args)
         (run := tmp_path / "a run = it's").mkdir(exist_ok=True)  # for Hydra and the shell alike
         (run / "config.json").write_text(json.dumps({"script": script, **vars(config)}))
-        outgrow.main([str(run), "--to", "verl"])
+        outgrow.main([str(run)])
         _, text = (run / "verl" / "run.sh").read_text().split("verl.trainer.main_ppo")
         text = text.replace("${GPUS:-1}", "2").replace("${NODES:-1}", "1").replace('"$@"', "")
         verls = copy.deepcopy(DEFAULTS)
         for setting in shlex.split(text.replace("\\\n", " ")):
             name, value = setting.split("=", 1)
             OmegaConf.set_struct(verls, not name.startswith("+"))
-            value = re.sub(r"([{,])(\w+):", r"\1\2: ", value)  # Hydra's grammar is nearly YAML
-            value = OmegaConf.create(f"value: {value}").value
-            OmegaConf.update(verls, name.removeprefix("+"), value, force_add=name.startswith("+"))
+            place, value = name.removeprefix("+"), json.loads(value)
+            OmegaConf.update(verls, place, value, force_add=name.startswith("+"))
         return verls
 
     return write
