@@ -185,7 +185,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 2. Score the text of each completion. A reward that is None is NaN here.
             scores, texts = task.score(prompts, rollout)  # (B,)
-            num_dropped = 0
+            num_dropped = None
             if config.dynamic_sampling > 0:  # [3] eq. 11: sample other prompts for flat groups
                 drawn = (prompts, rollout, scores, texts)
                 drawn, num_dropped = replace_flat_groups(

@@ -138,7 +138,7 @@ class Meter(Totals):
         self.add("objective/non_score_reward", (-kl_coef * kl_per_row).mean())
         self.add("objective/rlhf_reward", (scores - kl_coef * kl_per_row).nanmean())
 
-    def groups(self, scores: Tensor, num_generations: int, num_dropped: int = 0) -> None:
+    def groups(self, scores: Tensor, num_generations: int, num_dropped: int | None = None) -> None:
         """Of scores (B,), NaN left out: their standard deviation within a group, averaged over the
         groups, and the share of groups whose scores are all the same, which teach nothing but the
         KL. num_dropped: by dynamic sampling.
@@ -148,7 +148,8 @@ class Meter(Totals):
         stds = [group[~group.isnan()].std().item() for group in groups[~flat]]
         self.known["reward/std_within_group"] = sum(stds) / len(groups)
         self.known["reward/frac_flat_groups"] = flat.float().mean().item()
-        self.known["reward/groups_dropped"] = num_dropped
+        if num_dropped is not None:
+            self.known["reward/groups_dropped"] = num_dropped
 
     @staticmethod
     def progress(metrics: Metrics) -> str:

@@ -152,9 +152,7 @@ class RewardModel:
     def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
         flag = "--reward_model"
         if (Path(name) / "adapter_config.json").exists():
-            raise InputError(
-                f"{flag} {name}: is an adapter; give the run's model/, where it is merged"
-            )
+            raise InputError(f"{flag} {name}: is an adapter; its run has it merged, in model/")
         self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
         labels = self.model.config.num_labels
         if labels != 1:
