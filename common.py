@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -329,6 +330,14 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         model.train(was_training)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Any, step: int) -> None:
+    """Set the rate of a step: up over warmup_steps, down to 0 over num_steps."""
+    warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    rate = config.learning_rate * warmup * (1 - step / config.num_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def clear_cache() -> None:

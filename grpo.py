@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import tasks
 from common import (
     clear_cache,
     disable_dropout,
@@ -32,23 +33,16 @@ from common import (
     kl_estimate,
     masked_mean,
     reference,
+    set_learning_rate,
 )
-from plumbing.config import ByModel, RunConfig, flag, parse_flags
-from plumbing.data import (
-    check_prompts,
-    encode_prompts,
-    load_task,
-    prompt_batch,
-    sampling_options,
-    score,
-)
-from plumbing.extras import overlong_penalty, replace_flat_groups, token_weighted
-from plumbing.forward import completion_logprobs, micro_batches, to
-from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
-from plumbing.models import load_policy, load_tokenizer, set_up_training
-from plumbing.run import Run, choose_folder, run_main
+from plumbing.config import RunConfig, flag, parse_flags
+from plumbing.data import load_task, sampling_options
+from plumbing.extras import overlong_penalty, replace_flat_groups
+from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
+from plumbing.metrics import Meter, evaluate
+from plumbing.models import load_policy, set_up_training
+from plumbing.run import Run, run_main
 from sampling import sample
-from tasks import REWARDS, TASKS
 
 
 @dataclass(kw_only=True)
@@ -58,24 +52,18 @@ class Config(RunConfig):
 
     # The flags that this algorithm has alone.
     scale_rewards: Literal["group", "batch", "none"] = flag("group", "divide advantages by its std")
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = flag("grpo", "how tokens are averaged")
-    importance_sampling_level: Literal["token", "sequence"] = flag("token", "sequence: GSPO")
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag("grpo", "which paper's")
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
-    cispo_bound: float = flag(5.0, "largest weight of a token, for loss_type cispo")
     dynamic_sampling: int = flag(0, "rounds in which flat groups are replaced by other prompts")
     overlong_buffer: int = flag(0, "penalty for length, over so many tokens before the limit")
     mask_truncated_completions: bool = flag(False, "no gradient from completions that are cut")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
-    num_steps: int = flag(ByModel(tiny=180, other=40))
-    prompts_per_step: int = flag(ByModel(tiny=32, other=4))
+    num_steps: int = flag(tiny=180, other=40)
+    prompts_per_step: int = flag(tiny=32, other=4)
     num_generations: int = flag(8)
-    kl_coef: float = flag(ByModel(tiny=0.01, other=0.04, learned=0.4))
-    learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
-
-
-LOSS_FLAGS = """clip_range clip_range_high cispo_bound loss_type importance_sampling_level
-max_new_tokens kl_coef""".split()  # those that are arguments of the loss
+    kl_coef: float = flag(tiny=0.01, other=0.04, learned=0.4)
+    learning_rate: float = flag(tiny=8e-4, other=2e-5)
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
@@ -113,7 +101,6 @@ def grpo_loss(
     clip_range_high: float | None = None,
     cispo_bound: float = 5.0,
     loss_type: str = "grpo",
-    importance_sampling_level: str = "token",
     max_new_tokens: int | None = None,
     ref_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
@@ -122,15 +109,15 @@ def grpo_loss(
 ) -> tuple[Tensor, Tensor]:
     """The share of these rows in the loss of the whole minibatch, and where the clip decides it.
 
-    logprobs, old_logprobs and mask (B, T), advantages (B,) or of each token (B, T). num_rows counts
-    the rows of the whole minibatch (default: these rows): with it the shares of micro-batches of
-    any size add up to the exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)).
-    Raises ValueError.
+    logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
+    minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
+    exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)). Raises ValueError.
     """
     # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
-    mask, A = mask.bool(), advantages.view(len(advantages), -1)
+    mask, A = mask.bool(), advantages.unsqueeze(1)
     logprobs = logprobs.masked_fill(~mask, 0)
-    ratio = importance_ratio(logprobs, old_logprobs, mask, importance_sampling_level)  # (B, T)
+    level = "sequence" if loss_type == "gspo" else "token"
+    ratio = importance_ratio(logprobs, old_logprobs, mask, level)  # (B, T)
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
     free, bounded = -A * ratio, -A * ratio.clamp(1 - clip_range, 1 + high)  # [1] eq. 3
     loss, clipped = torch.max(free, bounded), bounded > free
@@ -141,31 +128,31 @@ def grpo_loss(
         kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")  # [1] eq. 4
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
+
     # Its mean over the minibatch, as each paper takes it.
     num_rows = len(loss) if num_rows is None else num_rows
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
-    if loss_type == "grpo":  # each completion counts the same: [1] eq. 3
+    if loss_type in ("grpo", "gspo"):  # each completion counts the same: [1] eq. 3, [4] eq. 5
         return masked_mean(loss, mask, dim=1).sum() / num_rows, clipped
     if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12
         return loss.sum() / num_tokens.clamp(min=1), clipped
-    if loss_type != "dr_grpo" or max_new_tokens is None:
-        raise ValueError(f"{loss_type!r} is not grpo, dapo, cispo, or dr_grpo with max_new_tokens")
+    if loss_type != "dr_grpo":
+        known = "grpo, dapo, dr_grpo, gspo or cispo"
+        raise ValueError(f"unknown loss_type {loss_type!r}: choose {known}")
+    if max_new_tokens is None:
+        raise ValueError("loss_type dr_grpo needs max_new_tokens")
     return loss.sum() / (num_rows * max_new_tokens), clipped  # by a constant: [2] section 3.2
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, where to compute, where to write, and the random numbers.
+    # The flags, and the random numbers: these of torch, and those that shuffle the rows.
     config = parse_flags(Config, __doc__, args)
-    device = torch.device(config.device)
-    folder = choose_folder(config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
-    # The policy and the task: prompts and rewards.
-    policy = load_policy(config.model, config.lora_r).to(device)
-    tokenizer = load_tokenizer(config.model)
-    task = load_task(config, TASKS, REWARDS, tokenizer, device)
-    check_prompts(config, policy, tokenizer, task)
+    # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
+    policy, tokenizer = load_policy(config)
+    task = load_task(config, tasks, policy, tokenizer)
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
@@ -183,122 +170,122 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # The arguments of a forward pass, and the most rows and tokens that it takes at once.
-    max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
-    forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
-    in_rollout = forward | {"max_rows": max_rows}
-    forward["entropy_grad"] = config.entropy_coef > 0  # an entropy bonus is off by default
-    in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
-    loss_options = {name: getattr(config, name) for name in LOSS_FLAGS}
     # With a single update per rollout, the old log-probs are those that the update computes: so
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
+    generators = [shuffler, sampling["generator"]]
 
-    with Run(
-        config=config,
-        folder=folder,
-        policy=policy,
-        ref=ref,
-        tokenizer=tokenizer,
-        task=task,
-        sampling=sampling,
-        optimizer=optimizer,
-        shuffler=shuffler,
-        credit=lambda rollout, scores, *_: group_advantages(  # step 4, for tokens.jsonl
-            scores + overlong_penalty(rollout, config.overlong_buffer), G, config.scale_rewards
-        ),
-    ) as run:
-        for step in range(run.first_step, config.num_steps):
-            metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
-            watch = Stopwatch(device)
-
+    with Run(config, task, {"policy": policy}, optimizer, generators) as run:
+        for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
             # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
-            prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts)  # (N, P)
-            rollout = sample(
-                policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
-            )
+            prompts = task.batch(step)
+            rollout = sample(policy, *task.encode(prompts), **sampling)
 
             # 2. Score the text of each completion. A reward that is None is NaN here.
-            scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
+            scores, texts = task.score(prompts, rollout)  # (B,)
+            num_dropped = None
             if config.dynamic_sampling > 0:  # [3] eq. 11: sample other prompts for flat groups
                 drawn = (prompts, rollout, scores, texts)
-                (prompts, rollout, scores, texts), dropped = replace_flat_groups(run, step, drawn)
-                metrics |= dropped
-            scores = scores + overlong_penalty(rollout, config.overlong_buffer)  # [3] eq. 13
+                drawn, num_dropped = replace_flat_groups(
+                    config, policy, task, sampling, step, drawn
+                )
+                prompts, rollout, scores, texts = drawn
+            if config.overlong_buffer > 0:
+                scores = scores + overlong_penalty(rollout, config.overlong_buffer)  # [3] eq. 13
             mask = rollout.completion_mask  # (B, T), EOS included
 
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
-            #    are (B, T), 0 off the mask.
-            old_logprobs = ref_logprobs = kl = None
+            #    are (B, T), 0 off the mask, without gradient.
+            old_logprobs = rollout.logprobs.clone()  # with a single update: filled in there
             if not single_update:
-                with torch.no_grad():
-                    old_logprobs, _ = completion_logprobs(policy, rollout, **in_rollout)
+                old_logprobs = rollout_logprobs(policy, rollout, config)
+            ref_logprobs = kl = None
             if config.kl_coef > 0:
-                with torch.no_grad(), ref as ref_model:
-                    ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
+                with ref as ref_model:
+                    ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
             # 4. Advantages: how much better a completion is than the others of its prompt.
             advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
-            watch.lap("time/rollout")
+            # Other rows need no forward pass. Moved once, before the device has work to do.
+            has_gradient = ((advantages != 0) | (config.kl_coef + config.entropy_coef > 0)).cpu()
+            run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each. The learning rate rises over the first steps, then falls linearly.
-            has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
-            advantages = to(device, advantages)
-            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
-            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
-            for settings in optimizer.param_groups:
-                settings["lr"] = learning_rate
+            #    step each.
+            set_learning_rate(optimizer, config, step)
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
-            meter = Meter()
-            for mini_batch in mini_batches:
-                num_tokens = mask[to(device, mini_batch)].sum().clamp(min=1)
-                counts = {"num_rows": len(mini_batch), "num_tokens": num_tokens}
+            meter = Meter(rollout)
+            for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
+                num_tokens = mask[mini_batch].sum().clamp(min=1)
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):
-                    logprobs, entropy = completion_logprobs(policy, part, **forward)
-                    old = logprobs.detach() if single_update else old_logprobs[rows]
-                    m = mask[rows]
-                    # A is advantages[rows]; with --importance_cap times policy / sampler.
-                    A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
+                for rows, part in micro_batches(
+                    rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
+                ):
+                    logprobs, entropy = completion_logprobs(
+                        policy,
+                        part,
+                        config.temperature,
+                        bf16=config.bf16,
+                        entropy_grad=config.entropy_coef > 0,
+                    )
+                    if single_update:
+                        old_logprobs[rows] = logprobs.detach()
+                    old, m = old_logprobs[rows], mask[rows]
 
-                    ref_rows = None if ref_logprobs is None else ref_logprobs[rows]
                     loss, clipped = grpo_loss(
-                        logprobs, old, A, m, ref_logprobs=ref_rows, **counts, **loss_options
+                        logprobs,
+                        old,
+                        advantages[rows],
+                        m,
+                        clip_range=config.clip_range,
+                        clip_range_high=config.clip_range_high,
+                        loss_type=config.loss_type,
+                        max_new_tokens=config.max_new_tokens,
+                        ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+                        kl_coef=config.kl_coef,
+                        num_rows=len(mini_batch),
+                        num_tokens=num_tokens,
                     )
                     bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
                     (loss - bonus).backward()
 
-                    ratio = importance_ratio(logprobs, old, m, config.importance_sampling_level)
+                    level = "sequence" if config.loss_type == "gspo" else "token"
+                    ratio = importance_ratio(logprobs, old, m, level)
                     meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rollout, rows, logprobs, old, entropy, ratio, clipped, m)
+                    meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
                 # The gradient of the whole minibatch is there: one optimiser step.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
+                meter.end_mini_batch(
+                    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                )
                 optimizer.step()
                 optimizer.zero_grad()
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
             if config.kl_coef > 0:
-                kl = kl_estimate(meter.old_logprobs, ref_logprobs, "k1")  # the log: k3 is noisier
-            metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
-            clear_cache()  # and that of the update, once the metrics have waited for it
-            metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
-            run.log(step, metrics)
-            run.show(step, prompts, texts, scores, rollout, meter, {"advantages": advantages})
-            run.checkpoint_if_due(step + 1)
-
-        run.log(config.num_steps, run.evaluate(config.num_steps))
+                kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # unbiased, as in PPO and RLOO
+            meter.objective(scores, kl, old_logprobs, config.kl_coef)
+            meter.groups(scores, G, num_dropped)
+            run.log(step, meter, episode=(step + 1) * B)
+            run.show(
+                step,
+                prompts,
+                texts,
+                scores,
+                meter,
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                kl=kl,
+                advantages=advantages,
+            )
+            clear_cache()  # and that of the update
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import tasks
 from common import (
-    Rollout,
     ValueModel,
     clear_cache,
     disable_dropout,
@@ -42,25 +42,21 @@ from common import (
     masked_whiten,
     policy_ratio,
     reference,
+    set_learning_rate,
 )
-from plumbing.config import ByModel, RunConfig, flag, parse_flags
-from plumbing.data import (
-    check_prompts,
-    encode_prompts,
-    load_task,
-    prompt_batch,
-    sampling_options,
-    score,
-    value_backbone,
+from plumbing.config import RunConfig, flag, parse_flags
+from plumbing.data import load_task, sampling_options
+from plumbing.forward import (
+    completion_logprobs,
+    completion_values,
+    micro_batches,
+    rollout_logprobs,
+    rollout_values,
 )
-from plumbing.errors import InputError
-from plumbing.extras import token_weighted
-from plumbing.forward import completion_logprobs, completion_values, micro_batches, on_cpu, to
-from plumbing.metrics import Meter, Stopwatch, explained_variance, step_metrics
-from plumbing.models import load_policy, load_tokenizer, set_up_training
-from plumbing.run import Run, choose_folder, run_main
+from plumbing.metrics import Meter, evaluate, explained_variance
+from plumbing.models import load_policy, set_up_training
+from plumbing.run import Run, run_main
 from sampling import sample
-from tasks import REWARDS, TASKS
 
 
 @dataclass(kw_only=True)
@@ -72,22 +68,20 @@ class Config(RunConfig):
         "k1", "of the KL in the reward; k2, k3 pull less"
     )
     missing_eos_penalty: float = flag(0.0, "subtracted from the score of a completion without EOS")
-    whiten_rewards: bool = flag(False, "scale rewards to variance 1, without shifting their mean")
     gamma: float = flag(1.0, "discount")
     lam: float = flag(0.95, "lambda of GAE: 1 trusts the rewards, 0 the value model")
     clip_range_value: float = flag(0.2, "how far a value may move in one step")
     vf_coef: float = flag(0.1, "weight of the value loss")
-    value_init: Literal["policy", "reward_model"] = flag("policy", "backbone of the value model")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
-    num_steps: int = flag(ByModel(tiny=60, other=40))
-    prompts_per_step: int = flag(ByModel(tiny=256, other=16))
+    num_steps: int = flag(tiny=60, other=40)
+    prompts_per_step: int = flag(tiny=256, other=16)
     num_generations: int = flag(1)
-    kl_coef: float = flag(ByModel(tiny=0.01, other=0.1, learned=0.1))
-    learning_rate: float = flag(ByModel(tiny=5e-4, other=5e-5))
+    kl_coef: float = flag(tiny=0.01, other=0.1, learned=0.1)
+    learning_rate: float = flag(tiny=5e-4, other=5e-5)
     num_epochs: int = flag(2)
-    num_mini_batches: int = flag(ByModel(tiny=4, other=1))
-    eval_every: int = flag(ByModel(tiny=15, other=20))
+    num_mini_batches: int = flag(tiny=4, other=1)
+    eval_every: int = flag(tiny=15, other=20)
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -130,175 +124,132 @@ def value_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, where to compute, where to write, and the random numbers.
+    # The flags, and the random numbers: these of torch, and those that shuffle the rows.
     config = parse_flags(Config, __doc__, args)
-    device = torch.device(config.device)
-    folder = choose_folder(config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
-    # The policy and the task: prompts and rewards.
-    policy = load_policy(config.model, config.lora_r).to(device)
-    tokenizer = load_tokenizer(config.model)
-    task = load_task(config, TASKS, REWARDS, tokenizer, device)
-    check_prompts(config, policy, tokenizer, task)
+    # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
+    policy, tokenizer = load_policy(config)
+    task = load_task(config, tasks, policy, tokenizer)
 
     # The value model, and the reference that the KL is measured against. Dropout is off: it
     # would make the policy differ from its own copy, and the KL at step 0 wouldn't be 0.
-    value_model = ValueModel.on_backbone_of(value_backbone(config, policy, tokenizer, task))
+    value_model = ValueModel.on_backbone_of(policy)
     if config.disable_dropout:
         disable_dropout(policy, value_model)
     set_up_training(config, policy, value_model)
     ref = reference(policy, config.kl_coef)
 
     # One optimiser for both models. Under an adapter the base model has nothing to train.
-    # PyTorch's Adam takes larger first steps than TensorFlow's, on which the early papers ran: see
-    # "The N implementation details of RLHF with PPO".
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]
     # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
+    # PyTorch's Adam takes larger first steps than TensorFlow's, on which the early papers ran: [3].
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # The arguments of a forward pass, and the most rows and tokens that it takes at once.
-    max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
-    forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
-    in_rollout = forward | {"max_rows": max_rows}
-    forward["entropy_grad"] = config.entropy_coef > 0  # an entropy bonus is off by default
-    in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
-    G = config.num_generations
-    B = config.prompts_per_step * G  # completions per step
-    # With a single update per rollout, the old log-probs are those that the update computes: so
-    # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
-    single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
+    B = config.prompts_per_step * config.num_generations  # completions per step
+    models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
-    # tokens.jsonl shows held-out completions with the credit that step 4 would give them.
-    def credit(rollout: Rollout, scores: Tensor, kl: Tensor, values: Tensor) -> dict[str, Tensor]:
-        scores = to(device, scores - config.missing_eos_penalty * ~on_cpu(rollout).finished)
-        mask = rollout.completion_mask
-        rewards = shape_rewards(scores, kl, mask, config.kl_coef)
-        advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
-        return {"rewards": rewards, "advantages": advantages, "returns": returns}
-
-    with Run(
-        config=config,
-        folder=folder,
-        policy=policy,
-        value_model=value_model,
-        ref=ref,
-        tokenizer=tokenizer,
-        task=task,
-        sampling=sampling,
-        optimizer=optimizer,
-        shuffler=shuffler,
-        credit=credit,
-    ) as run:
-        for step in range(run.first_step, config.num_steps):
-            metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
-            watch = Stopwatch(device)
-
+    with Run(config, task, models, optimizer, generators) as run:
+        for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
             # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
-            prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts)  # (N, P)
-            rollout = sample(
-                policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
-            )
+            prompts = task.batch(step)
+            rollout = sample(policy, *task.encode(prompts), **sampling)
+            mask = rollout.completion_mask  # (B, T), EOS included
 
             # 2. Score the text of each completion.
-            scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
-            if scores.isnan().any():
-                raise InputError("a reward is None, and PPO needs one for every row")
-            scores = scores - config.missing_eos_penalty * ~on_cpu(rollout).finished
-            mask = rollout.completion_mask  # (B, T), EOS included
+            scores, texts = task.score(prompts, rollout, every=True)  # (B,); None is an error
+            scores = scores - config.missing_eos_penalty * ~rollout.finished
 
             # 3. Values, and log-probs under the policy that sampled and under the reference. They
             #    come from the training forward, not from decoding: so the ratio is 1 before the
-            #    first update. All are (B, T), 0 off the mask.
-            with torch.no_grad():
-                old_values = completion_values(
-                    value_model, rollout, max_rows=max_rows, max_tokens=max_tokens, bf16=config.bf16
-                )
-            # The KL is 0 where there is no reference.
-            old_logprobs, kl = None, torch.zeros_like(old_values)
-            if not single_update or config.kl_coef > 0:
-                with torch.no_grad():
-                    old_logprobs, _ = completion_logprobs(policy, rollout, **in_rollout)
+            #    first update. All are (B, T), 0 off the mask, without gradient.
+            old_values = rollout_values(value_model, rollout, config)
+            old_logprobs = rollout_logprobs(policy, rollout, config)
+            ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
             if config.kl_coef > 0:
-                with torch.no_grad(), ref as ref_model:
-                    ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
+                with ref as ref_model:
+                    ref_logprobs = rollout_logprobs(ref_model, rollout, config)
                 kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
 
             # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
             #    GAE; whitening comes after the returns, because V must learn the real rewards.
             #    Whitened, their mean is 0: what is better than the rest becomes likelier.
-            rewards = shape_rewards(to(device, scores), kl, mask, config.kl_coef)  # (B, T)
-            if config.whiten_rewards:
-                rewards = masked_whiten(rewards, mask, shift_mean=False)
+            rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
             advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
             advantages = masked_whiten(advantages, mask)
-            watch.lap("time/rollout")
+            run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each. The learning rate rises over the first steps, then falls linearly.
-            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
-            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
-            for settings in optimizer.param_groups:
-                settings["lr"] = learning_rate
+            #    step each.
+            set_learning_rate(optimizer, config, step)
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
-            meter = Meter()
-            for mini_batch in mini_batches:
+            meter = Meter(rollout)
+            for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
                 # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
                 # gradient: the sum is the same whatever b is. Its tensors are (b, T).
-                num_tokens = mask[to(device, mini_batch)].sum()
-                for rows, part in micro_batches(rollout, mini_batch, **in_update):
-                    logprobs, entropy = completion_logprobs(policy, part, **forward)
+                parts = micro_batches(rollout, mini_batch, max_tokens=config.micro_batch_tokens)
+                num_tokens = sum(mask[rows].sum() for rows, _ in parts)
+                for rows, part in parts:
+                    logprobs, entropy = completion_logprobs(
+                        policy,
+                        part,
+                        config.temperature,
+                        bf16=config.bf16,
+                        entropy_grad=config.entropy_coef > 0,
+                    )
                     values = completion_values(value_model, part, bf16=config.bf16)
-                    old = logprobs.detach() if single_update else old_logprobs[rows]
-                    m = mask[rows]
+                    old, m = old_logprobs[rows], mask[rows]
 
-                    # A is advantages[rows]; with --importance_cap times policy / sampler.
-                    A = token_weighted(advantages[rows], old, part, m, config.importance_cap)
                     # The clipped surrogate of the policy, and the clipped error of the values:
                     # means over the tokens, not over the rows. So long rows weigh more.
-                    pg, clipped = policy_loss(logprobs, old, A, config.clip_range)
+                    pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value
                     )
                     loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
-                    loss = (loss * m).sum() / num_tokens
-                    loss.backward()
+                    ((loss * m).sum() / num_tokens).backward()
 
                     # How far the policy has moved, and how often a clip was active.
                     ratio = policy_ratio(logprobs - old)
-                    meter.add_policy(rollout, rows, logprobs, old, entropy, ratio, clipped, m)
+                    meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
                     meter.add("loss/policy_avg", pg, m)
                     meter.add("loss/value_avg", vf, m)
                     meter.add("val/clipfrac_avg", vf_clipped, m)
 
                 # The gradient of the whole minibatch is there: one optimiser step.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
+                meter.end_mini_batch(
+                    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                )
                 optimizer.step()
                 optimizer.zero_grad()
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
-            kl = kl if config.kl_coef > 0 else None
             meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
-            metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
-            clear_cache()  # and that of the update, once the metrics have waited for it
-            metrics |= {"lr": learning_rate, "episode": (step + 1) * B}
-            run.log(step, metrics)
-            found = {"rewards": rewards, "advantages": advantages, "returns": returns}
-            found |= {"values": old_values}
-            run.show(step, prompts, texts, scores, rollout, meter, found)
-            run.checkpoint_if_due(step + 1)
-
-        run.log(config.num_steps, run.evaluate(config.num_steps))
+            kl = kl if config.kl_coef > 0 else None  # unknown without a reference
+            meter.objective(scores, kl, old_logprobs, config.kl_coef)
+            run.log(step, meter, episode=(step + 1) * B)
+            run.show(
+                step,
+                prompts,
+                texts,
+                scores,
+                meter,
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                kl=kl,
+                rewards=rewards,
+                values=old_values,
+                advantages=advantages,
+                returns=returns,
+            )
+            clear_cache()  # and that of the update
 
 
 if __name__ == "__main__":

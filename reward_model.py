@@ -30,54 +30,50 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common import base_model, clear_cache, disable_dropout
-from plumbing.config import ByModel, TrainConfig, flag, parse_flags
+import tasks
+from common import base_model, clear_cache, disable_dropout, set_learning_rate
+from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch
 from plumbing.forward import to
-from plumbing.metrics import Meter, Stopwatch
 from plumbing.models import load_tokenizer, set_up_training
-from plumbing.preferences import load_for_training, load_pairs, pair_metrics, pair_scores
-from plumbing.run import Run, choose_folder, run_main
-from tasks import TASKS
+from plumbing.preferences import (
+    PairMeter,
+    evaluate_pairs,
+    load_for_training,
+    load_pairs,
+    pair_batches,
+    pair_scores,
+)
+from plumbing.run import Run, run_main
 
 
 @dataclass(kw_only=True)
 class Config(TrainConfig):
     script = "reward_model"
-    task, digits = "add", 2  # of the pairs that the embedded model makes
+    task = "add"  # of the pairs that the embedded model makes
 
     # The flags that this script has alone.
     pairs: str | None = flag(
-        None, "JSON lines or a dataset: chosen, rejected; tiny makes its own", "the job"
+        None,
+        "file of JSON lines, or dataset NAME:SUBSET:SPLIT: chosen, rejected; tiny makes its own",
+        "the job",
     )
-    eval_pairs: str | None = flag(
-        None, "held-out pairs; default: a tenth, or eval_split", "the job"
-    )
-    eval_split: str | None = flag(None, "of eval_pairs, or else of pairs", "the job")
+    eval_pairs: str | None = flag(None, "held-out pairs; default: a tenth of the pairs", "the job")
     num_eval_pairs: int = flag(512, "most held-out pairs per evaluation", "the run")
     max_length: int | None = flag(
         None, "a longer text's pair is left out; default: the context", "the job"
     )
-    num_pairs: int | None = flag(
-        ByModel(tiny=10_000, other=None), "pairs that the embedded model makes", "the job"
-    )
-    label_noise: float | None = flag(
-        ByModel(tiny=0.1, other=None),
-        "share of their labels that are flipped, as people err",
-        "the job",
-    )
     pairs_per_step: int = flag(
-        ByModel(tiny=128, other=32), "pairs of one optimisation step", "update"
+        help="pairs of one optimisation step", group="update", tiny=128, other=32
     )
     center_rewards_coef: float = flag(0.0, "weight of the squared sum of a pair's two scores")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int | None = flag(
-        ByModel(tiny=200, other=None), "default: one pass over the pairs", "update"
+        help="default: one pass over the pairs", group="update", tiny=200, other=None
     )
-    learning_rate: float = flag(ByModel(tiny=1e-3, other=2e-5))
-    micro_batch_size: int | None = flag(ByModel(tiny=256, other=16))
-    merge_adapter: bool = flag(True)
+    learning_rate: float = flag(tiny=1e-3, other=2e-5)
+    micro_batch_tokens: int | None = flag(tiny=None, other=4096)
     eval_every: int = flag(50)
 
 
@@ -91,15 +87,13 @@ def preference_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, where to compute, where to write, and the random numbers.
+    # The flags, and the random numbers.
     config = parse_flags(Config, __doc__, args)
-    device = torch.device(config.device)
-    folder = choose_folder(config)
     torch.manual_seed(config.seed)
 
     # The model: a backbone with a head that starts at 0, so that the first loss is log 2. Dropout
     # is off: it would give the same text two scores.
-    model = load_for_training(config.model, config.lora_r).to(device)
+    model = load_for_training(config.model, config.lora_r).to(config.device)
     tokenizer = load_tokenizer(config.model)
     # For others who use what is saved: transformers finds the last token by the pad id.
     if getattr(base_model(model).config, "pad_token_id", None) is None:
@@ -110,9 +104,10 @@ def main(args: list[str] | None = None) -> None:
 
     # The pairs, as tokens: those to train on and those held out. What is cut could lose just the
     # words that decide: so a pair that is too long is left out.
-    pairs = load_pairs(config, TASKS, model, tokenizer)
+    pairs = load_pairs(config, tasks, model, tokenizer)
+    N = config.pairs_per_step
     if config.num_steps is None:
-        config.num_steps = math.ceil(len(pairs.train) / config.pairs_per_step)
+        config.num_steps = math.ceil(len(pairs.train) / N)
     set_up_training(config, model)
 
     # What trains: all weights, or an adapter and the head.
@@ -121,66 +116,37 @@ def main(args: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    # N pairs a step. A pair is two rows of the forward pass, and what micro_batch_size counts are
-    # rows: it changes memory, never the gradient.
-    N = config.pairs_per_step
-    micro_batch = max(1, (config.micro_batch_size or 2 * N) // 2)
 
-    with Run(
-        config=config,
-        folder=folder,
-        policy=model,
-        tokenizer=tokenizer,
-        task=pairs,
-        optimizer=optimizer,
-    ) as run:
-        for step in range(run.first_step, config.num_steps):
-            metrics = run.evaluate_pairs(step) if step % config.eval_every == 0 else {}
-            watch, meter, num_tokens = Stopwatch(device), Meter(), 0
-
+    with Run(config, pairs, {"policy": model}, optimizer) as run:
+        for step in run.steps(evaluate=lambda: evaluate_pairs(config, model, pairs)):
             # 1. The pairs of this step, from endless passes, each in a new order. Then by length,
             #    for a micro-batch is as wide as its longest text: the gradient is the same sum.
             batch = prompt_batch(pairs.train, step, N, config.seed)
             batch.sort(key=lambda pair: len(pair["chosen_ids"]) + len(pair["rejected_ids"]))
 
             # 2. The learning rate rises over the first steps, then falls linearly.
-            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
-            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
-            for settings in optimizer.param_groups:
-                settings["lr"] = learning_rate
+            set_learning_rate(optimizer, config, step)
 
-            for start in range(0, N, micro_batch):
+            meter = PairMeter()
+            for part in pair_batches(batch, config.micro_batch_tokens):
                 # 3. Score both texts of each pair in one forward pass, at their last real token.
-                part = batch[start : start + micro_batch]
-                chosen, rejected, count = pair_scores(model, part, config.bf16)  # (b,) each
-                num_tokens += count
+                chosen, rejected, num_tokens = pair_scores(model, part, config.bf16)  # (b,) each
 
                 # 4. The loss: a micro-batch of b pairs adds its share of the mean over all N.
-                margin = to(device, torch.tensor([pair["margin"] for pair in part]))
+                margin = to(chosen.device, torch.tensor([pair["margin"] for pair in part]))
                 loss = preference_loss(chosen, rejected, margin, config.center_rewards_coef)
                 (loss.sum() / N).backward()
-
-                # How often the model agrees with the labels, and where its scores are.
-                meter.add("loss/pairs", loss)
-                meter.add("reward/accuracy", (chosen - rejected).sign() / 2 + 0.5)
-                meter.add("reward/margin", chosen - rejected)
-                meter.add("reward/mean", (chosen + rejected) / 2)
+                meter.add_pairs(loss, chosen, rejected, num_tokens)
 
             # 5. The gradient of all N pairs is there: one optimiser step.
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            meter.end_mini_batch(grad_norm)
+            meter.end_mini_batch(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
             optimizer.step()
             optimizer.zero_grad()
 
             # 6. Log, save when due. The number to watch is the accuracy on held-out pairs: from the
             #    second pass on, that of a step also rises because pairs are learnt by heart.
-            metrics |= pair_metrics(meter, watch, num_tokens)
+            run.log(step, meter, episode=(step + 1) * N)
             clear_cache()
-            metrics |= {"lr": learning_rate, "episode": (step + 1) * N}
-            run.log(step, metrics)
-            run.checkpoint_if_due(step + 1)
-
-        run.log(config.num_steps, run.evaluate_pairs(config.num_steps))
 
 
 if __name__ == "__main__":

@@ -23,23 +23,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common import clear_cache, disable_dropout, kl_estimate, policy_ratio, reference
-from plumbing.config import ByModel, RunConfig, flag, parse_flags
-from plumbing.data import (
-    check_prompts,
-    encode_prompts,
-    load_task,
-    prompt_batch,
-    sampling_options,
-    score,
+import tasks
+from common import (
+    clear_cache,
+    disable_dropout,
+    kl_estimate,
+    policy_ratio,
+    reference,
+    set_learning_rate,
 )
-from plumbing.extras import sequence_weighted
-from plumbing.forward import completion_logprobs, micro_batches, to
-from plumbing.metrics import Meter, Stopwatch, group_metrics, step_metrics
-from plumbing.models import load_policy, load_tokenizer, set_up_training
-from plumbing.run import Run, choose_folder, run_main
+from plumbing.config import RunConfig, flag, parse_flags
+from plumbing.data import load_task, sampling_options
+from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
+from plumbing.metrics import Meter, evaluate
+from plumbing.models import load_policy, set_up_training
+from plumbing.run import Run, run_main
 from sampling import sample
-from tasks import REWARDS, TASKS
 
 
 @dataclass(kw_only=True)
@@ -47,30 +46,19 @@ class Config(RunConfig):
     script = "rloo"
     smallest_group = 2
 
-    # The flags that this algorithm has alone.
-    reward_clip_range: list[float] = flag([], "LOW HIGH: bounds of the score, before the KL")
-    normalize_advantages: bool = flag(False, "scale advantages to variance 1 over the batch")
-
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
-    num_steps: int = flag(ByModel(tiny=180, other=40))
-    prompts_per_step: int = flag(ByModel(tiny=64, other=8))
+    num_steps: int = flag(tiny=180, other=40)
+    prompts_per_step: int = flag(tiny=64, other=8)
     num_generations: int = flag(4)
-    kl_coef: float = flag(ByModel(tiny=0.02, other=0.05, learned=0.2))
-    learning_rate: float = flag(ByModel(tiny=8e-4, other=2e-5))
+    kl_coef: float = flag(tiny=0.02, other=0.05, learned=0.2)
+    learning_rate: float = flag(tiny=8e-4, other=2e-5)
 
 
-def rloo_rewards(scores: Tensor, kl: Tensor | None, config: Config) -> Tensor:
-    """The score less the KL penalty of the whole completion: scores (B,), kl (B, T) -> (B,)."""
-    clip = config.reward_clip_range
-    rewards = scores.clamp(*clip) if clip else scores
-    return rewards if kl is None else rewards - config.kl_coef * kl.sum(1).to(scores.device)
-
-
-def rloo_advantages(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
+def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    A reward of NaN (the function returned None) gets 0 and stays out of the statistics. A std has
-    Bessel's correction. Raises ValueError for groups of one.
+    A reward of NaN (the function returned None) gets 0 and stays out of the baseline. Raises
+    ValueError for groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
@@ -79,11 +67,9 @@ def rloo_advantages(rewards: Tensor, num_generations: int, normalize: bool = Fal
     groups = rewards.double().view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
     # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so the gradient is
-    # unbiased on policy. `normalize`, to variance 1 over the batch as in TRL, gives that up.
+    # unbiased on policy.
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
     centred = (groups - baseline).masked_fill(num_known < 2, torch.nan)
-    if normalize:
-        centred = centred / (centred[~centred.isnan()].std() + 1e-4)
     return centred.nan_to_num(0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
 
@@ -111,18 +97,14 @@ def rloo_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, where to compute, where to write, and the random numbers.
+    # The flags, and the random numbers: these of torch, and those that shuffle the rows.
     config = parse_flags(Config, __doc__, args)
-    device = torch.device(config.device)
-    folder = choose_folder(config)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
-    # The policy and the task: prompts and rewards.
-    policy = load_policy(config.model, config.lora_r).to(device)
-    tokenizer = load_tokenizer(config.model)
-    task = load_task(config, TASKS, REWARDS, tokenizer, device)
-    check_prompts(config, policy, tokenizer, task)
+    # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
+    policy, tokenizer = load_policy(config)
+    task = load_task(config, tasks, policy, tokenizer)
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
@@ -140,113 +122,107 @@ def main(args: list[str] | None = None) -> None:
 
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    # The arguments of a forward pass, and the most rows and tokens that it takes at once.
-    max_rows, max_tokens = config.rollout_batch_size, config.micro_batch_tokens
-    forward = {"temperature": config.temperature, "max_tokens": max_tokens, "bf16": config.bf16}
-    in_rollout = forward | {"max_rows": max_rows}
-    forward["entropy_grad"] = config.entropy_coef > 0  # an entropy bonus is off by default
-    in_update = {"max_rows": config.micro_batch_size, "max_tokens": max_tokens}
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
     # With a single update per rollout, the old log-probs are those that the update computes: so
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
+    generators = [shuffler, sampling["generator"]]
 
-    with Run(
-        config=config,
-        folder=folder,
-        policy=policy,
-        ref=ref,
-        tokenizer=tokenizer,
-        task=task,
-        sampling=sampling,
-        optimizer=optimizer,
-        shuffler=shuffler,
-        credit=lambda rollout, scores, kl, _: rloo_advantages(  # step 4, for tokens.jsonl
-            rloo_rewards(scores, kl, config), G, config.normalize_advantages
-        ),
-    ) as run:
-        for step in range(run.first_step, config.num_steps):
-            metrics = run.evaluate(step) if step % config.eval_every == 0 else {}
-            watch = Stopwatch(device)
-
+    with Run(config, task, {"policy": policy}, optimizer, generators) as run:
+        for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
             # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
-            prompts = prompt_batch(task.train, step, config.prompts_per_step, config.seed)
-            prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts)  # (N, P)
-            rollout = sample(
-                policy, prompt_ids, prompt_mask, num_generations=G, max_rows=max_rows, **sampling
-            )
+            prompts = task.batch(step)
+            rollout = sample(policy, *task.encode(prompts), **sampling)
 
             # 2. Score the text of each completion. A reward that is None is NaN here.
-            scores, texts = score(task, prompts, rollout, tokenizer)  # (B,)
+            scores, texts = task.score(prompts, rollout)  # (B,)
             mask = rollout.completion_mask  # (B, T), EOS included
 
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
-            #    are (B, T), 0 off the mask.
-            old_logprobs = ref_logprobs = kl = None
+            #    are (B, T), 0 off the mask, without gradient.
+            old_logprobs = rollout.logprobs.clone()  # with a single update: filled in there
             if not single_update or config.kl_coef > 0:
-                with torch.no_grad():
-                    old_logprobs, _ = completion_logprobs(policy, rollout, **in_rollout)
+                old_logprobs = rollout_logprobs(policy, rollout, config)
+            ref_logprobs = kl = None
             if config.kl_coef > 0:
-                with torch.no_grad(), ref as ref_model:
-                    ref_logprobs, _ = completion_logprobs(ref_model, rollout, **in_rollout)
+                with ref as ref_model:
+                    ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
-            # 4. Advantages: how much better a completion is than the others of its prompt.
+            # 4. Rewards: the score less the KL penalty of the whole completion. Advantages: how
+            #    much better a completion is than the others of its prompt.
+            rewards = scores  # (B,)
             if config.kl_coef > 0:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
-            rewards = rloo_rewards(scores, kl, config)  # (B,)
-            advantages = rloo_advantages(rewards, G, config.normalize_advantages)  # (B,)
-            watch.lap("time/rollout")
+                rewards = scores - config.kl_coef * kl.sum(1)
+            advantages = rloo_advantages(rewards, G)  # (B,)
+            # Other rows need no forward pass. Moved once, before the device has work to do.
+            has_gradient = ((advantages != 0) | (config.kl_coef + config.entropy_coef > 0)).cpu()
+            run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
             # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each. The learning rate rises over the first steps, then falls linearly.
-            has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
-            advantages = to(device, advantages)
-            warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
-            learning_rate = config.learning_rate * warmup * (1 - step / config.num_steps)
-            for settings in optimizer.param_groups:
-                settings["lr"] = learning_rate
+            #    step each.
+            set_learning_rate(optimizer, config, step)
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            mini_batches = torch.cat(orders).split(B // config.num_mini_batches)
-            meter = Meter()
-            for mini_batch in mini_batches:
-                num_tokens = mask[to(device, mini_batch)].sum().clamp(min=1)
+            meter = Meter(rollout)
+            for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
+                num_tokens = mask[mini_batch].sum().clamp(min=1)
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows, part in micro_batches(rollout, mini_batch, has_gradient, **in_update):
-                    logprobs, entropy = completion_logprobs(policy, part, **forward)
-                    old = logprobs.detach() if single_update else old_logprobs[rows]
-                    m = mask[rows]
-                    # A is advantages[rows]; with --importance_cap times policy / sampler.
-                    A = sequence_weighted(advantages[rows], old, part, m, config.importance_cap)
+                for rows, part in micro_batches(
+                    rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
+                ):
+                    logprobs, entropy = completion_logprobs(
+                        policy,
+                        part,
+                        config.temperature,
+                        bf16=config.bf16,
+                        entropy_grad=config.entropy_coef > 0,
+                    )
+                    if single_update:
+                        old_logprobs[rows] = logprobs.detach()
+                    old, m = old_logprobs[rows], mask[rows]
 
                     loss, clipped = rloo_loss(
-                        logprobs, old, A, m, num_rows=len(mini_batch), clip_range=config.clip_range
+                        logprobs,
+                        old,
+                        advantages[rows],
+                        m,
+                        clip_range=config.clip_range,
+                        num_rows=len(mini_batch),
                     )
                     bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
                     (loss - bonus).backward()
 
-                    ratio = policy_ratio((logprobs - old).sum(1))  # (rows,)
+                    ratio = policy_ratio((logprobs - old).sum(1))  # (b,)
                     meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rollout, rows, logprobs, old, entropy, ratio, clipped, m)
+                    meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
                 # The gradient of the whole minibatch is there: one optimiser step.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
+                meter.end_mini_batch(
+                    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                )
                 optimizer.step()
                 optimizer.zero_grad()
 
             # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
-            metrics |= step_metrics(meter, watch, rollout, scores, kl, config.kl_coef)
-            clear_cache()  # and that of the update, once the metrics have waited for it
-            metrics |= group_metrics(scores, G) | {"lr": learning_rate, "episode": (step + 1) * B}
-            run.log(step, metrics)
-            run.show(step, prompts, texts, scores, rollout, meter, {"advantages": advantages})
-            run.checkpoint_if_due(step + 1)
-
-        run.log(config.num_steps, run.evaluate(config.num_steps))
+            meter.objective(scores, kl, old_logprobs, config.kl_coef)
+            meter.groups(scores, G)
+            run.log(step, meter, episode=(step + 1) * B)
+            run.show(
+                step,
+                prompts,
+                texts,
+                scores,
+                meter,
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                kl=kl,
+                advantages=advantages,
+            )
+            clear_cache()  # and that of the update
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from transformers import StopStringCriteria
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
 from plumbing.forward import to
-from plumbing.models import uncompiled
 
 
 def sample(
@@ -83,7 +82,7 @@ def generate(
     uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
     ends = torch.zeros_like(tokens)  # (B, T), 1: an EOS, or the token that completes a stop string
     eos = to(device, torch.tensor(eos_token_ids))
-    with evaluating(model), uncompiled(model):
+    with evaluating(model):
         decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, bf16=bf16, static=static)
         logits = decoder.prefill()  # (B, V), by one forward pass over each distinct prompt
         # Decode: draw a token for every row that is left, then one forward pass over these tokens.

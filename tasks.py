@@ -9,10 +9,10 @@ and returns a score for each completion, None where it has none. It may name any
 prompts as a parameter, and `completion_ids`, the sampled token ids. Where the prompts are chat
 messages, each completion is `[{"role": "assistant", "content": text}]`.
 
-The scripts need the two dicts at the end. TASKS holds the choices of --task: functions of the
-flags, and of whether the model has a chat template, that return a Task. REWARDS holds what --reward
-takes by name. A single function of your own needs no change here: --reward my_rewards.py:my_reward.
-To see what a reward gives before training on it:
+The scripts need the dicts at the end. TASKS holds the choices of --task: functions that return a
+Task, given whether the model has a chat template. REWARDS holds what --reward takes by name;
+VERIFIERS are those among them whose mean is an accuracy. A single function of your own needs no
+change here: --reward my_rewards.py:my_reward. To see what a reward gives before training on it:
 
   python tools/inspect_reward.py --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
@@ -23,7 +23,6 @@ import itertools
 import random
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Any
 
 from plumbing.data import Prompt, Task, text_of
 from plumbing.errors import InputError
@@ -31,27 +30,21 @@ from plumbing.errors import InputError
 # --- add: sums of two numbers, with a verifier ---
 
 
-def add(config: Any, chat: bool) -> Task:
-    """Sums of two numbers of --digits digits; 1 for a right answer, else 0."""
-    train, heldout = add_prompts(config.digits, chat)
+def add(chat: bool) -> Task:
+    """Sums of two numbers of two digits; 1 for a right answer, else 0."""
+    train, heldout = add_prompts(chat)
     return Task(
         train, heldout, [numeric_match], verifier=numeric_match, row_fault=answer_is_no_number
     )
 
 
-def add_prompts(digits: int = 2, chat: bool = False) -> tuple[list[dict], list[dict]]:
-    """Sums of two numbers of `digits` digits, 1 to 9: (train, held out), the same in every run.
+def add_prompts(chat: bool = False) -> tuple[list[dict], list[dict]]:
+    """Sums of two numbers of two digits: (train, held out), the same in every run.
 
     a + b and b + a are on the same side of the split: a held-out sum is not trained on mirrored.
     """
-    if not 1 <= digits <= 9:
-        raise InputError(f"--digits {digits} is out of range: choose 1 to 9")
     rng = random.Random(0)
-    numbers = range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
-    if digits <= 2:
-        pairs = list(itertools.combinations_with_replacement(numbers, 2))
-    else:  # too many to list: a sample
-        pairs = sorted({tuple(sorted(rng.sample(numbers, 2))) for _ in range(5000)})
+    pairs = list(itertools.combinations_with_replacement(range(10, 100), 2))
     rng.shuffle(pairs)
     num_heldout = len(pairs) // 5
 
@@ -83,7 +76,7 @@ def answer_is_no_number(row: dict) -> str | None:
 # --- sentiment: openings of film reviews, rewarded by a list of words ---
 
 
-def sentiment(config: Any, chat: bool) -> Task:
+def sentiment(chat: bool) -> Task:
     """Openings of film reviews, to be continued in a positive tone."""
     train, heldout = sentiment_prompts()
     return Task(train, heldout, [sentiment_reward])

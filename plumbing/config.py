@@ -9,21 +9,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import math
+import os
 import re
 import sys
 import types
 import typing
 from dataclasses import MISSING, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from plumbing.errors import InputError
+from plumbing.errors import InputError, first_line
 from plumbing.models import adapter_base, fast_at_bfloat16, pick_device
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
     "beta": "kl_coef",
+    "center_rewards_coefficient": "center_rewards_coef",
     "cliprange": "clip_range",
     "cliprange_value": "clip_range_value",
     "epsilon": "clip_range",
@@ -32,8 +36,6 @@ TRL_NAMES = {
     "max_completion_length": "max_new_tokens",
     "num_iterations": "num_epochs",
     "num_ppo_epochs": "num_epochs",
-    "center_rewards_coefficient": "center_rewards_coef",
-    "per_device_train_batch_size": "micro_batch_size",
     "response_length": "max_new_tokens",
 }
 HEADINGS = ("the job", "rollout", "update", "this algorithm", "the run")  # of --help, in order
@@ -43,8 +45,8 @@ HEADINGS = ("the job", "rollout", "update", "this algorithm", "the run")  # of -
 class ByModel:
     """A default that is one value for the embedded model and another one for all others.
 
-    `learned`, where it is given, is that of the embedded model with a reward model, which is right
-    near what it has seen alone: docs/experiments.md, "Trusted too far".
+    `learned`, where it is given, is for the embedded model with a reward model, which is right only
+    near the texts that it was trained on: docs/experiments.md, "Trusted too far".
     """
 
     tiny: Any
@@ -52,10 +54,15 @@ class ByModel:
     learned: Any = None
 
 
-def flag(default: Any = MISSING, help: str = "", group: str = "this algorithm") -> Any:
+def flag(
+    default: Any = MISSING, help: str = "", group: str = "this algorithm", **by_model: Any
+) -> Any:
     """A field of a Config: the default of the flag, its help text, and its heading in HEADINGS.
+
+    `flag(tiny=60, other=40)` gives the embedded model another default than all other models.
     Without a help text, help and heading are those of the field that this one overrides.
     """
+    default = ByModel(**by_model) if by_model else default
     metadata = {"help": help, "group": group} if help else {}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -73,10 +80,11 @@ class BaseConfig:
     smallest_group: ClassVar[int] = 1  # completions per prompt
 
     model: str = _job("tiny", "embedded, or a local folder, or a name on the model hub")
-    subset: str | None = _job(None, "of a dataset: its configuration, main say")
-    split: str = _job("train", "of a dataset")
     seed: int = _run(0, "of every random draw")
     device: str | None = _run(None, "cuda, mps or cpu; default: the first there is")
+    bf16: bool | None = _update(
+        help="bfloat16 autocast; default: where the device is fast at it", tiny=False, other=None
+    )
 
 
 @dataclass(kw_only=True)
@@ -87,33 +95,21 @@ class TrainConfig(BaseConfig):
 
     num_steps: int = _update(help="optimisation steps")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
-    learning_rate: float = _update(help="of AdamW; see warmup_steps; adapters: 10 times")
-    warmup_steps: int = _update(10, "over which the learning rate rises, while it falls to 0")
-    micro_batch_size: int | None = _update(
-        ByModel(tiny=256, other=None), "most rows per forward and backward pass"
+    learning_rate: float = _update(help="of AdamW, at its highest; adapters: 10 times")
+    warmup_steps: int = _update(10, "over which the learning rate rises; then it falls to 0")
+    micro_batch_tokens: int | None = _update(
+        help="most tokens per forward and backward pass, padding included", tiny=None, other=1024
     )
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
     lora_r: int = _update(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
-    merge_adapter: bool = _update(
-        False, "model/ holds base and adapter merged, adapter/ the adapter"
-    )
     gradient_checkpointing: bool = _update(False, "less memory, more time")
-    bf16: bool | None = _update(
-        ByModel(tiny=False, other=None),
-        "bfloat16 autocast; default: where the device is fast at it",
-    )
-    compile: bool = _update(False, "torch.compile the training forward pass")
     output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
     overwrite: bool = _run(False, "rename the run in output_dir to <output_dir>.old")
     resume: bool = _run(False, "go on with the run in output_dir")
     save_every: int = _run(50, "steps between checkpoints; the last step and Ctrl-C save as well")
-    save_best: bool = _run(False, "model/ is that of the best evaluation, not the last one")
-    eval_every: int = _run(
-        ByModel(tiny=30, other=20), "steps between evaluations on what is held out"
-    )
-    tensorboard: bool = _run(False, "write for TensorBoard, needs tensorboard")
-    wandb: bool = _run(False, "report to Weights & Biases, needs wandb")
+    eval_every: int = _run(help="steps between evaluations on what is held out", tiny=30, other=20)
+    report_to: list[str] = _run([], "tensorboard, wandb or both")
 
 
 @dataclass(kw_only=True)
@@ -121,15 +117,14 @@ class TaskConfig(BaseConfig):
     """The flags of all that samples completions and scores them."""
 
     task: str = _job(
-        ByModel(tiny="add", other="sentiment"), "of tasks.py: add (sums), sentiment (film reviews)"
+        help="of tasks.py: add (sums), sentiment (film reviews)", tiny="add", other="sentiment"
     )
-    digits: int = _job(2, "digits of the numbers of the task add")
-    prompts: str | None = _job(None, "JSON lines, CSV, Parquet, a dataset, instead of the task's")
-    prompt_column: str = _job("prompt", "the column that holds the prompts")
-    prompt_template: str | None = _job(None, "text or file, with {prompt} and other columns")
+    prompts: str | None = _job(
+        None, "file of JSON lines, CSV or Parquet, or dataset NAME:SUBSET:SPLIT; not the task's"
+    )
+    prompt_template: str | None = _job(None, "text or file with {column}; default: {prompt}")
     system_prompt: str | None = _job(None, "text or file; makes chat messages of text, '' too")
-    eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth, or eval_split")
-    eval_split: str | None = _job(None, "of eval_prompts, or else of prompts")
+    eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth of the prompts")
     reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
     reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
     reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
@@ -138,6 +133,9 @@ class TaskConfig(BaseConfig):
     max_new_tokens: int = _rollout(help="longest completion")
     stop: list[str] = _rollout([], "strings that end a completion, and belong to it")
     temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")
+    rollout_batch_size: int = _rollout(
+        help="most rows decoded, or per forward pass without gradient", tiny=256, other=32
+    )
 
 
 @dataclass(kw_only=True)
@@ -145,25 +143,14 @@ class RunConfig(TaskConfig, TrainConfig):
     """The flags that ppo.py, grpo.py and rloo.py share."""
 
     num_steps: int = _rollout(help="rollouts, each followed by an update")
-    prompts_per_step: int = _rollout(help="prompts sampled per step")
-    max_new_tokens: int = _rollout(ByModel(tiny=5, other=24))
-    rollout_batch_size: int = _rollout(
-        ByModel(tiny=256, other=32), "most rows decoded, or per forward pass without gradient"
-    )
+    prompts_per_step: int = _rollout(help="prompts sampled per step, N")
+    max_new_tokens: int = _rollout(tiny=5, other=24)
     kl_coef: float = _update(help="weight of the KL penalty; 0: none")
     num_epochs: int = _update(1, "passes over one rollout")
     num_mini_batches: int = _update(1, "optimiser steps per pass")
-    micro_batch_tokens: int | None = _update(
-        ByModel(tiny=None, other=1024), "most tokens per forward pass, padding included"
-    )
     clip_range: float = _update(0.2, "epsilon of the ratio clip")
     entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token")
-    importance_cap: float | None = _update(None, "highest weight policy / sampler of a token")
-    sample_every: int = _run(50, "steps between samples from training")
-    record_tokens: bool = _run(
-        True, "write tokens.jsonl, the credit of tokens of a few completions"
-    )
-    num_eval_prompts: int = _run(ByModel(tiny=1024, other=24), "held-out prompts per evaluation")
+    num_eval_prompts: int = _run(help="held-out prompts per evaluation", tiny=1024, other=24)
     eval_generations: int = _run(1, "completions per held-out prompt, K, for pass@1 and pass@K")
 
 
@@ -181,20 +168,19 @@ def parse_flags(config_class: type[BaseConfig], doc: str, args: list[str] | None
             by_model = value.tiny if config.model == "tiny" else value.other
             learned = config.model == "tiny" and getattr(config, "reward_model", None) is not None
             setattr(config, name, value.learned if learned and value.learned else by_model)
-    if isinstance(config, TrainConfig):
-        has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
-        if has_adapter and "learning_rate" not in given:
-            # Schulman et al. 2025, "LoRA without regret".
-            config.learning_rate *= 10
-        if given.get("merge_adapter") and not has_adapter:
-            raise InputError("--merge_adapter: there is no adapter to merge; --lora_r 8 trains one")
     check_numbers(config)
     if isinstance(config, TaskConfig):
         check_groups(config)
     device = pick_device(config.device)
     config.device = str(device)
-    if isinstance(config, TrainConfig) and config.bf16 is None:
+    if config.bf16 is None:
         config.bf16 = fast_at_bfloat16(device)
+    if isinstance(config, TrainConfig):
+        has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
+        if has_adapter and "learning_rate" not in given:
+            # Schulman et al. 2025, "LoRA without regret".
+            config.learning_rate *= 10
+        check_folder(config)
     return config
 
 
@@ -286,12 +272,11 @@ def _boolean(text: str) -> bool:
 
 ABOVE_0 = """
 num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size
-learning_rate num_epochs num_mini_batches micro_batch_size micro_batch_tokens clip_range
-clip_range_high clip_range_value importance_cap max_grad_norm eval_every save_every sample_every
-num_eval_prompts eval_generations num_pairs num_eval_pairs pairs_per_step max_length
+learning_rate num_epochs num_mini_batches micro_batch_tokens clip_range clip_range_high
+clip_range_value max_grad_norm eval_every save_every num_eval_prompts eval_generations
+num_eval_pairs pairs_per_step max_length
 """.split()
-LOWEST = {"num_prompts": 2, "cispo_bound": 1}
-LOWEST |= dict.fromkeys(
+LOWEST = {"num_prompts": 2} | dict.fromkeys(
     "kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer "
     "center_rewards_coef".split(),
     0,
@@ -308,7 +293,7 @@ def check_numbers(config: BaseConfig) -> None:
             raise InputError(f"--{name} {value}: must be greater than 0")
         if name in LOWEST and value < LOWEST[name]:
             raise InputError(f"--{name} {value}: must be {LOWEST[name]} or greater")
-        if name in ("gamma", "lam", "label_noise") and value is not None and not 0 <= value <= 1:
+        if name in ("gamma", "lam") and not 0 <= value <= 1:
             raise InputError(f"--{name} {value}: must be between 0 and 1")
         if name == "temperature" and value < 1e-3:
             raise InputError(f"--{name} {value}: too close to 0, choose 0.001 or more")
@@ -331,11 +316,10 @@ def check_groups(config: TaskConfig) -> None:
             raise InputError(f"--rollout_batch_size {most}: {why}")
     if not isinstance(config, RunConfig):
         return
-    clip_to = getattr(config, "reward_clip_range", [])
-    if clip_to and not (len(clip_to) == 2 and clip_to[0] < clip_to[1]):
-        raise InputError(f"--reward_clip_range {clip_to}: give the lowest and the highest reward")
+    if unknown := set(config.report_to) - {"tensorboard", "wandb"}:
+        raise InputError(f"--report_to {unknown.pop()}: choose tensorboard, wandb or both")
     if getattr(config, "loss_type", "") == "cispo" and config.clip_range_high is not None:
-        why = "for loss_type cispo there is no clip, and --cispo_bound bounds the ratio itself"
+        why = "with loss_type cispo no ratio is clipped at 1 + clip_range_high"
         raise InputError(f"--clip_range_high {config.clip_range_high}: {why}")
     if (buffer := getattr(config, "overlong_buffer", 0)) > config.max_new_tokens:
         fault = f"is longer than the longest completion, --max_new_tokens {config.max_new_tokens}"
@@ -348,3 +332,66 @@ def check_groups(config: TaskConfig) -> None:
             f"--num_mini_batches {parts} doesn't divide the {batch} completions of a step"
             f" (prompts_per_step * num_generations): choose {below}{above}"
         )
+
+
+# --- The folder of a run ---
+
+CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
+# The settings that a resumed run may change. Not num_steps: the learning rate falls to 0 over them.
+FREE_ON_RESUME = """resume overwrite output_dir device eval_every save_every report_to
+micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Fill in --output_dir. Raises InputError where it holds what must not be lost, or a run that
+    --resume can't go on with: said now, before a model is loaded.
+    """
+    model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
+    # The pairs of a reward model, the prompts of the others.
+    data = config.pairs if hasattr(config, "pairs") else config.prompts
+    task = Path(data).stem if data else config.task
+    name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
+    config.output_dir = config.output_dir or f"runs/{name}"
+    folder = Path(config.output_dir)
+    if config.resume and config.overwrite:
+        raise InputError("--resume --overwrite: give one of them, they contradict each other")
+    try:
+        if holds_run(folder):
+            if not (config.resume or config.overwrite):
+                remedy = "give --resume, --overwrite or another --output_dir"
+                raise InputError(f"{folder} already holds a run: {remedy}")
+            if config.resume:
+                _check_settings(config, folder / "config.json")
+            if config.overwrite:
+                holds_run(Path(f"{folder}.old"))  # which it will replace
+        if config.resume and not (folder / CHECKPOINT).exists():
+            print(f"--resume: {folder} holds no checkpoint, the run starts at step 0")
+    except OSError as e:
+        raise InputError(f"--output_dir {folder}: can't be used ({e.strerror})") from e
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether it holds metrics or a checkpoint. Raises InputError if it holds something else."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return False
+    if not (folder / "metrics.jsonl").exists():
+        raise InputError(f"--output_dir {folder}: holds something that is not a run")
+    return (folder / "metrics.jsonl").stat().st_size > 0 or (folder / CHECKPOINT).exists()
+
+
+def _check_settings(config: TrainConfig, path: Path) -> None:
+    """Check that `config` is that of the run whose config.json is `path`. Raises InputError."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        script = before.pop("script")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise InputError(f"--resume: {path} can't be read ({first_line(e)})") from e
+    if script != config.script:
+        raise InputError(f"--resume: {path.parent} holds a run of {script}.py")
+    for name, value in dataclasses.asdict(config).items():
+        if name == "num_steps" and value is None:  # found by the number of pairs, later
+            continue
+        if name not in FREE_ON_RESUME and before.get(name) != value:
+            has = f"the run in {path.parent} has {before.get(name)}"
+            rule = "--resume goes on with the settings of the run"
+            raise InputError(f"--{name} {value}: {has}, and {rule}")

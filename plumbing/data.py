@@ -1,19 +1,26 @@
-"""Prompts and rewards: read from files and datasets, filled into templates, tokenised, scored."""
+"""Prompts and rewards: a Task reads them, makes tokens of prompts, and scores completions.
+
+Prompts come from a file or a dataset, are filled into a template, and are split into those to train
+on and those held out. Rewards have TRL's signature.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.util
 import inspect
 import json
 import math
 import random
 import re
+import string
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,14 +28,113 @@ from torch import Tensor
 from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common import Rollout, base_model
-from plumbing.decoding import text_after
+from common import Rollout
 from plumbing.errors import InputError, first_line, optional_library
 from plumbing.forward import on_cpu, to
 from plumbing.models import context_length, eos_token_ids
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
+RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
 ROW_FORMAT = 'each line must be like {"prompt": "..."} or {"prompt": [{"role": .., "content": ..}]}'
+# Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
+# the model doesn't know: a pad token that was added to the tokenizer alone.
+PADDING = 0
+
+
+@dataclass
+class Task:
+    """Prompts, dicts with the key `prompt` and any further columns, and rewards with weights.
+
+    A function of tasks.py gives prompts and rewards; load_task adds what the flags say.
+    """
+
+    train: list[dict]
+    heldout: list[dict]  # evaluated, never trained on
+    rewards: list[RewardFunction]
+    weights: list[float] = field(default_factory=list)  # one per reward; empty: all 1
+    verifier: RewardFunction | None = None  # 1 for a right answer, 0 for a wrong one: eval/accuracy
+    row_fault: Callable[[dict], str | None] | None = None  # why `rewards` can't score a row
+    name: str = "prompts"
+    tokenizer: Tokenizer | None = None
+    config: Any = None
+
+    def batch(self, step: int) -> list[dict]:
+        """The N rows of a step."""
+        return prompt_batch(self.train, step, self.config.prompts_per_step, self.config.seed)
+
+    def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
+        """The tokens of N prompts: (ids, mask), each (N, P), on the CPU, padded on the left."""
+        return encode_prompts(self.tokenizer, rows)
+
+    def score(
+        self, rows: list[dict], rollout: Rollout, every: bool = False
+    ) -> tuple[Tensor, list[str]]:
+        """Score a rollout of G completions for each of N prompts: (scores (N*G,), texts).
+
+        The rewards are added with their weights. One that is None is left out of the sum; where all
+        are, the score is NaN, or with `every` an InputError.
+        """
+        texts = decode(self.tokenizer, rollout, self.config.stop)
+        scores = score_texts(self, rows, texts, completion_ids(rollout))
+        if every and scores.isnan().any():
+            raise InputError("a reward is None, and this algorithm needs one for every completion")
+        return to(rollout.tokens.device, scores), texts
+
+    def verify(self, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
+        """What the verifier says of G completions for each of N prompts: (N, G), NaN for None; None
+        if the task has no verifier.
+        """
+        if self.verifier is None:
+            return None
+        num_generations = len(texts) // len(rows)
+        rows = [row for row in rows for _ in range(num_generations)]
+        right = _call_reward(self.verifier, rows, texts, completion_ids(rollout))
+        return right.view(-1, num_generations)
+
+
+def load_task(
+    config: Any, tasks: ModuleType, policy: PreTrainedModel, tokenizer: Tokenizer
+) -> Task:
+    """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError."""
+    if config.task not in tasks.TASKS:
+        nearest = difflib.get_close_matches(str(config.task), tasks.TASKS, n=1)
+        known = ", ".join(tasks.TASKS) + (f"; did you mean {nearest[0]}?" if nearest else "")
+        raise InputError(f"--task {config.task}: not in tasks.py, which has {known}")
+    chat = tokenizer.chat_template is not None
+    task = tasks.TASKS[config.task](chat)
+    task.tokenizer, task.config = tokenizer, config
+    has_own_reward = bool(config.reward or config.reward_model)
+    _load_prompts(config, task, has_own_reward, chat)
+    if has_own_reward:
+        task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
+        task.weights = []
+        if config.prompts or config.eval_prompts:
+            task.verifier = None  # made for the prompts of the task, not for these
+    # A verifier of one's own, or a reward that is one; else that of the task.
+    is_verifier = next((spec for spec in config.reward if spec in tasks.VERIFIERS), None)
+    if config.verifier or is_verifier:
+        task.verifier = load_reward(config.verifier or is_verifier, tasks.REWARDS, "--verifier")
+    for name in {*config.reward, config.verifier} & tasks.VERIFIERS.keys():
+        check_answers(tasks.VERIFIERS[name], task.train + task.heldout)
+    if config.reward_model:
+        from plumbing.preferences import RewardModel  # which most runs don't need
+
+        task.rewards.append(RewardModel(config.reward_model, policy.device))
+    task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
+    if len(task.weights) != (count := len(task.rewards)):
+        raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
+    if not task.train or not task.heldout:
+        raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
+    if chat and isinstance(task.train[0]["prompt"], str):
+        print(
+            "The prompts are plain text, so the model's chat template is not used."
+            ' --system_prompt "" makes messages of them.'
+        )
+    _check_prompts(config, policy, task)
+    return task
+
+
+# --- Reading prompts ---
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
@@ -36,47 +142,82 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> None:
+    """Put the prompts that the flags name into the task, in their template. Raises InputError."""
+    template = text_or_file(config.prompt_template, "--prompt_template")
+    system = text_or_file(config.system_prompt, "--system_prompt")
+    if template is not None and not names_in(template):
+        raise InputError("--prompt_template: names no column; {prompt} stands for the prompt")
+    if system is not None and not chat:
+        fault = "--system_prompt: the model has no chat template"
+        raise InputError(f"{fault}; write the text into --prompt_template")
+
+    def read(name: str, split: str, flag: str) -> list[dict]:
+        rows = read_prompts(name, split, template=template, flag=flag)
+        faults = () if has_own_reward or task.row_fault is None else map(task.row_fault, rows)
+        if fault := next(filter(None, faults), None):
+            raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
+        return rows
+
+    if config.prompts:
+        rows = read(config.prompts, "train", "--prompts")
+        task.train, task.heldout = (rows, []) if config.eval_prompts else split_prompts(rows)
+    elif template is not None:  # the prompts of the task itself
+        _change_prompts(task, "", lambda row: in_template(template, row))
+    if config.eval_prompts:
+        task.heldout = read(config.eval_prompts, "test", "--eval_prompts")
+    if system is not None:
+        _change_prompts(task, "--system_prompt: ", lambda row: after_system(system, row["prompt"]))
+
+
+def _change_prompts(task: Task, what: str, new_prompt: Callable[[dict], Prompt]) -> None:
+    try:
+        task.train, task.heldout = (
+            [row | {"prompt": new_prompt(row)} for row in rows]
+            for rows in (task.train, task.heldout)
+        )
+    except ValueError as e:
+        raise InputError(f"{what}{e}") from e
+
+
 def read_prompts(
-    path: str | Path,
-    split: str | None = "train",
-    subset: str | None = None,
-    *,
-    column: str = "prompt",
-    template: str | None = None,
-    flags: tuple[str, str] = ("--prompts", "--split"),
+    name: str, split: str = "train", *, template: str | None = None, flag: str = "--prompts"
 ) -> list[dict]:
-    """Rows from a file of JSON lines, or from what the library datasets reads: CSV and Parquet
-    files, folders, datasets by name, of which `subset` and `split`. The key `prompt` of a row is
-    what `column` holds, filled into the template. Raises InputError with the first bad row.
+    """Rows from a file or a dataset: see read_rows. The key `prompt` of a row is its column of this
+    name, or what the template makes of its columns. Raises InputError with the first bad row.
     """
     rows = []
-    found, kind, remedy = read_rows(path, split, subset, flags, ROW_FORMAT)
+    found, kind, remedy = read_rows(name, split, flag, ROW_FORMAT)
     for number, row in found:
         try:
-            rows.append(row | {"prompt": _prompt_of(row, column, template)})
+            rows.append(row | {"prompt": _prompt_of(row, template)})
         except (ValueError, TypeError) as e:
-            raise InputError(f"{path}, {kind} {number}: {first_line(e)}{remedy}") from e
+            raise InputError(f"{name}, {kind} {number}: {first_line(e)}{remedy}") from e
     if not rows:
-        raise InputError(f"{path}: holds no prompts{remedy}")
+        raise InputError(f"{name}: holds no prompts{remedy}")
     return rows
 
 
 def read_rows(
-    path: str | Path, split: str | None, subset: str | None, flags: tuple[str, str], form: str
+    name: str, split: str, flag: str, form: str
 ) -> tuple[Iterator[tuple[int, Any]], str, str]:
-    """What a file or a dataset holds: (number and row of each, "row" or "line", and what an error
-    about one should say: the form of a line of JSON). Raises InputError, also while it is read.
+    """The rows of a file of JSON lines, or of what the library datasets reads: CSV and Parquet
+    files, folders, and datasets on the hub, written NAME, NAME:SUBSET or NAME:SUBSET:SPLIT.
+
+    `split` is read where the name has none. Returns (number and row of each, "row" or "line", and
+    what an error about one should say: the form of a line of JSON). Raises InputError, also while
+    it is read.
     """
-    suffix = Path(path).suffix
-    is_name = suffix not in (".jsonl", ".json", ".txt") and not Path(path).is_file()
-    if subset and not is_name:
-        raise InputError(f"--subset {subset}: {path} is one file, and has no subsets")
-    if is_name or suffix in (".csv", ".parquet"):
-        return _from_datasets(str(path), split, subset, flags), "row", ""
-    return _from_json_lines(path, flags[0], form), "line", f"; {form}"
+    suffix = Path(name).suffix
+    if suffix in (".jsonl", ".json", ".txt") or (Path(name).is_file() and suffix[1:] not in TABLES):
+        return _from_json_lines(name, flag, form), "line", f"; {form}"
+    return _from_datasets(name, split, flag), "row", ""
 
 
-def _from_json_lines(path: str | Path, flag: str, form: str) -> Iterator[tuple[int, Any]]:
+TABLES = ("csv", "parquet")
+
+
+def _from_json_lines(path: str, flag: str, form: str) -> Iterator[tuple[int, Any]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -90,46 +231,47 @@ def _from_json_lines(path: str | Path, flag: str, form: str) -> Iterator[tuple[i
             raise InputError(f"{fault}; {form}") from e
 
 
-def _from_datasets(
-    name: str, split: str | None, subset: str | None, flags: tuple[str, str]
-) -> Iterator[tuple[int, Any]]:
+def _from_datasets(name: str, split: str, flag: str) -> Iterator[tuple[int, Any]]:
     remedy = "pip install datasets, or give a file of JSON lines"
-    datasets = optional_library("datasets", f"{flags[0]} {name}: {remedy}")
+    datasets = optional_library("datasets", f"{flag} {name}: {remedy}")
     datasets.disable_progress_bars()
     kind = Path(name).suffix[1:]
-    if kind in ("csv", "parquet"):
-        arguments, options, said = [kind], {"data_files": name, "split": "train"}, ""
-    elif subset and Path(name, subset).is_dir():  # the hub's layout, without its README
-        arguments, options = [str(Path(name, subset))], {"split": split}
-        said = f" --subset {subset} {flags[1]} {split}"
+    if kind in TABLES:
+        arguments, options = [kind], {"data_files": name, "split": "train"}
     else:
-        arguments, options = [name, subset], {"split": split}
-        said = f" --subset {subset}" * bool(subset) + f" {flags[1]} {split}"
+        # A folder may have a colon in its name, a dataset on the hub has none.
+        parts = [name] if Path(name).exists() else name.split(":")
+        source, subset = parts[0], (parts[1] if len(parts) > 1 else "") or None
+        if subset and Path(source, subset).is_dir():  # the hub's layout, without its README
+            source, subset = str(Path(source, subset)), None
+        arguments, options = [source, subset], {"split": parts[2] if len(parts) > 2 else split}
     try:
         rows = datasets.load_dataset(*arguments, **options).to_list()
     except Exception as e:  # it raises anything, for a damaged file or without a network
-        raise InputError(f"{flags[0]} {name}{said}: {first_line(e)}") from e
+        hint = "" if kind in TABLES else f" (split {options['split']})"
+        raise InputError(f"{flag} {name}{hint}: {first_line(e)}") from e
     return enumerate(rows, 1)
 
 
-def _prompt_of(row: object, column: str, template: str | None) -> Prompt:
+def _prompt_of(row: object, template: str | None) -> Prompt:
     """The prompt that a row holds, filled into the template. Raises ValueError."""
+    names = ["prompt"] if template is None else names_in(template)
     if not isinstance(row, dict):
-        raise ValueError(f'no key "{column}"')
-    if template is not None and "prompt" not in names_in(template):
-        return fill(template, row)
-    if column not in row:
-        raise ValueError(f'no key "{column}"{_nearest(column, list(row))}')
-    prompt = row[column]
+        raise ValueError(f'no key "{names[0]}"')
+    for name in names:
+        if name not in row:
+            raise ValueError(f'no key "{name}"{_nearest(name, list(row))}')
+    # One column alone may hold messages, which the template {messages} leaves as they are.
+    prompt = row[names[0]] if template in (None, f"{{{names[0]}}}") else in_template(template, row)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'"{column}" is neither text nor messages')
+        raise ValueError(f'"{names[0]}" is neither text nor messages')
     for key in ("content", "role"):
         if not all(isinstance(m, dict) and isinstance(m.get(key), str) for m in messages):
             raise ValueError(f'a message has no "{key}"')
     if not prompt:
-        raise ValueError(f'"{column}" is empty')
-    return prompt if template is None else in_template(template, row | {"prompt": prompt})
+        raise ValueError(f'"{names[0]}" is empty')
+    return prompt
 
 
 def _nearest(name: str, names: list[str]) -> str:
@@ -138,33 +280,30 @@ def _nearest(name: str, names: list[str]) -> str:
     return f", there are {', '.join(names)}" + (f": did you mean {found[0]}?" if found else "")
 
 
-IN_BRACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
-
-
 def names_in(template: str) -> list[str]:
     """The columns that a template names, in braces. {{ and }} are braces of the text."""
-    return [name for name in IN_BRACES.findall(template) if name]
-
-
-def fill(template: str, columns: dict) -> str:
-    """The template with the value of each column in the place of its name. Raises ValueError."""
-
-    def value(match: re.Match) -> str:
-        if (name := match[1]) is None:
-            return match[0][0]  # {{ or }}
-        if name not in columns:
-            hint = _nearest(name, list(columns))
-            raise ValueError(f"--prompt_template: no column {name}{hint}; {{{{ is a brace")
-        return str(columns[name])
-
-    return IN_BRACES.sub(value, template)
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as e:
+        raise InputError(f"--prompt_template: {e}; a brace of the text is written {{{{") from e
+    if bad := [name for name in names if not name.isidentifier()]:
+        fault = f"{{{bad[0]}}} names no column"
+        raise InputError(f"--prompt_template: {fault}; a brace of the text is written {{{{")
+    return names
 
 
 def in_template(template: str, row: dict) -> Prompt:
-    """The prompt of a row, filled into the template; of messages the last one. ValueError."""
-    prompt = row["prompt"]
-    filled = fill(template, row | {"prompt": text_of(prompt)})
-    return filled if isinstance(prompt, str) else [*prompt[:-1], prompt[-1] | {"content": filled}]
+    """The row's columns filled into the template; where its prompt is messages, the last message
+    is filled in. Raises ValueError.
+    """
+    prompt = row.get("prompt")
+    is_chat = isinstance(prompt, list) and "prompt" in names_in(template)
+    try:
+        filled = template.format(**row | ({"prompt": text_of(prompt)} if is_chat else {}))
+    except KeyError as e:
+        hint = _nearest(e.args[0], list(row))
+        raise ValueError(f"--prompt_template: no column {e.args[0]}{hint}") from e
+    return [*prompt[:-1], prompt[-1] | {"content": filled}] if is_chat else filled
 
 
 def after_system(system: str, prompt: Prompt) -> Prompt:
@@ -210,180 +349,17 @@ def split_prompts(rows: list[dict], what: str = "prompts") -> tuple[list[dict], 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:
     """The `size` prompts of a step, from endless passes over `rows`, each shuffled anew."""
     # They depend on seed and step alone: a resumed run gets the same prompts.
-    passes = range(step * size // len(rows), ((step + 1) * size - 1) // len(rows) + 1)
-    order = [row for p in passes for row in random.Random(f"{seed},{p}").sample(rows, len(rows))]
-    start = step * size - passes[0] * len(rows)
-    return order[start : start + size]
+    places = range(step * size, (step + 1) * size)
+    return [rows[_order(seed, i // len(rows), len(rows))[i % len(rows)]] for i in places]
 
 
-RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, number: int, num_rows: int) -> list[int]:
+    """The order of the rows in a pass. Kept, for a million rows take half a second to shuffle."""
+    return random.Random(f"{seed},{number}").sample(range(num_rows), num_rows)
 
 
-@dataclass
-class Task:
-    """Prompts, dicts with the key `prompt` and any further columns, and rewards with weights."""
-
-    train: list[dict]
-    heldout: list[dict]  # evaluated, never trained on
-    rewards: list[RewardFunction]
-    weights: list[float] = field(default_factory=list)  # one per reward; empty: all 1
-    verifier: RewardFunction | None = None  # 1 for a right answer, 0 for a wrong one: eval/accuracy
-    row_fault: Callable[[dict], str | None] | None = None  # why `rewards` can't score a row
-    reward_model: Any | None = None  # also the last of `rewards`
-    stop: list[str] = field(default_factory=list)  # strings that end a completion
-    name: str = "prompts"
-
-
-def load_reward(
-    spec: str, ready_made: dict[str, RewardFunction], flag: str = "--reward"
-) -> RewardFunction:
-    """One of `ready_made` by its name, or FILE.py:FUNCTION; runs the file. Raises InputError."""
-    if spec in ready_made:
-        return ready_made[spec]
-    path, _, name = spec.rpartition(":")
-    if not path or not name:
-        known = ", ".join(ready_made)
-        raise InputError(f"{flag} {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
-    if not Path(path).is_file():
-        raise InputError(f"{flag} {spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    if module_spec is None:
-        raise InputError(f"{flag} {spec}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up by name
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
-        fault = f"{path} fails on import: {type(e).__name__}: {first_line(e)}"
-        raise InputError(f"{flag} {spec}: {fault}") from e
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"{flag} {spec}: {path} has no function {name}")
-    return function
-
-
-def load_task(
-    config: Any, tasks: dict, rewards: dict, tokenizer: Tokenizer, device: torch.device
-) -> Task:
-    """The task that the flags name, of TASKS and REWARDS of tasks.py. Raises InputError."""
-    from tasks import VERIFIERS
-
-    if config.task not in tasks:
-        nearest = difflib.get_close_matches(str(config.task), tasks, n=1)
-        known = ", ".join(tasks) + (f"; did you mean {nearest[0]}?" if nearest else "")
-        raise InputError(f"--task {config.task}: not in tasks.py, which has {known}")
-    chat = tokenizer.chat_template is not None
-    task = tasks[config.task](config, chat)
-    task.stop = config.stop
-    has_own_reward = bool(config.reward or config.reward_model)
-    _load_prompts(config, task, has_own_reward, chat)
-    if has_own_reward:
-        task.rewards, task.weights = [load_reward(spec, rewards) for spec in config.reward], []
-        if config.prompts or config.eval_prompts:
-            task.verifier = None  # made for the prompts of the task, not for these
-    # A verifier of one's own, or a reward that is one; else that of the task.
-    is_verifier = next((spec for spec in config.reward if spec in VERIFIERS), None)
-    if config.verifier or is_verifier:
-        task.verifier = load_reward(config.verifier or is_verifier, rewards, "--verifier")
-    for name in {*config.reward, config.verifier} & VERIFIERS.keys():
-        check_answers(VERIFIERS[name], task.train + task.heldout)
-    if config.reward_model:
-        from plumbing.preferences import RewardModel
-
-        task.reward_model = RewardModel(config.reward_model, device)
-        task.rewards.append(task.reward_model)
-    task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
-    if len(task.weights) != (count := len(task.rewards)):
-        raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
-    if not task.train or not task.heldout:
-        raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
-    if chat and isinstance(task.train[0]["prompt"], str):
-        print(
-            "The prompts are plain text, so the model's chat template is not used."
-            ' --system_prompt "" makes messages of them.'
-        )
-    return task
-
-
-def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> None:
-    """Put the prompts that the flags name into the task, in their template. Raises InputError."""
-    template = text_or_file(config.prompt_template, "--prompt_template")
-    system = text_or_file(config.system_prompt, "--system_prompt")
-    if template is not None and not names_in(template):
-        raise InputError("--prompt_template: names no column; {prompt} stands for the prompt")
-    if system is not None and not chat:
-        fault = "--system_prompt: the model has no chat template"
-        raise InputError(f"{fault}; write the text into --prompt_template")
-    if template is not None and not config.prompts:  # those of files are filled in as they are read
-        _change_prompts(task, "", lambda row: in_template(template, row))
-    for flag, is_set in (
-        ("subset", config.subset),
-        ("prompt_column", config.prompt_column != "prompt"),
-    ):
-        if is_set and not (config.prompts or config.eval_prompts):
-            value = getattr(config, flag)
-            raise InputError(f"--{flag} {value}: needs --prompts or --eval_prompts")
-    options = {"column": config.prompt_column, "template": template}
-
-    def read(name: str, split: str, flags: tuple[str, str]) -> list[dict]:
-        is_other_file = name != config.prompts and Path(name).is_file()
-        subset = None if is_other_file else config.subset
-        rows = read_prompts(name, split, subset, flags=flags, **options)
-        faults = () if has_own_reward or task.row_fault is None else map(task.row_fault, rows)
-        if fault := next(filter(None, faults), None):
-            raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
-        return rows
-
-    heldout = config.eval_prompts or (config.prompts if config.eval_split else None)
-    if config.eval_split and heldout is None:
-        raise InputError(f"--eval_split {config.eval_split}: needs --prompts or --eval_prompts")
-    if config.eval_split and Path(heldout).is_file():
-        fault = f"{heldout} is one file, and has no splits"
-        raise InputError(f"--eval_split {config.eval_split}: {fault}; --eval_prompts takes another")
-    if config.prompts:
-        rows = read(config.prompts, config.split, ("--prompts", "--split"))
-        task.train, task.heldout = (rows, []) if heldout else split_prompts(rows)
-    if heldout:
-        flag = "--eval_prompts" if config.eval_prompts else "--prompts"
-        task.heldout = read(heldout, config.eval_split or "test", (flag, "--eval_split"))
-    if system is not None:
-        _change_prompts(task, "--system_prompt: ", lambda row: after_system(system, row["prompt"]))
-
-
-def check_answers(verifier: RewardFunction, rows: list[dict]) -> None:
-    """Raise InputError now for an answer that the verifier can't read, not when its row is due."""
-    if all("answer" in row for row in rows):
-        verifier([""] * len(rows), answer=[row["answer"] for row in rows])
-
-
-def _change_prompts(task: Task, what: str, new_prompt: Callable[[dict], Prompt]) -> None:
-    try:
-        task.train, task.heldout = (
-            [row | {"prompt": new_prompt(row)} for row in rows]
-            for rows in (task.train, task.heldout)
-        )
-    except ValueError as e:
-        raise InputError(f"{what}{e}") from e
-
-
-def value_backbone(
-    config: Any, policy: PreTrainedModel, tokenizer: Tokenizer, task: Task
-) -> PreTrainedModel:
-    """The model whose backbone the value model copies, by --value_init. Raises InputError."""
-    if config.value_init == "policy":
-        return policy
-    if task.reward_model is None:
-        raise InputError("--value_init reward_model: needs --reward_model")
-    if task.reward_model.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise InputError("--value_init reward_model: its vocabulary is not the policy's")
-    if base_model(policy) is not policy:  # all its weights would train, at an adapter's rate
-        raise InputError("--value_init reward_model: not with an adapter, use --value_init policy")
-    return task.reward_model.model
-
-
-# Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
-# the model doesn't know: a pad token that was added to the tokenizer alone.
-PADDING = 0
+# --- Tokens and text ---
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -407,14 +383,14 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return ids
 
 
-def check_prompts(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer, task: Task) -> None:
+def _check_prompts(config: Any, policy: PreTrainedModel, task: Task) -> None:
     """Check that every prompt suits the vocabulary and the context. Raises InputError."""
     limit, new = context_length(policy), config.max_new_tokens
     if limit is not None and new >= limit:
         raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
     vocab_size = policy.get_input_embeddings().weight.shape[0]
     prompts = [row["prompt"] for row in task.train + task.heldout]
-    for prompt, ids in zip(prompts, _tokens_of_all(tokenizer, prompts), strict=True):
+    for prompt, ids in zip(prompts, _tokens_of_all(task.tokenizer, prompts), strict=True):
         if limit is not None and len(ids) + new > limit:
             fault = f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context"
             remedy = f"lower --max_new_tokens or shorten {str(prompt)[:60]!r}"
@@ -443,19 +419,32 @@ def encode_prompts(tokenizer: Tokenizer, rows: list[dict]) -> tuple[Tensor, Tens
     return pad_rows(ids, PADDING, "left", "cpu")
 
 
+def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[Tensor, Tensor]:
+    """Rows of ids, padded on the "left" or "right" to the longest row: (ids, mask), each (B, L)."""
+    width = max(map(len, rows))
+    tokens = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        columns = slice(width - len(row), None) if side == "left" else slice(len(row))
+        tokens[i, columns], mask[i, columns] = torch.tensor(row), 1
+    return to(torch.device(device), tokens), to(torch.device(device), mask)
+
+
 def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Arguments of generate: softmax(logits / temperature), with a generator seeded by the run."""
+    """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run."""
     # A special token is no text: as a stop string it is another EOS.
     special = {str(x): i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
     ids = [special[string] for string in config.stop if string in special]
     strings = [string for string in config.stop if string not in special]
     return {
+        "num_generations": config.num_generations,
+        "max_rows": config.rollout_batch_size,
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
-        "bf16": getattr(config, "bf16", False),  # only runs have the flag
+        "bf16": config.bf16,
         "stop": stop_criteria(tokenizer, strings) if strings else None,
     }
 
@@ -492,22 +481,64 @@ def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> 
     return texts
 
 
-def score(
-    task: Task, rows: list[dict], rollout: Rollout, tokenizer: Tokenizer
-) -> tuple[Tensor, list[str]]:
-    """Score a rollout of G completions for each of N prompts: (scores (N*G,) on the CPU, texts).
-
-    The rewards are added with their weights. One that is None is left out of the sum; where all
-    are, the score is NaN.
+def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -> str:
+    """The text of the completion's ids. They are decoded together with the prompt: SentencePiece
+    tokenizers drop the space in front of the first word of what they decode.
     """
-    texts, ids = decode(tokenizer, rollout, task.stop), completion_ids(rollout)
-    return score_texts(task, rows, texts, ids), texts
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
+    if not text.startswith(before):  # a character whose bytes begin in the prompt
+        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
+    return text[len(before) :]
+
+
+def completion_ids(rollout: Rollout) -> list[list[int]]:
+    """The token ids of each completion, EOS included."""
+    tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
+    return [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
+
+
+# --- Rewards ---
+
+
+def load_reward(
+    spec: str, ready_made: dict[str, RewardFunction], flag: str = "--reward"
+) -> RewardFunction:
+    """One of `ready_made` by its name, or FILE.py:FUNCTION; runs the file. Raises InputError."""
+    if spec in ready_made:
+        return ready_made[spec]
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        known = ", ".join(ready_made)
+        raise InputError(f"{flag} {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
+    if not Path(path).is_file():
+        raise InputError(f"{flag} {spec}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    if module_spec is None:
+        raise InputError(f"{flag} {spec}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:
+        fault = f"{path} fails on import: {type(e).__name__}: {first_line(e)}"
+        raise InputError(f"{flag} {spec}: {fault}") from e
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{flag} {spec}: {path} has no function {name}")
+    return function
+
+
+def check_answers(verifier: RewardFunction, rows: list[dict]) -> None:
+    """Raise InputError now for an answer that the verifier can't read, not when its row is due."""
+    if all("answer" in row for row in rows):
+        verifier([""] * len(rows), answer=[row["answer"] for row in rows])
 
 
 def score_texts(
     task: Task, rows: list[dict], texts: list[str], ids: list[list[int]] | None = None
 ) -> Tensor:
-    """Score G texts for each of N rows: (N*G,), as `score` does. Without the token ids no reward
+    """Score G texts for each of N rows: (N*G,), as Task.score does. Without the token ids no reward
     gets `completion_ids`.
     """
     num_generations = len(texts) // len(rows)
@@ -516,24 +547,6 @@ def score_texts(
     scores = torch.stack(columns, dim=1)  # (N*G, rewards)
     total = (scores * torch.tensor(task.weights)).nansum(dim=1)
     return total.masked_fill(scores.isnan().all(dim=1), math.nan)
-
-
-def verify(task: Task, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
-    """What the verifier says of G completions for each of N prompts: (N, G), NaN for None; None if
-    the task has no verifier.
-    """
-    if task.verifier is None:
-        return None
-    num_generations = len(texts) // len(rows)
-    rows = [row for row in rows for _ in range(num_generations)]
-    right = _call_reward(task.verifier, rows, texts, completion_ids(rollout))
-    return right.view(-1, num_generations)
-
-
-def completion_ids(rollout: Rollout) -> list[list[int]]:
-    """The token ids of each completion, EOS included."""
-    tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
-    return [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
 
 
 def _call_reward(
@@ -574,14 +587,3 @@ def _call_reward(
         if there and not math.isfinite(value):
             raise InputError(f"the reward function {name} returned {value} for {text[:60]!r}")
     return scores
-
-
-def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[Tensor, Tensor]:
-    """Rows of ids, padded on the "left" or "right" to the longest row: (ids, mask), each (B, L)."""
-    width = max(map(len, rows))
-    tokens = torch.full((len(rows), width), pad)
-    mask = torch.zeros_like(tokens)
-    for i, row in enumerate(rows):
-        columns = slice(width - len(row), None) if side == "left" else slice(len(row))
-        tokens[i, columns], mask[i, columns] = torch.tensor(row), 1
-    return to(torch.device(device), tokens), to(torch.device(device), mask)

@@ -16,7 +16,6 @@ import warnings
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -67,7 +66,7 @@ class Decoder:
         both = torch.cat([self.prompt_ids, self.prompt_mask], dim=1).cpu()
         distinct, which = both.unique(dim=0, return_inverse=True)
         distinct, which = to(self.device, distinct), to(self.device, which)
-        with mask_is_known(self.model, no_padding=bool(self.prompt_mask.all())):
+        with mask_is_known(no_padding=bool(self.prompt_mask.all())):
             logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
         self.cache.batch_select_indices(which)
         if not logits.logsumexp(-1).isfinite().all():
@@ -96,7 +95,7 @@ class Decoder:
         self.mask[:, length - 1] = True
         if self.static_step is not None:
             return self.static_step(drawn, self.mask, length - 1)
-        with mask_is_known(self.model, no_padding=False):
+        with mask_is_known(no_padding=False):
             return _next_logits(self.model, drawn.unsqueeze(1), self.mask[:, :length], self.cache)
 
     def _drop_ended(self, drawn: Tensor, num_running: int) -> Tensor:
@@ -297,14 +296,3 @@ class StaticStep:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, logits
-
-
-def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -> str:
-    """The text of the completion's ids. They are decoded together with the prompt: SentencePiece
-    tokenizers drop the space in front of the first word of what they decode.
-    """
-    before = tokenizer.decode(prompt, skip_special_tokens=True)
-    text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
-    if not text.startswith(before):  # a character whose bytes begin in the prompt
-        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
-    return text[len(before) :]

@@ -8,6 +8,8 @@ and logits are made for a part of the completion tokens at a time.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,6 @@ def completion_logprobs(
     rollout: Rollout,
     temperature: float,
     *,
-    max_rows: int | None = None,
-    max_tokens: int | None = None,
     bf16: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -34,54 +34,57 @@ def completion_logprobs(
 
     The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask. The
     logits are divided by the temperature because the tokens were drawn from that distribution.
-    `max_rows` and `max_tokens` limit a forward pass, see micro_batches; bf16: under autocast.
+    bf16: under autocast.
     """
-    batches = micro_batches(rollout, max_rows=max_rows, max_tokens=max_tokens)
-    found = []
     with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
-        for _, part in batches:
-            mask = on_cpu(part).completion_mask.bool()  # (rows, T)
-            hidden = completion_states(base_model(model).base_model, part)  # (rows, t, D)
-            # Without padding: n tokens, each with the state from which it is predicted. Where they
-            # are is found on the CPU: hidden[mask] would wait until the device knows their number.
-            row, column = (to(hidden.device, x) for x in mask.nonzero(as_tuple=True))
-            tokens = part.tokens[:, -mask.shape[1] :][row, column]  # (n,)
-            hidden = hidden[row, column]  # (n, D)
-            options = (temperature, entropy_grad)
-            scores = _score_in_chunks(base_model(model), hidden, tokens, *options)  # (2, n)
-            padded = scores.new_zeros(2, *mask.shape)
-            padded[:, row, column] = scores
-            found.append(padded)
-    logprobs, entropies = torch.cat(found, dim=1)[:, _order(batches)]
-    return logprobs, entropies
+        mask = on_cpu(rollout).completion_mask.bool()  # (B, T)
+        hidden = completion_states(base_model(model).base_model, rollout)  # (B, t, D)
+        # Without padding: n tokens, each with the state from which it is predicted. Where they
+        # are is found on the CPU: hidden[mask] would wait until the device knows their number.
+        row, column = (to(hidden.device, x) for x in mask.nonzero(as_tuple=True))
+        tokens = rollout.tokens[:, -mask.shape[1] :][row, column]  # (n,)
+        hidden = hidden[row, column]  # (n, D)
+        scores = _score_in_chunks(base_model(model), hidden, tokens, temperature, entropy_grad)
+        padded = scores.new_zeros(2, *mask.shape)
+        padded[:, row, column] = scores  # (2, n) -> (2, B, T)
+    return padded[0], padded[1]
 
 
-def completion_values(
-    value_model: ValueModel,
-    rollout: Rollout,
-    *,
-    max_rows: int | None = None,
-    max_tokens: int | None = None,
-    bf16: bool = False,
-) -> Tensor:
+def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool = False) -> Tensor:
     """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with gradient.
 
     It stands where the logits of token t stand. One position to the right V would know the action.
     """
     length = rollout.completion_mask.shape[1]
-    batches = micro_batches(rollout, max_rows=max_rows, max_tokens=max_tokens)
-    values = []
     with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
-        for _, part in batches:
-            value = value_model.values(completion_states(value_model.backbone, part))
-            values.append(nn.functional.pad(value, (0, length - value.shape[1])))
-    in_order = torch.cat(values)[_order(batches)]
-    return in_order.masked_fill(~rollout.completion_mask.bool(), 0)
+        values = value_model.values(completion_states(value_model.backbone, rollout))
+    values = nn.functional.pad(values, (0, length - values.shape[1]))
+    return values.masked_fill(~rollout.completion_mask.bool(), 0)
 
 
-def _order(batches: list[tuple[Tensor, Rollout]]) -> Tensor:
-    """Where each row of the rollout is in the micro-batches."""
-    return torch.cat([rows for rows, _ in batches]).argsort()
+def rollout_logprobs(model: nn.Module, rollout: Rollout, config: Any) -> Tensor:
+    """completion_logprobs of a whole rollout without gradient: (B, T)."""
+    return _over_rollout(
+        lambda part: completion_logprobs(model, part, config.temperature, bf16=config.bf16)[0],
+        rollout,
+        config,
+    )
+
+
+def rollout_values(value_model: ValueModel, rollout: Rollout, config: Any) -> Tensor:
+    """completion_values of a whole rollout without gradient: (B, T)."""
+    return _over_rollout(
+        lambda part: completion_values(value_model, part, bf16=config.bf16), rollout, config
+    )
+
+
+@torch.no_grad()
+def _over_rollout(forward: Callable[[Rollout], Tensor], rollout: Rollout, config: Any) -> Tensor:
+    """forward(part) -> (b, T) over a whole rollout, cut by the two limits of the flags: (B, T)."""
+    limits = {"max_rows": config.rollout_batch_size, "max_tokens": config.micro_batch_tokens}
+    parts = micro_batches(rollout, **limits)
+    found = torch.cat([forward(part) for _, part in parts])
+    return found[torch.cat([rows for rows, _ in parts]).argsort()]  # in the rollout's order
 
 
 def on_cpu(rollout: Rollout) -> Rollout:
@@ -128,7 +131,8 @@ def micro_batches(
     """
     rows = torch.arange(len(rollout.tokens)) if rows is None else rows.cpu()
     if wanted is not None:
-        rows = rows[wanted[rows]] if wanted[rows].any() else rows[:1]
+        wanted = wanted.cpu()[rows]
+        rows = rows[wanted] if wanted.any() else rows[:1]
     chosen = on_cpu(rollout)[rows]
     _, which, prompt_lengths = _distinct_prompts(chosen)
     lengths = chosen.completion_mask.sum(1)
@@ -187,7 +191,7 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     length -= padding
 
     def states(tokens: Tensor, mask: Tensor, **options: object) -> Tensor:
-        with mask_is_known(backbone, no_padding):
+        with mask_is_known(no_padding):
             return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
 
     # One forward pass over whole rows, where no prompt is shared or no cache can be used.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,28 +43,18 @@ def model_inputs(
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
 
 
-def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager:
-    """For forward passes of many lengths: what --compile has compiled would be compiled anew for
-    each. Of a model that isn't compiled nothing is set: it would be set for all threads.
-    """
-    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
-
-
 # Threads take turns: two at once would put each other's function back, and the last one would stay.
 _replacing = threading.RLock()
 
 
 @contextlib.contextmanager
-def mask_is_known(backbone: nn.Module, no_padding: bool) -> Iterator[None]:
+def mask_is_known(no_padding: bool) -> Iterator[None]:
     """In a forward pass with an attention mask, tell transformers whether it masks anything.
 
     To choose a kernel it would ask the device, in every forward pass, and wait for the answer.
     Other threads are answered as they would be without this.
     """
-    # Compiled, it never asks; and a function that is replaced would be compiled anew every time.
-    compiled = backbone._compiled_call_impl is not None
-    if compiled or not hasattr(masking_utils, "_ignore_causal_mask_sdpa"):  # or another version
+    if not hasattr(masking_utils, "_ignore_causal_mask_sdpa"):  # another version of transformers
         yield
         return
     this_thread = threading.get_ident()
@@ -117,7 +104,13 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     )
 
 
-def load_policy(name: str, lora_r: int = 0) -> nn.Module:
+def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
+    """The policy that the flags name, on its device, and its tokenizer. Raises InputError."""
+    policy = load_causal(config.model, getattr(config, "lora_r", 0)).to(config.device)
+    return policy, load_tokenizer(config.model)
+
+
+def load_causal(name: str, lora_r: int = 0) -> nn.Module:
     """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub.
 
     With `lora_r` it gets a new LoRA adapter of that rank (Hu et al. 2021, arXiv 2106.09685). With
@@ -125,11 +118,11 @@ def load_policy(name: str, lora_r: int = 0) -> nn.Module:
     """
     base = adapter_base(name)
     if base is None:
-        model = _load_causal(name)
+        model = _load_base(name)
         return add_adapter(model, lora_r) if lora_r > 0 else model
     if lora_r > 0:
         raise InputError(f"--lora_r {lora_r}: {name} holds an adapter already, leave the flag out")
-    model = _load_causal(base)
+    model = _load_base(base)
     peft = optional_library("peft", NO_PEFT.format(f"--model {name}"))
     try:
         return peft.PeftModel.from_pretrained(model, name, is_trainable=True)
@@ -168,7 +161,7 @@ def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> n
         raise InputError(f"--lora_r {rank}: peft can't adapt this model: {first_line(e)}") from e
 
 
-def _load_causal(name: str) -> PreTrainedModel:
+def _load_base(name: str) -> PreTrainedModel:
     """Load a causal language model, and refuse what can't be trained rightly."""
     path = str(TINY) if name == "tiny" else name
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
@@ -324,20 +317,6 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as e:
                 raise InputError(f"--gradient_checkpointing: {first_line(e)}") from e
-        if config.compile:
-            backbone.compile(dynamic=True)
-
-
-def keep_freed_memory() -> None:
-    """On Linux, keep the memory that tensors free, and take it in huge pages: on a CPU, getting it
-    anew from the system costs as much as computing with it.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by PyTorch at its first allocation
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 2**30) or libc.mallopt(m_mmap_threshold, 2**25)  # older
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def logits_from(model: PreTrainedModel, hidden: Tensor) -> Tensor:

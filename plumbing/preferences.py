@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import statistics
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,14 +31,14 @@ from plumbing.data import (
     text_of,
 )
 from plumbing.errors import Fault, InputError, first_line
-from plumbing.metrics import Meter, Stopwatch, peak_resident_memory
+from plumbing.metrics import Evaluation, Metrics, Totals
 from plumbing.models import (
     TINY,
     add_adapter,
     context_length,
     eos_token_ids,
     from_hub_or_folder,
-    load_policy,
+    load_causal,
     load_tokenizer,
     mask_is_known,
 )
@@ -65,7 +68,7 @@ def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
             return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
     # A causal model has read the whole text at its last token alone. No real token sees the padding
     # on its right: so it needs no position ids, and no mask.
-    with mask_is_known(model.base_model, no_padding=True):
+    with mask_is_known(no_padding=True):
         hidden = model.base_model(input_ids=tokens, attention_mask=mask).last_hidden_state
     last = last_real_token(hidden, mask)  # (B, L, D) -> (B, D)
     with torch.autocast(device, enabled=False):  # float32 here as well
@@ -149,7 +152,7 @@ class RewardModel:
     def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
         flag = "--reward_model"
         if (Path(name) / "adapter_config.json").exists():
-            raise InputError(f"{flag} {name}: is an adapter; train with --merge_adapter true")
+            raise InputError(f"{flag} {name}: is an adapter; its run has it merged, in model/")
         self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
         labels = self.model.config.num_labels
         if labels != 1:
@@ -176,7 +179,10 @@ class RewardModel:
 
 
 PAIR_FORMAT = 'each line must be like {"prompt": "...", "chosen": "...", "rejected": "..."}'
-OWN_SAMPLES = 8  # of a prompt, for the pairs of the embedded model
+# The pairs that the embedded model makes: completions of a prompt, pairs to train on, and the share
+# of their labels that are flipped, as people err.
+OWN_SAMPLES, OWN_PAIRS, LABEL_NOISE = 8, 10_000, 0.1
+MOST_TEXTS = 256  # of a forward pass
 
 
 @dataclass
@@ -185,27 +191,23 @@ class Pairs:
 
     train: list[dict]
     heldout: list[dict]  # evaluated, never trained on
+    tokenizer: Tokenizer
     name: str = "pairs"
 
 
-def load_pairs(config: Any, tasks: dict, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
-    """The pairs that the flags name, with their tokens; tasks: TASKS of tasks.py. InputError."""
-    _check_flags(config)
+def load_pairs(config: Any, tasks: ModuleType, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
+    """The pairs that the flags name, with their tokens. Raises InputError."""
     if config.pairs is None:
-        train, heldout = _own_pairs(config, tasks, tokenizer, model.device)
-    elif not (config.eval_pairs or config.eval_split):
-        rows = read_pairs(config.pairs, config.split, config.subset)
-        train, heldout = split_prompts(rows, "pairs")
+        if config.model != "tiny":
+            raise InputError(f"--pairs: is needed for --model {config.model}; tiny makes its own")
+        if config.eval_pairs is not None:
+            raise InputError(f"--eval_pairs {config.eval_pairs}: needs --pairs")
+        train, heldout = _own_pairs(config, tasks, tokenizer)
+    elif config.eval_pairs is None:
+        train, heldout = split_prompts(read_pairs(config.pairs), "pairs")
     else:
-        if config.eval_pairs is None and Path(config.pairs).is_file():
-            fault = f"{config.pairs} is one file, and has no splits"
-            remedy = "--eval_pairs takes another"
-            raise InputError(f"--eval_split {config.eval_split}: {fault}; {remedy}")
-        train = read_pairs(config.pairs, config.split, config.subset)
-        name, flag = config.eval_pairs or config.pairs, "--eval_pairs"
-        subset = None if Path(name).is_file() else config.subset
-        flags = (flag if config.eval_pairs else "--pairs", "--eval_split")
-        heldout = read_pairs(name, config.eval_split or "test", subset, flags)
+        train = read_pairs(config.pairs)
+        heldout = read_pairs(config.eval_pairs, "test", "--eval_pairs")
     limit = longest_text(base_model(model), tokenizer)
     if config.max_length is not None and config.max_length > limit:
         raise InputError(f"--max_length {config.max_length}: the model takes {limit} tokens")
@@ -213,48 +215,27 @@ def load_pairs(config: Any, tasks: dict, model: nn.Module, tokenizer: Tokenizer)
     train = _with_tokens(train, tokenizer, limit, "to train on")
     heldout = _with_tokens(heldout, tokenizer, limit, "held out")
     vocab_size = base_model(model).get_input_embeddings().weight.shape[0]
-    if (
-        largest := max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train + heldout)
-    ) >= vocab_size:
+    largest = max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train + heldout)
+    if largest >= vocab_size:
         fault = f"its tokenizer gives id {largest}, and the model knows {vocab_size} tokens"
         raise InputError(f"--model {config.model}: {fault}: they don't belong together")
-    return Pairs(train, heldout[: config.num_eval_pairs])
+    return Pairs(train, heldout[: config.num_eval_pairs], tokenizer)
 
 
-def _check_flags(config: Any) -> None:
-    """Refuse what would have no effect. Raises InputError."""
-    if config.pairs is None:
-        if config.model != "tiny":
-            raise InputError(f"--pairs: is needed for --model {config.model}; tiny makes its own")
-        for name in ("eval_pairs", "eval_split", "subset"):
-            if getattr(config, name) is not None:
-                raise InputError(f"--{name} {getattr(config, name)}: needs --pairs")
-    elif config.model != "tiny":
-        for name in ("num_pairs", "label_noise"):
-            if getattr(config, name) is not None:
-                fault = "is about the pairs that tiny makes, and --pairs has others"
-                raise InputError(f"--{name} {getattr(config, name)}: {fault}")
-
-
-def read_pairs(
-    path: str,
-    split: str = "train",
-    subset: str | None = None,
-    flags: tuple[str, str] = ("--pairs", "--split"),
-) -> list[dict]:
+def read_pairs(name: str, split: str = "train", flag: str = "--pairs") -> list[dict]:
     """Pairs from a file or a dataset, in the formats that TRL takes: chosen and rejected are text
     or messages, after a prompt or with it in them; a margin may be there. Raises InputError with
     the first bad one.
     """
     pairs = []
-    found, kind, remedy = read_rows(path, split, subset, flags, PAIR_FORMAT)
+    found, kind, remedy = read_rows(name, split, flag, PAIR_FORMAT)
     for number, row in found:
         try:
             pairs.append(pair_of(row))
         except ValueError as e:
-            raise InputError(f"{path}, {kind} {number}: {first_line(e)}{remedy}") from e
+            raise InputError(f"{name}, {kind} {number}: {first_line(e)}{remedy}") from e
     if not pairs:
-        raise InputError(f"{path}: holds no pairs{remedy}")
+        raise InputError(f"{name}: holds no pairs{remedy}")
     return pairs
 
 
@@ -329,33 +310,29 @@ def _is_text_or_messages(value: object) -> bool:
 
 
 def _own_pairs(
-    config: Any, tasks: dict, tokenizer: Tokenizer, device: Any
+    config: Any, tasks: ModuleType, tokenizer: Tokenizer
 ) -> tuple[list[dict], list[dict]]:
     """Pairs of the embedded model's own samples: (train, held out). A right sum is preferred to a
     wrong one; some labels of the training pairs are flipped, as people sometimes err.
     """
-    policy = load_policy(config.model).to(device)
+    policy = load_causal(config.model).to(config.device)
     disable_dropout(policy)
     sampling = {
+        "num_generations": OWN_SAMPLES,
+        "max_rows": 2048,
         "temperature": 1.0,
         "max_new_tokens": 5,
         "eos_token_ids": eos_token_ids(policy, tokenizer),
         "pad_token_id": PADDING,
-        "generator": torch.Generator(device).manual_seed(config.seed),
+        "generator": torch.Generator(policy.device).manual_seed(config.seed),
     }
-    rng = random.Random(config.seed)
-    if config.task not in tasks:
-        raise InputError(f"--pairs: is needed, tasks.py has no task {config.task}")
-    task = tasks[config.task](config, False)
+    rng, task = random.Random(config.seed), tasks.TASKS["add"](False)
 
     def pairs(rows: list[dict], count: int, label_noise: float) -> list[dict]:
         found, batch = [], 0
         while len(found) < count:
             part = prompt_batch(rows, batch, 256, config.seed)
-            ids, mask = encode_prompts(tokenizer, part)
-            rollout = sample(
-                policy, ids, mask, num_generations=OWN_SAMPLES, max_rows=2048, **sampling
-            )
+            rollout = sample(policy, *encode_prompts(tokenizer, part), **sampling)
             texts = decode(tokenizer, rollout)
             for number, row in enumerate(part):
                 own = texts[number * OWN_SAMPLES : (number + 1) * OWN_SAMPLES]
@@ -368,9 +345,8 @@ def _own_pairs(
             batch += 1
         return found[:count]
 
-    return pairs(task.train, config.num_pairs, config.label_noise), pairs(
-        task.heldout, config.num_eval_pairs, 0.0
-    )
+    train = pairs(task.train, OWN_PAIRS, LABEL_NOISE)
+    return train, pairs(task.heldout, config.num_eval_pairs, 0.0)
 
 
 def _with_tokens(pairs: list[dict], tokenizer: Tokenizer, limit: float, which: str) -> list[dict]:
@@ -405,6 +381,26 @@ def _ids(tokenizer: Tokenizer, pair: dict, key: str) -> list[int]:
     return ids
 
 
+def pair_batches(pairs: list[dict], max_tokens: int | None) -> list[list[dict]]:
+    """Cut pairs, sorted by length, into parts whose texts, padded to the longest, have at most
+    max_tokens tokens; a pair alone may have more.
+    """
+
+    def length(pair: dict) -> int:
+        return max(len(pair["chosen_ids"]), len(pair["rejected_ids"]))
+
+    parts, longest = [[]], 0
+    for pair in pairs:
+        longest = max(longest, length(pair))
+        num_texts = 2 * (len(parts[-1]) + 1)
+        too_many = max_tokens is not None and num_texts * longest > max_tokens
+        if parts[-1] and (too_many or num_texts > MOST_TEXTS):
+            parts.append([])
+            longest = length(pair)
+        parts[-1].append(pair)
+    return parts
+
+
 def pair_scores(
     model: nn.Module, pairs: list[dict], bf16: bool = False
 ) -> tuple[Tensor, Tensor, int]:
@@ -422,26 +418,26 @@ NUM_BINS = 5  # of the reliability curve, from 50% to 100%
 
 
 @torch.no_grad()
-def evaluate_pairs(
-    model: nn.Module, pairs: list[dict], bf16: bool, max_rows: int
-) -> tuple[dict[str, float], list[dict], Tensor]:
-    """Of N held-out pairs the metrics, the reliability curve, and the scores of chosen and rejected
-    texts (2, N), max_rows texts at a time. Raises Fault where a score isn't finite.
+def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
+    """How well the model judges the N held-out pairs. Writes the reliability curve beside the run's
+    records. Raises Fault where a score isn't finite.
     """
-    lengths = torch.tensor([[len(p[f"{key}_ids"]) for p in pairs] for key in KEYS])  # (2, N)
-    order = lengths.amax(0).argsort()  # a batch is as wide as its longest text
-    scores = torch.empty(2, len(pairs), dtype=torch.float64)
+    rows = pairs.heldout
+    lengths = torch.tensor([[len(p[f"{key}_ids"]) for p in rows] for key in KEYS])  # (2, N)
+    order = lengths.amax(0).argsort().tolist()  # a batch is as wide as its longest text
+    found = []
     with evaluating(model):
-        for part in order.split(max(1, max_rows // 2)):
-            chosen, rejected, _ = pair_scores(model, [pairs[i] for i in part.tolist()], bf16)
-            scores[:, part] = torch.stack([chosen, rejected]).double().cpu()
+        for part in pair_batches([rows[i] for i in order], config.micro_batch_tokens):
+            chosen, rejected, _ = pair_scores(model, part, config.bf16)
+            found.append(torch.stack([chosen, rejected]).double().cpu())
+    scores = torch.cat(found, dim=1)[:, torch.tensor(order).argsort()]  # (2, N)
     if not scores.isfinite().all():
         raise Fault("the scores of held-out pairs are not finite: lower --learning_rate")
     margins, longer = scores[0] - scores[1], (lengths[0] - lengths[1]).double()
     curve, error = reliability(margins)
     metrics = {
-        "eval/loss": -logsigmoid(margins).mean().item(),
         "eval/accuracy": _share(margins),
+        "eval/loss": -logsigmoid(margins).mean().item(),
         "eval/margin": margins.mean().item(),
         "eval/score_mean": scores.mean().item(),
         "eval/score_std": scores.std().item(),
@@ -449,7 +445,10 @@ def evaluate_pairs(
         "eval/longer_is_better": _share(longer),
         "eval/length_correlation": length_correlation(margins, longer),
     }
-    return metrics, curve, scores
+    text = json.dumps(curve, indent=2)
+    Path(config.output_dir, "reliability.json").write_text(text + "\n", encoding="utf-8")
+    names = ["eval/accuracy", "eval/loss", "eval/calibration_error"]
+    return Evaluation(metrics, names, *pair_records(rows, scores))
 
 
 KEYS = ("chosen", "rejected")
@@ -491,16 +490,15 @@ def reliability(margins: Tensor) -> tuple[list[dict[str, float]], float]:
     return curve, error
 
 
-def pair_records(step: int, pairs: list[dict], scores: Tensor) -> tuple[list[dict], str]:
-    """Of N pairs with scores (2, N) the records for samples.jsonl, and the first four as lines."""
+def pair_records(pairs: list[dict], scores: Tensor) -> tuple[list[dict], list[str]]:
+    """Of N pairs with scores (2, N) the records for samples.jsonl, and lines to print."""
     records, lines = [], []
     for pair, (better, worse) in zip(pairs, scores.T.tolist(), strict=True):
         kept = {key: pair[key] for key in ("prompt", "chosen", "rejected", "margin")}
-        kept |= {"score_chosen": better, "score_rejected": worse}
-        records.append({"step": step, "split": "heldout"} | kept)
+        records.append(kept | {"score_chosen": better, "score_rejected": worse})
         prompt, good, bad = (_shown(pair[key], width) for key, width in COLUMNS)
-        lines.append(f"\n  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
-    return records, "".join(lines[:4])
+        lines.append(f"  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
+    return records, lines
 
 
 COLUMNS = (("prompt", 30), ("chosen", 24), ("rejected", 24))  # and how wide they are shown
@@ -510,35 +508,50 @@ def _shown(text: Prompt | Completion, width: int) -> str:
     return textwrap.shorten(text_of(text) if text else "", width, placeholder=" ...")
 
 
-def pair_headline(step: int, metrics: dict[str, float], first: dict[str, float]) -> str:
-    """Held-out accuracy and loss, beside what they were before the training."""
-    parts = []
-    for name in ("eval/accuracy", "eval/loss"):
-        was = f" (was {first[name]:.3f})" if step > 0 else ""
-        parts.append(f"{name} {metrics[name]:.3f}{was}")
-    error = metrics["eval/calibration_error"]
-    return f"step {step}: {', '.join(parts)}, calibration error {error:.3f}"
+class PairMeter(Totals):
+    """The metrics of an update of a reward model."""
+
+    def add_pairs(self, loss: Tensor, chosen: Tensor, rejected: Tensor, num_tokens: int) -> None:
+        """Add the losses and the scores of b pairs, each (b,): how often the model agrees with the
+        labels, and where its scores are.
+        """
+        self.num_tokens += num_tokens
+        self.add("loss/pairs", loss)
+        self.add("reward/accuracy", (chosen - rejected).sign() / 2 + 0.5)
+        self.add("reward/margin", chosen - rejected)
+        self.add("reward/mean", (chosen + rejected) / 2)
+
+    @staticmethod
+    def progress(metrics: Metrics) -> str:
+        return (
+            f"loss {metrics['loss/pairs']:.3f}, accuracy {metrics['reward/accuracy']:.2f}, "
+            f"margin {metrics['reward/margin']:.2f}, {metrics['tokens_per_second']:.0f} tokens/s"
+        )
+
+    @staticmethod
+    def warnings(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
+        return pair_warnings(history)
 
 
-def pair_progress(history: list[dict[str, float]]) -> str:
-    """What the progress bar shows: of the last step, not of an evaluation after it; of a run that
-    was done before it was resumed, nothing.
+def pair_warnings(history: list[Metrics]) -> list[tuple[str, str]]:
+    """What the metrics of all steps so far, with those of evaluations, warn of: (name, line with
+    cause and remedy) each.
     """
-    metrics = next((m for m in reversed(history) if "loss/pairs" in m), None)
-    if metrics is None:
-        return ""
-    return (
-        f"loss {metrics['loss/pairs']:.3f}, accuracy {metrics['reward/accuracy']:.2f}, "
-        f"margin {metrics['reward/margin']:.2f}, {metrics['tokens_per_second']:.0f} tokens/s"
-    )
-
-
-def pair_metrics(meter: Meter, watch: Stopwatch, num_tokens: int) -> dict[str, float]:
-    """The metrics of a step: those of the meter, time and memory. Ends the lap of the stopwatch."""
-    found = meter.results()
-    watch.lap("time/update", wait=False)  # the metrics have waited for the device
-    memory = peak_resident_memory()
-    if watch.device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(watch.device)
-    speed = {"tokens_per_second": num_tokens / watch.laps["time/update"]}
-    return found | watch.laps | speed | {"memory/peak_gb": memory / 1e9}
+    found, now, last = [], history[-1], history[-20:]
+    evaluations = [m for m in history if "eval/loss" in m]
+    losses = [m["eval/loss"] for m in evaluations]
+    if losses and losses[-1] > min(losses) + 0.1:
+        text = f"the held-out loss has risen from {min(losses):.2f} to {losses[-1]:.2f}: the model"
+        remedy = "take more pairs or fewer steps"
+        found += [("overfitting", f"{text} learns pairs by heart; {remedy}")]
+    if abs(now["reward/mean"]) > 10:
+        text = f"the mean score is {now['reward/mean']:.0f}, and differences alone are learnt:"
+        found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
+    for m in evaluations[-1:]:
+        if abs(m["eval/length_correlation"]) > 0.7:
+            text = f"score and length correlate by {m['eval/length_correlation']:.2f}: a policy"
+            found += [("length", f"{text} will learn the length; balance it in the pairs")]
+    if len(last) == 20 and statistics.mean(m["reward/accuracy"] for m in last) < 0.5:
+        text = "for 20 steps not even half of the pairs were judged right:"
+        found += [("worse than chance", f"{text} lower --learning_rate, look at the labels")]
+    return found

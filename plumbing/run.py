@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
+import ctypes
 import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import textwrap
+import time
 import warnings
 import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -30,62 +32,64 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from common import Rollout, ValueModel
-from plumbing.data import Task, text_of
+from plumbing.config import CHECKPOINT, holds_run
 from plumbing.errors import Fault, InputError, first_line, optional_library
-from plumbing.metrics import Meter, evaluate, headline, pair_warnings, progress, warnings_about
-from plumbing.models import keep_freed_memory
-from plumbing.preferences import (
-    Pairs,
-    evaluate_pairs,
-    pair_headline,
-    pair_progress,
-    pair_records,
-)
-from plumbing.tokens import Credit, TokenRecorder
+from plumbing.metrics import Evaluation, Meter, Metrics, headline, sample_records
+from plumbing.tokens import token_records
 
-CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 FILES = ("metrics", "samples", "tokens")  # .jsonl
+FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
+warned""".split()  # of a checkpoint
 
 
-@dataclass(kw_only=True, eq=False)
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + number
+
+
 class Run:
     """The records, checkpoints and model of a run, `with Run(...) as run:`. Creates its folder, or
     with --resume puts the checkpoint back. However the block ends, what was computed is saved.
+
+    models: those that train, by name, the one to save as model/ first. generators: all from which
+    the run draws. data: what it trains on, with `train`, `heldout`, `name` and `tokenizer`.
     """
 
-    config: Any
-    folder: Path
-    policy: PreTrainedModel
-    value_model: ValueModel | None = None
-    tokenizer: Tokenizer
-    task: Task | Pairs
-    sampling: dict[str, Any] = field(default_factory=dict)  # empty: a reward model samples nothing
-    optimizer: torch.optim.Optimizer
-    shuffler: torch.Generator | None = None
-    ref: Any = None  # of common.reference
-    credit: Credit | None = None  # how the script judges completions: see TokenRecorder
-
-    def __post_init__(self) -> None:
-        config, folder = self.config, self.folder
-        self.weights = trained_weights(policy=self.policy, value=self.value_model)
-        self.generators = _given(shuffler=self.shuffler, sampler=self.sampling.get("generator"))
+    def __init__(
+        self,
+        config: Any,
+        data: Any,
+        models: dict[str, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        generators: list[torch.Generator] = (),
+    ) -> None:
+        self.config, self.data, self.optimizer = config, data, optimizer
+        self.model, self.folder = next(iter(models.values())), Path(config.output_dir)
+        self.weights = trained_weights(models)
+        self.generators = list(generators)
         self.first_step = 0
-        self.first_metrics, self.best = {}, -math.inf  # of the evaluations
+        self.first_metrics: Metrics = {}  # of the evaluation before the first step
+        self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         self.history, self.warned = [], set()  # metrics of this process; warnings given
-        self.signals, self.saved_step = Signals(), None  # the step of the newest checkpoint
+        self.saved_step: int | None = None  # of the newest checkpoint
+        self.signal: int | None = None  # the number of the one that has come
         # Before, not after: Ctrl-C in the middle of a step must find it noted.
         self.optimizer.register_step_pre_hook(self._note_move)
-        models = (self.policy, self.value_model, self.ref, self.tokenizer)
-        self.recorder = TokenRecorder(config, *models, self.task, self.sampling, self.credit)
-        check_installed(config)
+        _check_trackers(config)
+        folder = self.folder
         state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
-            if not config.resume and _holds_run(folder):
+            if not config.resume and holds_run(folder):
                 _move_old_run(folder, config.overwrite)
             folder.mkdir(parents=True, exist_ok=True)
             # First metrics.jsonl, which marks the folder as a run's.
@@ -95,18 +99,181 @@ class Run:
             write_text(folder / "config.json", json.dumps(settings, indent=2))
         except OSError as e:
             raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
-        self.trackers = start_trackers(folder, config, self.first_step)
-        print(_description(config, self.policy, self.task, folder))
+        self.trackers = _start_trackers(folder, config, self.first_step)
+        print(self._description())
 
     def __enter__(self) -> Run:
-        self.signals.watch()
+        self._watch_signals()
         options = {"initial": self.first_step, "desc": self.config.script, "dynamic_ncols": True}
         self.bar = tqdm(total=self.config.num_steps, **options)
         self._note_state(self.first_step)
         return self
 
+    def steps(self, evaluate: Callable[[], Evaluation]) -> Iterator[int]:
+        """The numbers of the steps that are left, for `for step in run.steps(...)`.
+
+        Evaluates before every eval_every-th step and after the last. When the loop asks for the
+        next step, the one before is over: its checkpoint is written if it is due, and after Ctrl-C
+        or SIGTERM the run ends here.
+        """
+        for step in range(self.first_step, self.config.num_steps):
+            if step % self.config.eval_every == 0:
+                self._evaluate(step, evaluate)
+            self.laps, self.lap_started = {}, time.perf_counter()
+            yield step
+            self._end_step(step + 1)
+        self._evaluate(self.config.num_steps, evaluate)
+        self._write_metrics(self.config.num_steps, self.evaluated)
+
+    def lap(self, name: str) -> None:
+        """End the phase `name` of a step: its seconds are a metric."""
+        if self.config.device.startswith("cuda"):
+            torch.cuda.synchronize(self.config.device)
+        now = time.perf_counter()
+        self.laps[name], self.lap_started = now - self.lap_started, now
+
+    def log(self, step: int, meter: Meter, **more: float) -> None:
+        """Write the metrics of a step to metrics.jsonl, with time, memory and `more`; warn."""
+        metrics = meter.results()  # waits for the device: the update is over
+        self.lap("time/update")
+        speed = meter.num_tokens / sum(self.laps.values())
+        metrics |= (
+            self.laps
+            | more
+            | {
+                "lr": self.optimizer.param_groups[0]["lr"],
+                "tokens_per_second": speed,
+                "memory/peak_gb": peak_memory(self.config.device) / 1e9,
+            }
+        )
+        metrics = self.evaluated | metrics
+        self._write_metrics(step, metrics)
+        self.history.append(metrics)
+        self.evaluated = {}
+        for name, text in meter.warnings(self.history, self.config.bf16):
+            if name not in self.warned:
+                self.warned.add(name)
+                tqdm.write(f"warning, step {step}: {text}")
+        self.bar.set_postfix_str(meter.progress(metrics))
+
+    def show(
+        self,
+        step: int,
+        prompts: list[dict],
+        texts: list[str],
+        scores: Tensor,
+        meter: Meter,
+        **columns: Tensor | None,
+    ) -> None:
+        """At the steps that begin with an evaluation: record the completions of the step, and of a
+        few of them `columns` for each token, (B, T) or (B,); print four.
+        """
+        if step % self.config.eval_every:
+            return
+        rows = [row for row in prompts for _ in range(len(texts) // len(prompts))]
+        records, lines = sample_records(rows, texts, scores.tolist())
+        self._append("samples", [{"step": step, "split": "train"} | x for x in records])
+        tqdm.write("\n".join([f"step {step}: samples from training", *lines[:4]]))
+        found = token_records(
+            self.config, self.model, self.data.tokenizer, rows, scores, meter, columns
+        )
+        self._append("tokens", [{"step": step} | x for x in found])
+
+    def _evaluate(self, step: int, evaluate: Callable[[], Evaluation]) -> None:
+        found = evaluate()
+        self.evaluated = found.metrics
+        self.first_metrics = self.first_metrics or found.metrics
+        self._append("samples", [{"step": step, "split": "heldout"} | x for x in found.records])
+        title = headline(step, found.headline, found.metrics, self.first_metrics)
+        tqdm.write("\n".join([f"step {step}: {title}", *found.lines[:4]]))  # print tears the bar
+
+    def _write_metrics(self, step: int, metrics: Metrics) -> None:
+        """Append one line to metrics.jsonl, at once: a later fault doesn't lose it."""
+        # JSON has neither NaN nor infinity: they become null.
+        finite = {k: x if x is not None and math.isfinite(x) else None for k, x in metrics.items()}
+        self._append("metrics", [{"step": step} | finite])
+        for track in self.trackers:
+            track(step, {name: x for name, x in finite.items() if x is not None})
+
+    def _append(self, name: str, records: list[dict], sync: bool = False) -> None:
+        """Append records, as JSON lines; with `sync` they outlive a power cut. Raises Fault."""
+        if not records and not sync:
+            return
+        file = self.files[name]
+        text = "".join(json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
+        try:
+            file.write(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair: \\ud800
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        except OSError as e:
+            raise Fault(f"{file.name} can't be written ({e.strerror}): make room for it") from e
+
+    # --- Checkpoints ---
+
+    def _end_step(self, steps_done: int) -> None:
+        """Write a checkpoint if it's due. After a signal: raises Interrupted."""
+        self._note_state(steps_done)
+        self.bar.update()
+        last = steps_done == self.config.num_steps
+        if steps_done % self.config.save_every == 0 or last or self.signal is not None:
+            self._write_checkpoint()
+        if self.signal is not None:
+            raise Interrupted(self.signal, "interrupted")
+
+    def _note_state(self, step: int) -> None:
+        """Note what, with the weights, makes the state of the run after `step` steps."""
+        self.state = {
+            "generators": [g.get_state() for g in self.generators],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            **{name: file.tell() for name, file in self.files.items()},
+            "step": step,
+            "first_metrics": self.first_metrics,
+            "warned": sorted(self.warned),
+        }
+        self.weights_moved = False  # since the state was noted
+
+    def _note_move(self, *args: object) -> None:
+        self.weights_moved = True
+
+    def _write_checkpoint(self) -> None:
+        for name in FILES:
+            self._append(name, [], sync=True)  # the checkpoint relies on what they hold
+        whole = {"weights": self.weights, "optimizer": self.optimizer.state_dict()}
+        write_state(self.folder / CHECKPOINT, self.state | whole)
+        self.saved_step = self.state["step"]
+
+    def _resume(self) -> dict[str, Any]:
+        """Continue from the checkpoint, and return its state. Raises InputError."""
+        state = read_state(self.folder / CHECKPOINT)
+        for name in FILES:
+            path = self.folder / f"{name}.jsonl"
+            if state[name] > (path.stat().st_size if path.exists() else 0):
+                raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
+        shapes = {name: p.shape for name, p in state["weights"].items()}
+        if shapes != {name: p.shape for name, p in self.weights.items()}:
+            raise InputError("--resume: the checkpoint belongs to another model")
+        try:
+            for generator, its_state in zip(self.generators, state["generators"], strict=True):
+                generator.set_state(its_state)
+        except RuntimeError as e:
+            raise InputError("--resume: the run was on another kind of device, see --device") from e
+        for name, p in self.weights.items():
+            p.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        self.first_step = self.saved_step = state["step"]
+        self.first_metrics, self.warned = state["first_metrics"], set(state["warned"])
+        print(f"--resume: {self.folder} goes on after {self.first_step} steps.")
+        return state
+
+    # --- The end ---
+
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        self.signals.restore()
+        self._restore_signals()
         self.bar.close()
         failure = ""
         try:
@@ -122,7 +289,7 @@ class Run:
         if self.saved_step is not None:
             saved = f"{self.folder} is saved up to step {self.saved_step}"
             after = f"; {saved}, --resume goes on from there{failure}"
-        _explain(error, before, after, isinstance(self.task, Pairs))
+        _explain(error, before, after)
 
     def _save_at_exit(self, error: BaseException | None) -> None:
         """Save what the run has computed, whether or not an error ends it."""
@@ -130,8 +297,8 @@ class Run:
         # A step that fails before its update leaves the weights as they were when it began.
         if error is not None and not self.weights_moved and step not in (0, self.saved_step):
             self._write_checkpoint()
-        if step > 0 and not (self.config.save_best and self.best > -math.inf):
-            self._save_model()
+        if step > 0:
+            save_model(self.folder, self.model, self.data.tokenizer)
             when = f"in the middle of step {step}" if self.weights_moved else f"after {step} steps"
             print(f"{self.folder}/model holds the model {when}.")
         if error is None and importlib.util.find_spec("matplotlib"):
@@ -139,190 +306,60 @@ class Run:
 
             draw([self.folder], self.folder / "curve.png")
 
-    def log(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Append one line to metrics.jsonl, at once: a later fault doesn't lose it."""
-        line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
-        _append(self.files["metrics"], [line])
-        for track in self.trackers:
-            track(step, {name: value for name, value in line.items() if value is not None})
-        if "grad_norm" in metrics or isinstance(self.task, Pairs):  # not the last evaluation
-            self.history.append(metrics)
-            found, shown = _watched(self.task, self.history, self.config.bf16)
-            for name, text in found:
-                if name not in self.warned:
-                    self.warned.add(name)
-                    tqdm.write(f"warning, step {step}: {text}")
-            self.bar.set_postfix_str(shown)
+    def _watch_signals(self) -> None:
+        """Ctrl-C and SIGTERM: the first lets a step end and be saved, the second ends the run."""
+        self.handlers = {}  # what each signal did before
+        with contextlib.suppress(ValueError):  # only the main thread may
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self._note_signal)
 
-    def show(
-        self,
-        step: int,
-        rows: list[dict],
-        texts: list[str],
-        scores: Tensor,
-        rollout: Rollout,
-        meter: Meter,
-        columns: dict[str, Tensor],
-    ) -> None:
-        """Every `sample_every` steps: record completions and their `columns`, print a few."""
-        if step % self.config.sample_every == 0:
-            title, file = "samples from training", self.files["samples"]
-            _record(file, step, "train", title, rows, texts, scores.tolist())
-        found = self.recorder.after_update(step, rows, rollout, scores, meter, columns)
-        _append(self.files["tokens"], found)
+    def _note_signal(self, number: int, frame: object) -> None:
+        self.signal = number
+        self._restore_signals()
+        # print may be what the signal interrupts, and can't be called again from within.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
 
-    def evaluate(self, step: int) -> dict[str, float | None]:
-        """Evaluate the policy on the held-out prompts, record the samples, print a few."""
-        rows = self.task.heldout[: self.config.num_eval_prompts]
-        metrics, texts, scores = evaluate(
-            self.config, self.policy, self.tokenizer, self.task, self.sampling, rows
-        )
-        self.first_metrics = self.first_metrics or metrics
-        title = headline(step, metrics, self.first_metrics, self.config.eval_generations)
-        _record(self.files["samples"], step, "heldout", title, rows, texts, scores)
-        _append(self.files["tokens"], self.recorder.at_evaluation(step))
-        value = metrics["eval/reward" if metrics["eval/accuracy"] is None else "eval/accuracy"]
-        self._save_if_best(value)
-        return metrics
+    def _restore_signals(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def evaluate_pairs(self, step: int) -> dict[str, float]:
-        """Judge the held-out pairs, record them, print a few; write the reliability curve."""
-        pairs, most = self.task.heldout, self.config.micro_batch_size or 128
-        metrics, curve, scores = evaluate_pairs(self.policy, pairs, self.config.bf16, most)
-        self.first_metrics = self.first_metrics or metrics
-        records, lines = pair_records(step, pairs, scores)
-        _append(self.files["samples"], records)
-        tqdm.write(pair_headline(step, metrics, self.first_metrics) + lines)
-        write_text(self.folder / "reliability.json", json.dumps(curve, indent=2))
-        self._save_if_best(metrics["eval/accuracy"])
-        return metrics
-
-    def _save_if_best(self, value: float | None) -> None:
-        if self.config.save_best and value is not None and value > self.best:
-            self.best = value
-            self._save_model()
-            tqdm.write(f"  the best so far: saved as {self.folder}/model")
-
-    def checkpoint_if_due(self, steps_done: int) -> None:
-        """After each step: write a checkpoint if it's due. After a signal: raises Interrupted."""
-        self._note_state(steps_done)
-        self.bar.update()
-        last = steps_done == self.config.num_steps
-        if steps_done % self.config.save_every == 0 or last or self.signals.number is not None:
-            self._write_checkpoint()
-        if self.signals.number is not None:
-            raise Interrupted(self.signals.number, "interrupted")
-
-    def _note_state(self, step: int) -> None:
-        """Note what, with the weights, makes the state of the run after `step` steps."""
-        self.state = random_state(self.generators) | {
-            **{name: file.tell() for name, file in self.files.items()},
-            "step": step,
-            "first_metrics": self.first_metrics,
-            "best": self.best,
-            "warned": sorted(self.warned),
-        }
-        self.weights_moved = False  # since the state was noted
-
-    def _write_checkpoint(self) -> None:
-        for file in self.files.values():
-            _append(file, [], sync=True)  # the checkpoint relies on what they hold
-        whole = {"weights": self.weights, "optimizer": self.optimizer.state_dict()}
-        write_state(self.folder / CHECKPOINT, self.state | whole)
-        self.saved_step = self.state["step"]
-
-    def _resume(self) -> dict[str, Any]:
-        """Continue from the checkpoint, and return its state. Raises InputError."""
-        state = read_state(self.folder / CHECKPOINT)
-        if state["step"] > self.config.num_steps:
-            steps = f"{self.folder} has {state['step']} steps already"
-            raise InputError(f"--num_steps {self.config.num_steps}: {steps}")
-        for name in FILES:
-            path = self.folder / f"{name}.jsonl"
-            if state[name] > (path.stat().st_size if path.exists() else 0):
-                raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
-        restore(state, self.weights, self.optimizer, self.generators)
-        self.first_step = self.saved_step = state["step"]
-        self.first_metrics, self.best = state["first_metrics"], state["best"]
-        self.warned = set(state["warned"])
-        print(f"--resume: {self.folder} goes on after {self.first_step} steps.")
-        return state
-
-    def _save_model(self) -> None:
-        save_model(self.folder, self.policy, self.tokenizer, self.config.merge_adapter)
-
-    def _note_move(self, *args: object) -> None:
-        self.weights_moved = True
+    def _description(self) -> str:
+        """What this run is, and every setting that has a value."""
+        config, data = self.config, self.data
+        total = sum(p.numel() for p in self.model.parameters()) / 1e6
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad) / 1e6
+        adapter = f"an adapter of {trained:.2f} M on " if trained < total else ""
+        num_heldout = min(len(data.heldout), getattr(config, "num_eval_prompts", math.inf))
+        settings = asdict(config).items()
+        shown = "  ".join(f"{name}={value}" for name, value in settings if value not in (None, []))
+        where = f"{total:.1f} M parameters on {config.device}"
+        what = f"{len(data.train)} {data.name} to train on, {num_heldout} held out"
+        text = f"{config.script}: {adapter}{where}, {what}, writing to {self.folder}\n"
+        return text + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")
 
 
-def _watched(
-    task: Task | Pairs, history: list[dict[str, float | None]], bf16: bool
-) -> tuple[list[tuple[str, str]], str]:
-    """The warnings about the steps so far, and what the progress bar shows."""
-    if isinstance(task, Pairs):
-        return pair_warnings(history), pair_progress(history)
-    return warnings_about(history, bf16), progress(history[-1])
-
-
-def _given(**generators: torch.Generator | None) -> dict[str, torch.Generator]:
-    return {name: g for name, g in generators.items() if g is not None}
-
-
-def _explain(error: BaseException | None, before: str, after: str, on_pairs: bool) -> None:
+def _explain(error: BaseException | None, before: str, after: str) -> None:
     """Say what an error that ends a run left behind; raises what stands for it, if something does.
 
     What is none of ours is left to be shown with its traceback.
     """
     on_cpu = isinstance(error, RuntimeError) and "allocate memory" in str(error)
     if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        smaller = "micro_batch_size" if on_pairs else "micro_batch_tokens or --rollout_batch_size"
-        raise Fault(f"{before}{first_line(error).rstrip('.')}; lower --{smaller}{after}")
+        remedy = "lower --micro_batch_tokens, and --rollout_batch_size if there is one"
+        raise Fault(f"{before}{first_line(error).rstrip('.')}; {remedy}{after}")
     if isinstance(error, KeyboardInterrupt):
         raise Interrupted(signal.SIGINT, f"{before}interrupted{after}")
     if isinstance(error, (InputError, Fault, Interrupted)):
         error.args = (f"{before}{error}{after}",)
 
 
-def choose_folder(config: Any) -> Path:
-    """The folder of a run. Raises InputError where it holds what must not be lost, or a run that
-    --resume can't go on with.
-    """
-    model = Path(config.model).resolve().name if os.path.isdir(config.model) else config.model
-    # The pairs of a reward model, the prompts of the others.
-    data = config.pairs if hasattr(config, "pairs") else config.prompts
-    task = Path(data).stem if data else config.task
-    name = f"{config.script}-{model.replace('/', '-')}-{task}-s{config.seed}"
-    folder = Path(config.output_dir or f"runs/{name}")
-    if config.resume and config.overwrite:
-        raise InputError("--resume --overwrite: give one of them, they contradict each other")
-    try:
-        if _holds_run(folder):
-            if not (config.resume or config.overwrite):
-                remedy = "give --resume, --overwrite or another --output_dir"
-                raise InputError(f"{folder} already holds a run: {remedy}")
-            if config.resume:
-                check_settings(config, folder / "config.json")
-            if config.overwrite:
-                _holds_run(Path(f"{folder}.old"))  # which it will replace
-        if config.resume and not (folder / CHECKPOINT).exists():
-            print(f"--resume: {folder} holds no checkpoint, the run starts at step 0")
-    except OSError as e:
-        raise InputError(f"--output_dir {folder}: can't be used ({e.strerror})") from e
-    return folder
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether it holds metrics or a checkpoint. Raises InputError if it holds something else."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return False
-    if not (folder / "metrics.jsonl").exists():
-        raise InputError(f"--output_dir {folder}: holds something that is not a run")
-    return (folder / "metrics.jsonl").stat().st_size > 0 or (folder / CHECKPOINT).exists()
+# --- Files ---
 
 
 def _move_old_run(folder: Path, overwrite: bool) -> None:
     """Rename the run that the folder holds. Raises InputError where that isn't asked for."""
-    if not overwrite:  # begun since choose_folder looked
+    if not overwrite:  # begun since the flags were checked
         raise InputError(f"{folder} already holds a run, which has just begun")
     old = Path(f"{folder}.old")
     if old.exists():
@@ -354,90 +391,14 @@ def _close(file: BinaryIO) -> None:
             path.unlink()
 
 
-def _append(file: BinaryIO, records: list[dict], sync: bool = False) -> None:
-    """Append records, as JSON lines; with `sync` all lines outlive a power cut. Raises Fault."""
-    if not records and not sync:
-        return
-    text = "".join(json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
-    try:
-        file.write(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair, as \\ud800
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    except OSError as e:
-        raise Fault(f"{file.name} can't be written ({e.strerror}): make room for it") from e
-
-
-def _finite(x: float | None) -> float | None:
-    """JSON has neither NaN nor infinity: they become null."""
-    return x if x is None or math.isfinite(x) else None
-
-
-def _record(
-    file: BinaryIO, step: int, split: str, title: str, rows: list, texts: list, scores: list
-) -> None:
-    """Append the G completions of each row to samples.jsonl; print the title and four of them, in
-    an evaluation of four prompts.
-    """
-    G = len(texts) // len(rows)
-    rows = [row for row in rows for _ in range(G)]
-    records, lines = [], []
-    for row, text, value in zip(rows, texts, scores, strict=True):
-        sample = {"prompt": row["prompt"], "completion": text, "score": _finite(value)}
-        records.append({"step": step, "split": split} | sample)
-        prompt = " ".join(text_of(row["prompt"]).split())
-        prompt = prompt if len(prompt) <= 45 else f"... {prompt[-41:]}"
-        line = textwrap.shorten(f"{prompt} \N{RIGHTWARDS ARROW} {text}", 90, placeholder=" ...")
-        lines.append(f"  {value:5.2f}  {line}")
-    _append(file, records)
-    shown = lines[:: G if split == "heldout" else 1][:4]
-    tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print would tear the bar
-
-
-def _description(config: Any, policy: PreTrainedModel, task: Task, folder: Path) -> str:
-    """What this run is, and every setting that has a value."""
-    total = sum(p.numel() for p in policy.parameters()) / 1e6
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / 1e6
-    adapter = f"an adapter of {trained:.2f} M on " if trained < total else ""
-    num_heldout = min(len(task.heldout), getattr(config, "num_eval_prompts", len(task.heldout)))
-    settings = asdict(config).items()
-    shown = "  ".join(f"{name}={value}" for name, value in settings if value not in (None, []))
-    return (
-        f"{config.script}: {adapter}{total:.1f} M parameters on {policy.device}, "
-        f"{len(task.train)} {task.name} to train on, {num_heldout} held out, writing to {folder}\n"
-        + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")
-    )
-
-
-def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
-    keep_freed_memory()
-    transformers_logging.set_verbosity(50)  # CRITICAL: its errors reach us as exceptions
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
-    try:
-        main()
-    except (InputError, Fault) as e:
-        code, message = 2 if isinstance(e, InputError) else 1, f"error: {e}"
-    except torch.OutOfMemoryError as e:  # in a run: see Run.__exit__
-        code, message = 1, f"error: {first_line(e)} Choose a smaller model"
-    except Interrupted as e:
-        code, message = e.code, str(e)
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted"
-    else:
-        return
-    print(message, file=sys.stderr)
-    raise SystemExit(code)
-
-
-# The settings that a resumed run may change.
-FREE_ON_RESUME = """resume overwrite output_dir device num_steps eval_every save_every sample_every
-save_best tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size
-gradient_checkpointing compile record_tokens""".split()
-
-FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
-best warned""".split()  # of a checkpoint
+def trained_weights(models: dict[str, nn.Module]) -> dict[str, Tensor]:
+    """All weights of the models that are trained, by name."""
+    return {
+        f"{kind}.{name}": p.detach()
+        for kind, model in models.items()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -492,128 +453,38 @@ def _crc32(file: BinaryIO, size: int) -> int:
     return checksum
 
 
-def trained_weights(**models: nn.Module | None) -> dict[str, Tensor]:
-    """All weights of the models that are trained, by name."""
-    return {
-        f"{kind}.{name}": p.detach()
-        for kind, model in models.items()
-        if model is not None
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-
-def random_state(generators: dict[str, torch.Generator]) -> dict[str, Any]:
-    """The state of all random numbers: of the generators and of torch itself."""
-    return {
-        "generators": {name: g.get_state() for name, g in generators.items()},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore(
-    state: dict, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, generators: dict
-) -> None:
-    """Put weights, optimiser and random states back. Raises InputError if they don't fit."""
-    shapes = {name: p.shape for name, p in state["weights"].items()}
-    if shapes != {name: p.shape for name, p in weights.items()}:
-        raise InputError("--resume: the checkpoint belongs to another model")
-    try:
-        for name, generator in generators.items():
-            generator.set_state(state["generators"][name])
-    except RuntimeError as e:
-        raise InputError("--resume: the run was on another kind of device, see --device") from e
-    for name, p in weights.items():
-        p.copy_(state["weights"][name])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def check_settings(config: Any, path: Path) -> None:
-    """Check that `config` is that of the run whose config.json is `path`. Raises InputError."""
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        script = before.pop("script")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise InputError(f"--resume: {path} can't be read ({first_line(e)})") from e
-    if script != config.script:
-        raise InputError(f"--resume: {path.parent} holds a run of {script}.py")
-    for name, value in dataclasses.asdict(config).items():
-        if name not in FREE_ON_RESUME and before.get(name) != value:
-            has = f"the run in {path.parent} has {before.get(name)}"
-            rule = "--resume goes on with the settings of the run"
-            raise InputError(f"--{name} {value}: {has}, and {rule}")
-
-
-def save_model(
-    folder: Path, policy: PreTrainedModel, tokenizer: Tokenizer, merge_adapter: bool
-) -> None:
-    """Save the policy, or its adapter, as folder/model; merged, the adapter as folder/adapter."""
+def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+    """Save folder/model; with an adapter merged into its base, and folder/adapter beside it."""
+    if hasattr(model, "peft_config"):
+        # peft would ask the hub whether the vocabulary has grown: it hasn't.
+        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        tokenizer.save_pretrained(folder / "adapter")
+        model = copy.deepcopy(model).merge_and_unload()
     new = folder / "model.new"  # complete before it takes its name
     shutil.rmtree(new, ignore_errors=True)
-    # peft would ask the hub whether the vocabulary has grown: it hasn't.
-    options = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
-    if merge_adapter and hasattr(policy, "peft_config"):
-        policy.save_pretrained(folder / "adapter", **options)
-        tokenizer.save_pretrained(folder / "adapter")
-        # A copy: after the best evaluation the adapter trains on.
-        policy, options = copy.deepcopy(policy).merge_and_unload(), {}
-    policy.save_pretrained(new, **options)
+    model.save_pretrained(new)
     tokenizer.save_pretrained(new)
     if (folder / "model").exists():
         shutil.rmtree(folder / "model")
     new.rename(folder / "model")
 
 
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.code = 128 + number
+# --- Trackers ---
 
 
-class Signals:
-    """Notes which signal came, if one did, in `number`, from `watch` to `restore`."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self.handlers = {}  # what each signal did before
-
-    def watch(self) -> None:
-        with contextlib.suppress(ValueError):  # only the main thread may
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[number] = signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.number = number
-        self.restore()
-        # print may be what the signal interrupts, and can't be called again from within.
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
-
-    def restore(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+def _check_trackers(config: Any) -> None:
+    """Check that the services of --report_to are installed. Raises InputError."""
+    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+    for name in config.report_to:
+        optional_library(modules[name], f"--report_to {name}: pip install {name}")
 
 
-Tracker = Callable[[int, dict[str, float]], None]  # called with a step and its metrics
-
-
-def check_installed(config: Any) -> None:
-    """Check that the services that are to follow the run are installed. Raises InputError."""
-    for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
-        if getattr(config, name):
-            optional_library(module, f"--{name}: pip install {name}")
-
-
-def start_trackers(folder: Path, config: Any, first_step: int) -> list[Tracker]:
-    """The trackers that --tensorboard and --wandb ask for. Raises InputError."""
+def _start_trackers(
+    folder: Path, config: Any, first_step: int
+) -> list[Callable[[int, dict[str, float]], None]]:
+    """Functions to call with a step and its metrics, for --report_to. Raises InputError."""
     found = []
-    if config.tensorboard:
+    if "tensorboard" in config.report_to:
         from torch.utils.tensorboard import SummaryWriter
 
         # What a run wrote after the checkpoint from which it goes on would be there twice.
@@ -626,7 +497,7 @@ def start_trackers(folder: Path, config: Any, first_step: int) -> list[Tracker]:
             writer.flush()
 
         found.append(track)
-    if config.wandb:
+    if "wandb" in config.report_to:
         import wandb
 
         name = folder.resolve().name
@@ -635,6 +506,59 @@ def start_trackers(folder: Path, config: Any, first_step: int) -> list[Tracker]:
         try:
             tracked = wandb.init(project="plainrlhf", id=name, name=name, **options)
         except Exception as e:  # no key, no network
-            raise InputError(f"--wandb: {first_line(e)}") from e
+            raise InputError(f"--report_to wandb: {first_line(e)}") from e
         found.append(lambda step, metrics: tracked.log(metrics, step=step))
     return found
+
+
+# --- Memory, and the process as a whole ---
+
+
+def peak_memory(device: str) -> float:
+    """The most memory so far, in bytes: of the CUDA device, else of this process; NaN where the
+    system doesn't say.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    # getrusage would count what the parent process had when it started us.
+    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text())):
+        return int(found[1]) * 1024
+    if resource is None:
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
+    keep_freed_memory()
+    transformers_logging.set_verbosity(50)  # CRITICAL: its errors reach us as exceptions
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
+    try:
+        main()
+    except (InputError, Fault) as e:
+        code, message = 2 if isinstance(e, InputError) else 1, f"error: {e}"
+    except torch.OutOfMemoryError as e:  # in a run: see Run.__exit__
+        code, message = 1, f"error: {first_line(e)} Choose a smaller model"
+    except Interrupted as e:
+        code, message = e.code, str(e)
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted"
+    else:
+        return
+    print(message, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def keep_freed_memory() -> None:
+    """On Linux, keep the memory that tensors free, and take it in huge pages: on a CPU, getting it
+    anew from the system costs as much as computing with it.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by PyTorch at its first allocation
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 2**30) or libc.mallopt(m_mmap_threshold, 2**25)  # older
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
