@@ -171,7 +171,7 @@ def devices_for(peak: float, device: str) -> list[int]:
 def config_of(script: str, flags: list[str], device: str) -> Any:
     """The config of a run on "cuda" or "cpu", with a GPU here or without. Raises InputError."""
     config = importlib.import_module(script).Config
-    config = parse_flags(config, __doc__, [*flags, "--device", "cpu"])
+    config = parse_flags(config, __doc__, [*flags, "--device", "cpu", "--overwrite"])
     if device == "cuda" and config.model != "tiny" and "--bf16" not in " ".join(flags):
         config.bf16 = True  # as the scripts choose on every GPU since 2020
     config.device = device

@@ -15,22 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+import tasks
 from plumbing.config import TaskConfig, flag, parse_flags
-from plumbing.data import (
-    check_prompts,
-    encode_prompts,
-    load_task,
-    prompt_batch,
-    sampling_options,
-    score,
-    text_of,
-)
+from plumbing.data import load_task, prompt_batch, sampling_options, text_of
 from plumbing.errors import InputError
 from plumbing.metrics import is_flat
-from plumbing.models import load_policy, load_tokenizer, pick_device
+from plumbing.models import load_policy
 from plumbing.run import run_main
-from sampling import generate
-from tasks import REWARDS, TASKS
+from sampling import sample
 
 
 @dataclass(kw_only=True)
@@ -92,15 +84,13 @@ def extremes(scores: torch.Tensor, prompts: list, texts: list[str]) -> list[str]
 def main(args: list[str] | None = None) -> None:
     """Sample completions, score them, and print what the scores look like. Nothing is trained."""
     config = parse_flags(Config, __doc__, args)
-    device = pick_device(config.device)
-    model, tokenizer = load_policy(config.model).to(device), load_tokenizer(config.model)
-    task = load_task(config, TASKS, REWARDS, tokenizer, device)
-    check_prompts(config, model, tokenizer, task)
+    model, tokenizer = load_policy(config)
+    task = load_task(config, tasks, model, tokenizer)
     rows = prompt_batch(task.train, 0, min(config.num_prompts, len(task.train)), config.seed)
-    ids, mask = encode_prompts(tokenizer, rows)
     sampling = sampling_options(config, model, tokenizer)
-    rollout = generate(model, ids, mask, num_generations=config.num_generations, **sampling)
-    scores, texts = score(task, rows, rollout, tokenizer)
+    rollout = sample(model, *task.encode(rows), **sampling)
+    scores, texts = task.score(rows, rollout)
+    scores = scores.cpu()
     if scores.isnan().all():
         raise InputError("the reward returned None for every completion")
     print("\n".join(describe_scores(scores.view(-1, config.num_generations))))

@@ -11,6 +11,7 @@ are plain text. What differs there: docs/outgrow.md.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import json
@@ -23,17 +24,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from transformers import AutoConfig
+from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import grpo
 import ppo
 import rloo
-from plumbing.data import Task, load_reward, load_task, prompt_batch, prompt_tokens, score_texts
+import tasks
+from plumbing.data import Task, load_reward, load_task, prompt_tokens, score_texts
 from plumbing.errors import InputError, first_line, optional_library
-from plumbing.models import TINY, adapter_base, load_tokenizer, pick_device
+from plumbing.models import TINY, adapter_base, load_policy
 from plumbing.run import run_main
-from tasks import REWARDS, TASKS
 
 CONFIGS = {"ppo": ppo.Config, "grpo": grpo.Config, "rloo": rloo.Config}
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -151,7 +152,7 @@ def settings_of(script: str, config: Any, folder: Path, longest: int) -> dict[st
         "data.max_prompt_length": longest,
         "reward.custom_reward_function.path": str(folder / "reward.py"),
         f"{ACTOR}.ppo_mini_batch_size": config.prompts_per_step // config.num_mini_batches,
-        "trainer.logger": ["console", *(x for x in ("tensorboard", "wandb") if flags[x])],
+        "trainer.logger": ["console", *config.report_to],
         "trainer.experiment_name": folder.parent.name,
         "trainer.default_local_dir": str(folder / "checkpoints"),
     }
@@ -182,22 +183,19 @@ def loss_settings(script: str, config: Any) -> dict[str, Any]:
     return found
 
 
-def model_settings(config: Any, path: str) -> dict[str, Any]:
+def model_settings(config: Any, model: PretrainedConfig) -> dict[str, Any]:
     """The model of the policy, and that of the values; + stands before what verl doesn't name."""
-    values: dict[str, Any] = {"path": path}
+    path = str(TINY) if config.model == "tiny" else config.model
+    values = {"path": str(Path(path).resolve()) if Path(path).exists() else path}
+    found = {}
     if config.lora_r:
         values |= {"lora_rank": config.lora_r, "lora_alpha": 32}
-    found = {f"{place}.{n}": x for place in (MODEL, "critic.model") for n, x in values.items()}
-    if config.lora_r:
         found[f"{ROLLOUT}.load_format"] = "safetensors"  # verl sends the adapter alone to vLLM
-    if config.disable_dropout:
-        try:
-            numbers = AutoConfig.from_pretrained(path).to_dict()
-        except (OSError, ValueError, KeyError) as e:
-            raise InputError(f"--model {path}: its config can't be read ({first_line(e)})") from e
-        rates = [n for n, x in numbers.items() if "drop" in n and isinstance(x, float) and x > 0]
-        for place in (MODEL, "critic.model"):
-            found |= {f"+{place}.override_config.{name}": 0.0 for name in rates}
+    rates = {n: x for n, x in model.to_dict().items() if "drop" in n and isinstance(x, float)}
+    for place in (MODEL, "critic.model"):
+        found |= {f"{place}.{name}": value for name, value in values.items()}
+        if config.disable_dropout:
+            found |= {f"+{place}.override_config.{n}": 0.0 for n, x in rates.items() if x > 0}
     return found
 
 
@@ -250,7 +248,7 @@ compute_score = scorer({names!r}, {weights!r})
 
 def scorer(names: list[str], weights: list[float]) -> Callable[..., float]:
     """verl's compute_score: the rewards of one completion, added with their weights."""
-    task = Task([], [], [load_reward(name, REWARDS) for name in names], weights)
+    task = Task([], [], [load_reward(name, tasks.REWARDS) for name in names], weights)
 
     def compute_score(
         data_source: str, solution_str: str, ground_truth: str, extra_info: dict, **more: Any
@@ -274,7 +272,9 @@ def reward_names(config: Any, task: Task) -> list[str]:
     if config.reward:
         parts = (spec.rpartition(":") for spec in config.reward)
         return [f"{Path(path).resolve()}:{name}" if path else name for path, _, name in parts]
-    names = [name for r in task.rewards for name, function in REWARDS.items() if function is r]
+    names = [
+        name for r in task.rewards for name, function in tasks.REWARDS.items() if function is r
+    ]
     if len(names) < len(task.rewards):
         raise InputError(f"task {config.task}: a reward isn't in REWARDS; give it with --reward")
     return names
@@ -296,20 +296,18 @@ def write(run: Path) -> Path:
     """Write the folder for verl; returns it. Raises InputError."""
     script, config = config_of(run)
     check_flags(script, config)
-    tokenizer, folder = load_tokenizer(config.model), run.resolve() / "verl"
-    task = load_task(config, TASKS, REWARDS, tokenizer, pick_device("cpu"))
-    count = config.num_steps * config.prompts_per_step
-    parts = {"train": prompt_batch(task.train, 0, count, config.seed)}
+    here = dataclasses.replace(config, device="cpu", lora_r=0)
+    policy, tokenizer = load_policy(here)
+    task, folder = load_task(here, tasks, policy, tokenizer), run.resolve() / "verl"
+    parts = {"train": [row for step in range(config.num_steps) for row in task.batch(step)]}
     parts["test"] = task.heldout[: config.num_eval_prompts]
     prompts = [row["prompt"] for row in task.train + task.heldout]
     is_text = isinstance(prompts[0], str)
     if any(isinstance(prompt, str) != is_text for prompt in prompts):
         raise InputError("some prompts are text and some messages: verl has one template for all")
     longest = max(len(prompt_tokens(tokenizer, prompt)) for prompt in prompts)
-    path = str(TINY) if config.model == "tiny" else config.model
-    path = str(Path(path).resolve()) if Path(path).exists() else path
     settings = settings_of(script, config, folder, longest) | loss_settings(script, config)
-    settings |= model_settings(config, path)
+    settings |= model_settings(config, policy.config)
     where = {"run": folder.parent.name, "repository": str(Path(__file__).resolve().parent.parent)}
     reward = REWARD.format(names=reward_names(config, task), weights=task.weights, **where)
     try:
