@@ -133,7 +133,12 @@ def compared(quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance:
 def in_float64(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
     """The script's policy, and with it its value model and reference, in float64."""
     load_policy = script.load_policy
-    monkeypatch.setattr(script, "load_policy", lambda *args: load_policy(*args).double())
+
+    def in_double(config: object) -> tuple:
+        policy, tokenizer = load_policy(config)
+        return policy.double(), tokenizer
+
+    monkeypatch.setattr(script, "load_policy", in_double)
 
 
 RAGGED = make_rollout(
@@ -177,9 +182,8 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
     flags = {
         "model": folder, "prompts": tmp_path / "prompts.jsonl",
         "reward": f"{tmp_path}/reward.py:spread", "num_steps": 1, "completions": 8,
-        "max_new_tokens": 6, "temperature": 0.7, "micro_batch_size": 4, "rollout_batch_size": 4,
+        "max_new_tokens": 6, "temperature": 0.7, "micro_batch_tokens": 40, "rollout_batch_size": 4,
         "num_eval_prompts": 2, "device": "cpu", "bf16": False, "output_dir": tmp_path / "run",
-        "record_tokens": False,  # it calls what some tests count: test_tokens.py turns it on
     }  # fmt: skip
 
     def make(script: ModuleType) -> Callable[..., list[dict]]:
