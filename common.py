@@ -135,8 +135,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return d**2 / 2
     if estimator == "k3":
-        # exp(-d) - 1 loses all digits where d is near 0, expm1 does not.
-        return torch.expm1(-d) + d
+        # exp(-d) - 1 loses all digits where d is near 0, expm1 does not. It overflows above 88: so
+        # a -d above 20 counts as 20 in the exponent, as in policy_ratio, and keeps its gradient.
+        excess = (-d - 20).clamp(min=0).detach()
+        return torch.expm1(-d - excess) + d
     raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")
 
 
@@ -189,6 +191,14 @@ def gae(
         advantages.append(next_advantage)
     advantages = torch.stack(advantages[::-1], dim=1)
     return advantages, advantages + values
+
+
+def is_flat(groups: Tensor) -> Tensor:
+    """Which groups of rewards (N, G) are all the same, NaN left out: (N, 1) bool."""
+    unknown = groups.isnan()
+    lowest = groups.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
+    highest = groups.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
+    return lowest >= highest
 
 
 # --- Models ---
@@ -298,7 +308,7 @@ def has_new_adapter(policy: nn.Module) -> bool:
     """Whether a LoRA adapter is there that changes nothing yet: all its weights but A are 0.
 
     Judged by the weights, not by where the adapter came from. With B other than 0 the base model
-    is not the policy that the run starts from (huggingface/trl#1193).
+    is not the policy that the run starts from (huggingface/trl#1340).
     """
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     matrices_a = [name for name, _ in trained if "lora_A" in name]
@@ -333,11 +343,21 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Any, step: int) -> None:
-    """Set the rate of a step: up over warmup_steps, down to 0 over num_steps."""
-    warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    rate = config.learning_rate * warmup * (1 - step / config.num_steps)
+    """Set the rate of a step: it rises to config.learning_rate, then falls linearly towards 0."""
+    rate = config.learning_rate * schedule(step, config.num_steps, config.warmup_steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def schedule(step: int, num_steps: int, warmup_steps: int) -> float:
+    """The share of the learning rate at a step: (step + 1) / warmup_steps up to 1, then linearly
+    down, to 1 / (num_steps - warmup_steps) at the last step. The rise takes at most half of the
+    steps, so that short runs reach the full rate too.
+    """
+    warmup_steps = min(warmup_steps, num_steps // 2)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return (num_steps - step) / (num_steps - warmup_steps)
 
 
 def clear_cache() -> None:

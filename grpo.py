@@ -3,17 +3,19 @@
 For a prompt the policy pi samples a group of G completions. s_i is the score of completion i, and
 y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_range.
 
-  advantages  A_i = (s_i - mean(s)) / (std(s) + 1e-4), mean and std over the group     [1] 4.1.2
+  advantages  A_i = (s_i - mean(s)) / (std(s) + 1e-4), over the group; 1e-4 is TRL's   [1] 4.1.2
   ratio       rho_t = pi(y_t) / pi_old(y_t), of each token
   kl          k3_t = u_t - 1 - log u_t, with u_t = pi_ref(y_t) / pi(y_t)               [1] eq. 4
   loss        max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t       [1] eq. 3
               its mean over the tokens of a completion, then over the completions
 
 There is no value model: a completion is compared with the others of its prompt.
-Flags make it Dr. GRPO [2], DAPO [3], GSPO [4] or CISPO [5]: docs/running.md has the commands.
+Flags make it Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] or MaxRL [6]: docs/running.md has the
+commands.
 
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
+[6] MaxRL, arXiv 2602.02710.
 
   python grpo.py                 # sums 44% -> 98% right, greedy 54% -> 99%, a minute on a CPU
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
@@ -27,9 +29,11 @@ from torch import Tensor
 
 import tasks
 from common import (
+    at_least_float32,
     clear_cache,
     disable_dropout,
     importance_ratio,
+    is_flat,
     kl_estimate,
     masked_mean,
     reference,
@@ -37,6 +41,7 @@ from common import (
 )
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
+from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty, replace_flat_groups
 from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.metrics import Meter, evaluate
@@ -51,7 +56,9 @@ class Config(RunConfig):
     smallest_group = 2
 
     # The flags that this algorithm has alone.
-    scale_rewards: Literal["group", "batch", "none"] = flag("group", "divide advantages by its std")
+    scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
+        "group", "divide advantages by its std; mean: by the group's mean"
+    )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag("grpo", "which paper's")
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
     dynamic_sampling: int = flag(0, "rounds in which flat groups are replaced by other prompts")
@@ -70,25 +77,31 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
     A reward of NaN (the function returned None) gets 0 and stays out of the statistics. A std has
-    Bessel's correction. Raises ValueError for groups of one.
+    Bessel's correction. Raises ValueError for groups of one, and for rewards below 0 with "mean".
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
-    # Equal rewards must give exactly 0. In float32 they give a rounding error, which a division by
-    # a std of about 0 would blow up (huggingface/trl#4158).
-    groups = rewards.double().view(-1, num_generations)  # (N, G)
+    groups = at_least_float32(rewards).view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
-    # [1] 4.1.2: less the mean, over the std plus 1e-4. The std has Bessel's correction. It is that
-    # of the group, that of the batch, or it is left out, as in [2].
-    centred = groups - groups.nanmean(dim=1, keepdim=True)
-    if scale_rewards == "group":
+    mean = groups.nanmean(dim=1, keepdim=True)
+    # Equal rewards must give exactly 0. What rounding leaves of them would be blown up by a
+    # division by a std of about 0.
+    centred = (groups - mean).masked_fill(is_flat(groups), 0)
+    if scale_rewards == "group":  # [1] 4.1.2; Bessel's correction and 1e-4 are TRL's
         variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch":
-        centred = centred / (groups[~groups.isnan()].std() + 1e-4)
-    elif scale_rewards != "none":
-        raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose group, batch or none")
-    return centred.nan_to_num(0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
+        known = groups[~groups.isnan()]
+        variance = ((known - known.mean()) ** 2).sum() / max(1, len(known) - 1)
+        centred = centred / (variance.sqrt() + 1e-4)
+    elif scale_rewards == "mean":  # [6]: a group that seldom succeeds counts more
+        if (groups < 0).any():  # a negative mean would turn good into bad
+            raise InputError("--scale_rewards mean: needs rewards of 0 or more")
+        centred = centred / mean  # 0 / 0 in a group that never succeeds: it gets 0 below
+    elif scale_rewards != "none":  # [2] leaves the std out
+        known = "group, batch, none or mean"
+        raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose {known}")
+    return centred.nan_to_num(0).flatten()
 
 
 def grpo_loss(
@@ -121,7 +134,7 @@ def grpo_loss(
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
     free, bounded = -A * ratio, -A * ratio.clamp(1 - clip_range, 1 + high)  # [1] eq. 3
     loss, clipped = torch.max(free, bounded), bounded > free
-    if loss_type == "cispo":  # [5] eq. 4: a bounded weight, so no token loses its gradient
+    if loss_type == "cispo":  # [5] eq. 4, bounded above only: no token loses its gradient
         loss = -A * ratio.clamp(max=cispo_bound).detach() * logprobs
         clipped = (ratio > cispo_bound) & (A != 0)
     if ref_logprobs is not None and kl_coef != 0:
@@ -129,12 +142,13 @@ def grpo_loss(
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
 
-    # Its mean over the minibatch, as each paper takes it.
+    # Its mean over the minibatch. [3] and [5] divide by the tokens of a group; here, as in TRL, by
+    # those of the minibatch.
     num_rows = len(loss) if num_rows is None else num_rows
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
     if loss_type in ("grpo", "gspo"):  # each completion counts the same: [1] eq. 3, [4] eq. 5
         return masked_mean(loss, mask, dim=1).sum() / num_rows, clipped
-    if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12
+    if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12, [5] eq. 4
         return loss.sum() / num_tokens.clamp(min=1), clipped
     if loss_type != "dr_grpo":
         known = "grpo, dapo, dr_grpo, gspo or cispo"

@@ -25,8 +25,10 @@ from torch import Tensor
 
 import tasks
 from common import (
+    at_least_float32,
     clear_cache,
     disable_dropout,
+    is_flat,
     kl_estimate,
     policy_ratio,
     reference,
@@ -62,15 +64,13 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
-    # Equal rewards must give exactly 0. In float32 they give a rounding error, which a division by
-    # a std of about 0 would blow up (huggingface/trl#4158).
-    groups = rewards.double().view(-1, num_generations)  # (N, G)
+    groups = at_least_float32(rewards).view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
     # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so the gradient is
     # unbiased on policy.
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
-    centred = (groups - baseline).masked_fill(num_known < 2, torch.nan)
-    return centred.nan_to_num(0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
+    # Equal rewards must give exactly 0, and not what rounding leaves of them.
+    return (groups - baseline).masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()
 
 
 def rloo_loss(
@@ -158,7 +158,7 @@ def main(args: list[str] | None = None) -> None:
                 rewards = scores - config.kl_coef * kl.sum(1)
             advantages = rloo_advantages(rewards, G)  # (B,)
             # Other rows need no forward pass. Moved once, before the device has work to do.
-            has_gradient = ((advantages != 0) | (config.kl_coef + config.entropy_coef > 0)).cpu()
+            has_gradient = ((advantages != 0) | (config.entropy_coef > 0)).cpu()  # (B,)
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 

@@ -153,8 +153,7 @@ def exact_match(completions: list, answer: list, **columns) -> list[float]:
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
-    texts = [re.sub(COMMA, "", text_of(c)) for c in completions]
-    numbers = [re.findall(r"-?\d+(?:\.\d+)?", text) for text in texts]
+    numbers = [NUMBER.findall(re.sub(COMMA, "", text_of(c))) for c in completions]
     try:
         expected = [Decimal(str(a).replace(",", "")) for a in answer]
     except InvalidOperation as e:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 
-class InputError(Exception):
+class InputError(ValueError):
     """The user's input is at fault: one line that says what, where and what to do. Exit code 2."""
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import Rollout
+from common import Rollout, is_flat
 from plumbing.data import Task
-from plumbing.metrics import is_flat
 from sampling import concatenate, sample
 
 Drawn = tuple[list[dict], Rollout, Tensor, list[str]]  # prompts, rollout, scores, texts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common import Rollout, kl_estimate, masked_mean
+from common import Rollout, is_flat, kl_estimate, masked_mean
 from plumbing.data import Task, text_of
 from plumbing.errors import Fault
 from plumbing.forward import on_cpu
@@ -177,14 +177,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     lowest = returns.masked_fill(~mask, torch.inf).min()
     constant = lowest >= returns.masked_fill(~mask, -torch.inf).max()
     return torch.where(constant, 0.0, 1 - errors / whole)
-
-
-def is_flat(groups: Tensor) -> Tensor:
-    """Which groups of rewards (N, G) are all the same, NaN left out: (N, 1) bool."""
-    unknown = groups.isnan()
-    lowest = groups.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
-    highest = groups.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
-    return lowest >= highest
 
 
 def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ import tasks
 from plumbing.config import TaskConfig, flag, parse_flags
 from plumbing.data import load_task, prompt_batch, sampling_options, text_of
 from plumbing.errors import InputError
-from plumbing.metrics import is_flat
+from common import is_flat
 from plumbing.models import load_policy
 from plumbing.run import run_main
 from sampling import sample
