@@ -5,9 +5,9 @@
   python benchmarks/gpu.py --draw        # that part of the page and its picture, from gpu.json
 
 In the order of what matters if the time runs out: do the tests pass on the device; how fast is a
-rollout, beside `model.generate` and the memory bandwidth; what do CUDA graphs, clear_cache and
---compile change; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time
-goes. Each part runs in a process of its own, and is saved as soon as it is measured. One that fails
+rollout, beside `model.generate` and the memory bandwidth; what do CUDA graphs and clear_cache
+change; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time goes. Each
+part runs in a process of its own, and is saved as soon as it is measured. One that fails
 leaves its error in the place of its figures.
 Models have random weights, so that nothing is downloaded and all completions have full length.
 """
@@ -154,15 +154,6 @@ def begin() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def compiled(path: str, sizes: Sizes) -> dict:
-    """Seconds of a GRPO step with --compile and without."""
-    wanted = job(path, sizes.step_rows, sizes, script="grpo")
-    return {
-        name: {"step_s": seconds_of(speed.ours(wanted | {"flags": {"compile": value}}, bf16=True))}
-        for name, value in (("eager", False), ("--compile", True))
-    }
-
-
 def steps(path: str, sizes: Sizes) -> dict:
     """Seconds and memory of a step, with our default micro-batches and with all rows at once, as
     TRL and a plain loop take them. Of PPO (four epochs) ours alone: TRL's needs an environment of
@@ -213,7 +204,6 @@ PARTS: dict[str, Callable[[str, Sizes], dict]] = {
     "rollouts": rollouts,
     "memory": memory,
     "steps": steps,
-    "compile": compiled,
     "profile": profile,
 }
 
@@ -280,7 +270,7 @@ def section(results: dict) -> str:
         lines += [f"`pytest -m cuda`: {parts['tests']['result'].strip('= ')}{failures}.", ""]
     if "tokens_per_s" in parts.get("rollouts", {}):
         lines += rollout_table(parts["rollouts"])
-    for name, title in (("memory", "GRPO"), ("steps", "step"), ("compile", "GRPO")):
+    for name, title in (("memory", "GRPO"), ("steps", "step")):
         rows = {k: v for k, v in parts.get(name, {}).items() if isinstance(v, dict)}
         columns = list(next(iter(rows.values()), {}))
         if columns:

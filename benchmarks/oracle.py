@@ -1,4 +1,4 @@
-"""Sixteen short runs, each reduced to a fingerprint: did a change of the code change a result?
+"""Short runs, each reduced to a fingerprint: did a change of the code change a result?
 
   python benchmarks/oracle.py --write before.json     # before the change
   python benchmarks/oracle.py --compare before.json   # after it: names the runs that differ
@@ -45,6 +45,7 @@ RUNS = {
     "reward model": "ppo --reward_model {reward_model}",
     "DAPO": "grpo --loss_type dapo --clip_range_high 0.28 --dynamic_sampling 2 --overlong_buffer 2"
     " --mask_truncated_completions",
+    "GSPO": "grpo --loss_type gspo --clip_range 3e-4 --num_mini_batches 4",
     "entropy bonus": "rloo --entropy_coef 0.01 --num_mini_batches 2",
     "stopped and resumed": "grpo --save_every 1",
 }

@@ -4,13 +4,14 @@
   python benchmarks/overoptimisation.py --draw     # the picture alone
 
 Reward models on 50, 200, 1,000 and 5,000 pairs of the embedded model's own samples, a tenth of the
-labels flipped, each saved at its best held-out accuracy. PPO then trains on each of them, with a KL
+labels flipped, each at its best held-out accuracy. PPO then trains on each of them, with a KL
 penalty that hardly holds it and with one that does. The proxy is the score of the reward model, the
 truth is the verifier, which nothing is trained on: Gao et al. 2023, arXiv 2210.10760. Beside PPO
 stands the best of n samples by the same score, with a KL of log n - (n - 1) / n. The results of all
 runs are in overoptimisation.json: to measure one again, take it out of that file.
 """
 
+import argparse
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from drawing import plain, save
 from matplotlib.figure import Figure
 
 from plumbing.data import PADDING, decode, encode_prompts
-from plumbing.models import eos_token_ids, load_policy, load_tokenizer
+from plumbing.models import eos_token_ids, load_causal, load_tokenizer
 from plumbing.preferences import RewardModel
 from sampling import sample
 from tasks import add_prompts, numeric_match
@@ -40,17 +41,36 @@ PICTURE = REPOSITORY / "docs" / "overoptimisation.png"
 SIZES = (50, 200, 1000, 5000)
 SEEDS = range(5)
 WEIGHTS = (0.01, 0.1)  # of the KL penalty
-REWARD_MODEL = "--eval_every 20 --save_best --num_pairs {} --seed {}"
 PPO = "--num_eval_prompts 512 --eval_every 5 --save_every 1000 --kl_coef {} --seed {}"
 SAMPLES, PROMPTS = 64, 256  # for the best of n
 
 
-def run(script: str, flags: str, folder: Path) -> list[dict]:
+def train_judge(size: int, seed: int, folder: Path) -> None:
+    """reward_model.py on so many pairs; folder/best is the model with the best held-out accuracy."""
+    import reward_model
+    from plumbing import preferences
+
+    preferences.OWN_PAIRS = size
+    evaluate, best = reward_model.evaluate_pairs, -1.0
+
+    def keep_the_best(config, model, pairs):
+        nonlocal best
+        found = evaluate(config, model, pairs)
+        if found.metrics["eval/accuracy"] > best:
+            best = found.metrics["eval/accuracy"]
+            model.save_pretrained(folder / "best")
+            pairs.tokenizer.save_pretrained(folder / "best")
+        return found
+
+    reward_model.evaluate_pairs = keep_the_best
+    reward_model.main(f"--eval_every 20 --seed {seed} --output_dir {folder}".split())
+
+
+def run(command: list[str], folder: Path) -> list[dict]:
     """The metrics of a run, one dict per step."""
-    command = [sys.executable, str(REPOSITORY / script), *flags.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--output_dir", str(folder)], capture_output=True, text=True, env=environment
+        [sys.executable, *command], capture_output=True, text=True, env=environment
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.splitlines()[-1]}")
@@ -62,7 +82,7 @@ def best_of_n(folder: Path, seed: int) -> dict:
     """What the best of n samples scores, by the proxy and in truth, for n = 1, 2, 4, ..., 64; and
     mean and standard deviation of the proxy over all samples.
     """
-    policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
+    policy, tokenizer = load_causal("tiny").eval(), load_tokenizer("tiny")
     rows = add_prompts()[1][:PROMPTS]
     generator = torch.Generator().manual_seed(seed)
     scores, right = [], []
@@ -108,16 +128,16 @@ def measure(results: dict) -> None:
             return
         with tempfile.TemporaryDirectory() as work:
             judge = Path(work) / "judge"
-            trained = run("reward_model.py", REWARD_MODEL.format(size, seed), judge)
+            trained = run([__file__, "--judge", str(size), str(seed), str(judge)], judge)
             found = {
                 "accuracy": max(m["eval/accuracy"] for m in trained if "eval/accuracy" in m),
-                "best of n": best_of_n(judge / "model", seed),
+                "best of n": best_of_n(judge / "best", seed),
             }
             for weight in WEIGHTS:
-                flags = f"{PPO.format(weight, seed)} --reward_model {judge / 'model'}"
-                found[f"PPO, kl_coef {weight}"] = points(
-                    run("ppo.py", flags, Path(work) / str(weight))
-                )
+                folder = Path(work) / str(weight)
+                command = [str(REPOSITORY / "ppo.py"), *PPO.format(weight, seed).split()]
+                command += ["--reward_model", f"{judge}/best", "--output_dir", str(folder)]
+                found[f"PPO, kl_coef {weight}"] = points(run(command, folder))
         results[key] = found
         RESULTS.write_text(json.dumps(results) + "\n")
         print(key, found["accuracy"], flush=True)
@@ -214,9 +234,18 @@ def section(results: dict) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draw", action="store_true", help="the picture of overoptimisation.json")
+    parser.add_argument("--judge", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.judge:
+        size, seed, folder = options.judge
+        return train_judge(int(size), int(seed), Path(folder))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if "--draw" not in sys.argv:
+    if not options.draw:
         measure(results)
     draw(results)
     print(section(results))

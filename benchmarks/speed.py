@@ -142,9 +142,9 @@ def clock() -> float:
 def peak_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    from plumbing.metrics import peak_resident_memory
+    from plumbing.run import peak_memory
 
-    return peak_resident_memory() / 1e9
+    return peak_memory("cpu") / 1e9
 
 
 def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
@@ -385,7 +385,7 @@ def work(job: dict) -> None:
     """One process: run the job, print its steps as the last line."""
     torch.set_num_threads(job["threads"])
     if job["system"] == "ours":
-        from plumbing.models import keep_freed_memory
+        from plumbing.run import keep_freed_memory
 
         keep_freed_memory()  # as the scripts do
     kind, system = job["kind"], job["system"]

@@ -27,8 +27,7 @@ from problems import BY_NAME, PROBLEMS, REPOSITORY, TESTS, Problem, without_solu
 
 COURSE = Path(__file__).parent
 FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
-tools/inspect_reward.py tools/look.py tools/look.html tools/vendor/uPlot.min.js
-tools/vendor/uPlot.min.css tools/vendor/uPlot-LICENSE.txt docs/metrics.md docs/debugging.md
+tools/inspect_reward.py tools/look.py tools/look.html docs/metrics.md docs/debugging.md
 tiny/make.py tiny/temperature.py requirements.txt LICENSE""".split()
 FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
 MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",

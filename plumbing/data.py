@@ -240,7 +240,7 @@ def _from_datasets(name: str, split: str, flag: str) -> Iterator[tuple[int, Any]
         arguments, options = [kind], {"data_files": name, "split": "train"}
     else:
         # A folder may have a colon in its name, a dataset on the hub has none.
-        parts = [name] if Path(name).exists() else name.split(":")
+        parts = [name] if Path(name).exists() else name.split(":", 2)  # train[:100] has one too
         source, subset = parts[0], (parts[1] if len(parts) > 1 else "") or None
         if subset and Path(source, subset).is_dir():  # the hub's layout, without its README
             source, subset = str(Path(source, subset)), None
@@ -262,15 +262,23 @@ def _prompt_of(row: object, template: str | None) -> Prompt:
         if name not in row:
             raise ValueError(f'no key "{name}"{_nearest(name, list(row))}')
     # One column alone may hold messages, which the template {messages} leaves as they are.
-    prompt = row[names[0]] if template in (None, f"{{{names[0]}}}") else in_template(template, row)
+    if template in (None, f"{{{names[0]}}}"):
+        return _checked(row[names[0]], names[0])
+    if "prompt" in names:
+        _checked(row["prompt"], "prompt")
+    return _checked(in_template(template, row), names[0])
+
+
+def _checked(prompt: object, name: str) -> Prompt:
+    """The prompt, of the column `name`, if it is one. Raises ValueError."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'"{names[0]}" is neither text nor messages')
+        raise ValueError(f'"{name}" is neither text nor messages')
     for key in ("content", "role"):
         if not all(isinstance(m, dict) and isinstance(m.get(key), str) for m in messages):
             raise ValueError(f'a message has no "{key}"')
     if not prompt:
-        raise ValueError(f'"{names[0]}" is empty')
+        raise ValueError(f'"{name}" is empty')
     return prompt
 
 

@@ -1,5 +1,6 @@
 """Small models, tokenizers and rollouts, built from configs: no network and no GPU is needed."""
 
+import functools
 import json
 import random
 import time
@@ -21,8 +22,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import tasks
 import tools.plot
 from common import Rollout
+from plumbing.config import TaskConfig
+from plumbing.data import Task, load_task
 
 torch.set_num_threads(1)
 
@@ -62,6 +66,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+@functools.cache
+def reads_bytes() -> LlamaForCausalLM:
+    """A policy for byte_tokenizer."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=257, num_attention_heads=1, **sizes))
+
+
+def task_of(chat_template: str | None = None, **flags: object) -> Task:
+    """The task of these flags, for a model with or without a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    defaults = {"num_generations": 1, "max_new_tokens": 8, "task": "add"}
+    return load_task(TaskConfig(**defaults | flags), tasks, reads_bytes(), tokenizer)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from common import (
     token_entropy,
     token_logprobs,
 )
-from plumbing.forward import completion_logprobs, completion_values
+from plumbing.forward import completion_values, rollout_logprobs, rollout_values
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
 OFF = ~MASK
@@ -315,6 +316,8 @@ def test_no_function_of_the_mathematics_changes_its_inputs():
     for level in ("token", "sequence"):
         importance_ratio(x, y, mask, level)
     gae(x, y, mask, 1.0, 0.95)
-    completion_logprobs(model, rollout, 0.7, max_rows=2)
-    completion_values(ValueModel.on_backbone_of(model), rollout, max_tokens=9)
+    limits = {"rollout_batch_size": 2, "micro_batch_tokens": 9}
+    config = SimpleNamespace(temperature=0.7, bf16=False, **limits)
+    rollout_logprobs(model, rollout, config)
+    rollout_values(ValueModel.on_backbone_of(model), rollout, config)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))

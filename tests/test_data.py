@@ -1,19 +1,17 @@
 """Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
 
 import json
+import random
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from small import byte_tokenizer, letter_tokenizer
+from small import byte_tokenizer, letter_tokenizer, task_of
 from tokenizers import normalizers, processors
 
 import grpo
-from plumbing.config import TaskConfig
-from plumbing.data import Task, encode_prompts, load_task, prompt_batch
+from plumbing.data import Task, encode_prompts, prompt_batch
 from plumbing.errors import InputError
-from tasks import REWARDS, TASKS
 
 CHAT_TEMPLATE = (
     "{{ '<|endoftext|>' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -22,12 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def load(chat=False, **flags) -> Task:
-    """The task of these flags, for a model with or without a chat template."""
-    tokenizer = byte_tokenizer()
-    if chat:
-        tokenizer.chat_template = CHAT_TEMPLATE
-    config = TaskConfig(**{"num_generations": 1, "max_new_tokens": 8, "task": "add"} | flags)
-    return load_task(config, TASKS, REWARDS, tokenizer, torch.device("cpu"))
+    return task_of(CHAT_TEMPLATE if chat else None, **flags)
 
 
 def rows_of(path, chat=False, **flags) -> list[dict]:
@@ -52,7 +45,7 @@ def message(content: str, role: str = "user") -> dict:
 def test_json_lines_are_read_with_all_their_columns(tmp_path):
     # A line separator of Unicode ends no line of JSON.
     rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": [message("c")]}]
-    assert rows_of(write(tmp_path / "p.jsonl", rows)) == rows
+    assert rows_of(write(tmp_path / "p.jsonl", rows), chat=True) == rows
 
 
 @pytest.fixture
@@ -70,16 +63,31 @@ def test_tables_are_read_with_all_their_columns(kind, datasets, tmp_path):
     assert rows_of(path) == rows
 
 
-def test_of_a_dataset_the_split_train_is_trained_on_and_the_split_test_held_out(datasets, tmp_path):
-    """A folder as the hub stores it: a file for each split."""
-    splits = {name: [{"prompt": f"{name} {i}"} for i in range(20)] for name in ("train", "test")}
-    (tmp_path / "hub").mkdir()
-    for name, rows in splits.items():
-        path = tmp_path / "hub" / f"{name}-00000-of-00001.parquet"
-        datasets.Dataset.from_list(rows).to_parquet(str(path))
-    folder = str(tmp_path / "hub")
-    task = load(prompts=folder, eval_prompts=folder, reward=["brevity"])
-    assert (task.train, task.heldout) == (splits["train"], splits["test"])
+@pytest.mark.parametrize(
+    ("prompts", "eval_prompts", "expected"),
+    [
+        ("flat", "flat", ("flat train", "flat test", 20)),
+        ("flat::test[:3]", "flat:", ("flat test", "flat test", 3)),
+        ("hub:main", "hub:main", ("main train", "main test", 20)),
+        ("hub:main:test", "hub:more:train", ("main test", "more train", 20)),
+    ],
+)
+def test_of_a_dataset_the_named_subset_and_split_are_read_else_train_and_test(
+    prompts, eval_prompts, expected, datasets, tmp_path, monkeypatch
+):
+    """Folders as the hub stores them: a file for each split, a folder for each subset."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("flat", "hub/main", "hub/more"):
+        Path(folder).mkdir(parents=True)
+        for split in ("train", "test"):
+            rows = [{"prompt": f"{Path(folder).name} {split}", "n": n} for n in range(20)]
+            path = f"{folder}/{split}-00000-of-00001.parquet"
+            datasets.Dataset.from_list(rows).to_parquet(path)
+    task = load(prompts=prompts, eval_prompts=eval_prompts, reward=["brevity"])
+    assert (task.train[0]["prompt"], task.heldout[0]["prompt"], len(task.train)) == expected
+    assert [row["n"] for row in task.heldout] == [*range(20)]
+    with pytest.raises(InputError, match=r"--eval_prompts flat::none \(split none\): "):
+        load(eval_prompts="flat::none", reward=["brevity"])
 
 
 def test_without_the_library_datasets_the_command_that_installs_it_is_named(monkeypatch):
@@ -127,12 +135,39 @@ def test_prompts_for_sums_need_a_whole_number_or_another_reward(flag, answer, fi
 
 
 def test_a_template_takes_any_column_and_doubled_braces_are_braces(tmp_path):
-    path = write(tmp_path / "p.jsonl", [{"prompt": "{n}", "n": 3, "0x": None}])
-    (row,) = rows_of(path, prompt_template="{{{prompt}}} \\boxed{} {n} {0x} { prompt }")
-    assert row == {"prompt": "{{n}} \\boxed{} 3 None { prompt }", "n": 3, "0x": None}
+    path = write(tmp_path / "p.jsonl", [{"prompt": "{n}", "n": 3, "x": None}])
+    (row,) = rows_of(path, prompt_template="{{{prompt}}} \\boxed{{}} {n:02} {x}")
+    assert row == {"prompt": "{{n}} \\boxed{} 03 None", "n": 3, "x": None}
     path = write(tmp_path / "q.jsonl", [{"question": [1, 2]}])
     (row,) = rows_of(path, prompt_template="{question}?")
     assert row == {"prompt": "[1, 2]?", "question": [1, 2]}, "a row needs no prompt of its own"
+
+
+def test_a_column_alone_is_the_prompt_text_or_messages_as_they_are(tmp_path):
+    rows = [{"messages": [message("a", "system"), message("b")]}, {"messages": "{c}"}]
+    found = rows_of(write(tmp_path / "p.jsonl", rows), chat=True, prompt_template="{messages}")
+    assert found == [row | {"prompt": row["messages"]} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "fault"),
+    [
+        ("\\boxed{} {prompt}", {"prompt": "a"}, "--prompt_template: {} names no column; a brace"),
+        ("{prompt", {"prompt": "a"}, "--prompt_template: .*; a brace"),
+        ("prompt", {"prompt": "a"}, "--prompt_template: names no column"),
+        ("{qestion}", {"question": "a"}, 'line 1: no key "qestion", .*: did you mean question?'),
+        ("{n:d}", {"n": None}, "line 1: unsupported format"),
+        ("{n}", {"n": 3}, 'line 1: "n" is neither text nor messages'),
+        ("<{prompt}>", {"prompt": ""}, 'line 1: "prompt" is empty'),
+        ("<{prompt}>", {"prompt": []}, 'line 1: "prompt" is neither'),
+        ("<{prompt}>", {"prompt": [{"role": "user"}]}, 'line 1: a message has no "content"'),
+    ],
+)
+def test_a_template_that_does_not_fit_a_row_is_refused_in_one_line(template, row, fault, tmp_path):
+    path = write(tmp_path / "p.jsonl", [row])
+    with pytest.raises(InputError, match=fault) as error:
+        rows_of(path, prompt_template=template)
+    assert "\n" not in str(error.value)
 
 
 def test_every_prompt_gets_the_template_once_and_of_messages_the_last_one(tmp_path):
@@ -208,6 +243,9 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
     assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
     # The second pass of a seed is not the first one of the next seed.
     assert prompt_batch(rows, 1, 10, seed=0) != prompt_batch(rows, 0, 10, seed=1)
+    # A run that began before the orders were kept is resumed with the same prompts.
+    passes = [random.Random(f"7,{number}").sample(rows, 10) for number in (1, 2)]
+    assert prompt_batch(rows, 2, 8, seed=7) == passes[0][6:] + passes[1][:4]
 
 
 # --- Tokens ---

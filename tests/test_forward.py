@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,14 @@ from transformers import masking_utils
 
 from common import Rollout, ValueModel
 from plumbing import forward
-from plumbing.forward import completion_logprobs, completion_values, micro_batches
-from plumbing.models import load_policy
+from plumbing.forward import (
+    completion_logprobs,
+    completion_values,
+    micro_batches,
+    rollout_logprobs,
+    rollout_values,
+)
+from plumbing.models import load_causal
 
 
 def value_model_of(model) -> ValueModel:
@@ -23,10 +30,18 @@ def value_model_of(model) -> ValueModel:
     return value_model
 
 
-def scores(model, value_model: ValueModel, rollout: Rollout, **limits) -> Tensor:
+def scores(model, value_model: ValueModel, rollout: Rollout, bf16: bool = False) -> Tensor:
     """Log-probs, entropies and values: (3, B, T)."""
-    pair = completion_logprobs(model, rollout, 0.7, **limits)
-    return torch.stack([*pair, completion_values(value_model, rollout, **limits)])
+    pair = completion_logprobs(model, rollout, 0.7, bf16=bf16)
+    return torch.stack([*pair, completion_values(value_model, rollout, bf16=bf16)])
+
+
+def scores_in_parts(model, value_model: ValueModel, rollout: Rollout, **limits) -> Tensor:
+    """The same, one micro-batch after the other."""
+    found = model.get_output_embeddings().weight.new_zeros(3, *rollout.completion_mask.shape)
+    for rows, part in micro_batches(rollout, **limits):
+        found[:, rows] = scores(model, value_model, part)
+    return found
 
 
 def backward(x: Tensor) -> None:
@@ -92,11 +107,20 @@ def test_in_bfloat16_the_backbone_rounds_and_what_is_returned_stays_float32(smal
 
 @pytest.mark.parametrize("limit", [{"max_rows": 1}, {"max_rows": 4}, {"max_tokens": 18}])
 def test_the_micro_batch_changes_no_logprob_no_entropy_and_no_value(small_model, limit):
+    """With gradient, and of a whole rollout without one, in its own order."""
     value_model = value_model_of(small_model)
+    config = SimpleNamespace(temperature=0.7, bf16=False)
+    config.rollout_batch_size, config.micro_batch_tokens = map(
+        limit.get, ("max_rows", "max_tokens")
+    )
     for rollout in (RAGGED, IN_GROUPS):
         whole = scores(small_model, value_model, rollout)
-        parts = scores(small_model, value_model, rollout, **limit)
+        parts = scores_in_parts(small_model, value_model, rollout, **limit)
         assert torch.allclose(parts, whole, atol=1e-5)
+        logprobs = rollout_logprobs(small_model, rollout, config)
+        values = rollout_values(value_model, rollout, config)
+        assert torch.allclose(torch.stack([logprobs, values]), whole[[0, 2]], atol=1e-5)
+        assert not logprobs.requires_grad and not values.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -141,7 +165,7 @@ def counted(model, value_model: ValueModel, **limits) -> tuple[int, Tensor, list
     hook = model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    both = scores(model, value_model, IN_GROUPS, **limits)[[0, 2]]
+    both = scores_in_parts(model, value_model, IN_GROUPS, **limits)[[0, 2]]
     hook.remove()
     backward(both)
     return sum(read), both.detach(), gradients_of(model, value_model)
@@ -169,7 +193,7 @@ def test_a_prompt_is_read_once_for_all_its_completions_and_the_gradient_is_the_s
 @pytest.mark.slow
 def test_the_gradient_is_the_same_to_the_bit_each_time_on_several_threads():
     """Indexing sums the gradients of rows that are taken twice in whatever order threads come."""
-    model = load_policy("tiny").eval()
+    model = load_causal("tiny").eval()
     prompts = [torch.arange(6).add(k).remainder(10).tolist() for k in range(8)]
     completions = [[k % 10, 1, 2] for k in range(512)]  # fewer are added up by one thread
     rollout = make_rollout([prompts[k % 8] for k in range(512)], completions)

@@ -79,10 +79,7 @@ def test_advantages_are_at_least_float32_and_float64_where_the_rewards_are(scale
 
 
 def options(kind: str) -> dict:
-    """GSPO is GRPO with the ratio of the whole completion."""
     more = dict(clip_range=0.2, clip_range_high=0.3, cispo_bound=1.1, max_new_tokens=4)
-    if kind == "gspo":
-        return more | {"importance_sampling_level": "sequence"}
     return more | {"loss_type": kind}
 
 
@@ -235,9 +232,9 @@ def test_a_mistaken_call_is_refused():
     with pytest.raises(ValueError, match="unknown scale_rewards 'std'"):
         group_advantages(torch.ones(4), 2, "std")
     args = numbers(0), numbers(1), numbers(3)[0], MASK
-    with pytest.raises(ValueError, match="'ppo' is not grpo"):
+    with pytest.raises(ValueError, match="unknown loss_type 'ppo': choose grpo"):
         grpo_loss(*args, clip_range=0.2, loss_type="ppo")
-    with pytest.raises(ValueError, match="dr_grpo with max_new_tokens"):
+    with pytest.raises(ValueError, match="dr_grpo needs max_new_tokens"):
         grpo_loss(*args, clip_range=0.2, loss_type="dr_grpo")
     with pytest.raises(TypeError, match="positional"):
         grpo_loss(*args, 0.2)

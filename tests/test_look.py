@@ -3,10 +3,6 @@
 import functools
 import json
 import re
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -23,7 +19,6 @@ from plumbing import tokens
 from plumbing.errors import InputError
 from tools import look
 
-REPOSITORY = Path(__file__).parent.parent
 WRITTEN_BY_MODELS = {  # and as the page shows it
     "</script><script>hacked = 1</script>": "</script><script>hacked␣=␣1</script>",
     "<img src=x onerror=hacked=1>": "<img␣src=x␣onerror=hacked=1>",
@@ -40,24 +35,21 @@ NUMBERS = ["old_logprobs", "new_logprobs", "advantages", "ratio", "clipped"]
 def folder(tmp_path):
     """A run of four steps, made up; two completions are recorded at steps 0 and 2."""
     (folder := tmp_path / "ppo-made-up-s0").mkdir()
-    (folder / "config.json").write_text(json.dumps({"script": "ppo", "bf16": None}))
+    (folder / "config.json").write_text(json.dumps({"script": "ppo", "bf16": False}))
     texts, metrics, records = list(WRITTEN_BY_MODELS), [], []
-    for step in range(5):
-        line = {"step": step, "grad_norm": 1.0, "policy/clipfrac_avg": 0.01 if step else None}
-        line |= {"objective/scores": step / 10, "objective/kl": 0.1, "objective/entropy": 1.0}
-        line |= {"length/mean": 4.0, "length/truncated_frac": 0.8 if step == 2 else 0.1}
-        line |= {"val/ratio_max_dev_first": 1e-6}
-        held_out = {"step": step, "eval/accuracy": step / 4, "eval/accuracy_greedy": 1.0}
-        metrics.append(held_out if step == 4 else line | (held_out if step % 2 == 0 else {}))
+    for step in range(4):
+        line = {"step": step, "grad_norm": 1.0, "objective/scores": step / 10, "objective/kl": 0.1}
+        line |= {"length/truncated_frac": 0.8 if step == 2 else 0.1}
+        metrics.append(line | {"val/ratio_max_dev_first": 1e-6})
     for step, completion in ((0, 0), (0, 1), (2, 0), (2, 1)):
-        line = {"step": step, "split": "train", "prompt_index": 0, "prompt": "<b>1</b>\n & 2"}
-        line |= {"completion_index": completion, "score": 1.0, "finished": True, "tokens": texts}
+        line = {"step": step, "split": "train", "completion_index": completion, "tokens": texts}
+        line |= {"prompt": "<b>1</b>\n & 2", "score": 1.0, "finished": True}
         line |= {"num_tokens": len(texts)}
         for n, name in enumerate(NUMBERS):
             line[name] = [0.25 * i + n + step - completion / 3 for i in range(len(texts))]
         records.append(line)
     records[0]["ratio"] = [None] * len(texts)
-    write(folder / "metrics.jsonl", metrics)
+    write(folder / "metrics.jsonl", [*metrics, {"step": 4, "eval/accuracy": 1.0}])
     write(folder / "tokens.jsonl", records)
     return folder
 
@@ -66,120 +58,69 @@ def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def embedded(html):
-    start = '<script id="data" type="application/json">'
-    assert html.count(start) == 1
-    return html.partition(start)[2].partition("</script>")[0]
-
-
-def shown(*folders):
+def shown(monkeypatch, *folders, curves=None):
     """What the page of these runs has as data."""
+    monkeypatch.setattr(look, "curves_of", lambda folders: curves)
     look.main([str(folder) for folder in folders])
-    return json.loads(embedded((folders[0] / "look.html").read_text()))["runs"]
+    html = (folders[0] / "look.html").read_text()
+    data = html.partition('<script id="data" type="application/json">')[2]
+    return json.loads(data.partition("</script>")[0])["runs"]
 
 
-def test_what_models_wrote_comes_through_and_cannot_end_the_script_that_holds_it(folder):
-    (run,) = shown(folder)
-    assert run["lines"] == read(folder / "tokens.jsonl")
-    assert "<" not in embedded((folder / "look.html").read_text())
+def test_what_models_wrote_comes_through_what_is_no_number_is_null_half_a_line_is_left_out(
+    folder, monkeypatch
+):
+    lines = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
+    lines[0]["kl"] = [float("nan"), float("-inf"), 1]
+    write(folder / "tokens.jsonl", lines)
+    with (folder / "tokens.jsonl").open("ab") as file:
+        file.write('{"step": 9, "split": "é'.encode()[:-1])
+    (run,) = shown(monkeypatch, folder)
+    assert run["lines"] == [lines[0] | {"kl": [None, None, 1]}, *lines[1:]]
 
 
-def test_what_is_no_number_is_null_and_half_a_line_is_left_out(folder):
-    lines = read(folder / "tokens.jsonl")
-    write(folder / "tokens.jsonl", [lines[0] | {"kl": [float("nan"), float("-inf"), 1]}])
-    for name in ("metrics", "tokens"):
-        with (folder / f"{name}.jsonl").open("ab") as file:
-            file.write('{"step": 9, "split": "é'.encode()[:-1])
-    (run,) = shown(folder)
-    assert run["lines"] == [lines[0] | {"kl": [None, None, 1]}] and run["steps"] == [0, 1, 2, 3, 4]
-
-
-def test_curves_have_the_points_of_the_metrics_and_a_warning_its_step(folder):
-    (run,) = shown(folder)
-    curves = {curve["title"].split()[0]: curve["lines"] for curve in run["curves"]}
-    assert curves["share"] == [[[0, None], [1, 0.01], [2, 0.01], [3, 0.01]]]
-    assert curves["held"][0] == [[0, 0.0], [2, 0.5], [4, 1.0]]
-    (warning,) = run["warnings"]
+def test_a_warning_has_the_step_at_which_it_first_came(folder, monkeypatch):
+    (warning,) = shown(monkeypatch, folder)[0]["warnings"]
     assert warning["step"] == 2 and warning["text"].startswith("80% of the completions were cut")
-    assert run["curves"][warning["panel"]]["title"].startswith("tokens")
 
 
-def test_a_reward_model_shows_its_own_curves_and_says_why_it_has_no_tokens(tmp_path):
-    (tmp_path / "config.json").write_text('{"script": "reward_model"}')
-    line = {"step": 0, "loss/pairs": 0.7, "reward/accuracy": 0.5, "reward/margin": None}
-    write(tmp_path / "metrics.jsonl", [line | {"reward/mean": 11.0, "grad_norm": 1.0}])
-    (run,) = shown(tmp_path)
-    assert run["curves"][0]["lines"][0] == [[0, 0.7]]
-    assert run["lines"] == [] and "reward model" in run["note"]
-
-
-def test_runs_are_told_apart_and_the_link_to_the_metrics_leads_there(folder):
-    other = folder.parent / "with space" / folder.name
-    other.parent.mkdir()
-    other.mkdir()
+@pytest.mark.draws
+def test_runs_are_told_apart_and_their_curves_are_in_the_page(folder):
+    (other := folder.parent / "other" / folder.name).mkdir(parents=True)
     for path in folder.iterdir():
         (other / path.name).write_bytes(path.read_bytes())
-    assert [run["name"] for run in shown(other, folder)] == [str(other), str(folder)]
-    link = re.search(r'<a href="([^"]+)">metrics.md', (other / "look.html").read_text())[1]
-    page = (other / urllib.request.url2pathname(link)).resolve()
-    assert page == REPOSITORY / "docs" / "metrics.md"
+    look.main([str(other), str(folder), "--out", str(folder / "both.html")])
+    html = (folder / "both.html").read_text()
+    assert re.findall(r'"name":"([^"]+)"', html) == [str(other), str(folder)]
+    assert '"curves":"data:image/png;base64,' in html
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metrics", "", "metrics.jsonl: holds no metrics yet"),
-        ("metrics", '{"step": 1, "grad_norm": 1}\n', "is no run of this version"),
-        ("tokens", "{\n", "tokens.jsonl: can't be read"),
-        ("tokens", '{"step": 1}\n', "tokens.jsonl: can't be read (line 1 lacks something)"),
+        ("config.json", "{}", "is no run of this version"),
+        ("config.json", '{"script": "reward_model"}', "there are no tokens to show"),
+        ("metrics.jsonl", '{"step": 1, "grad_norm": 1}\n', "is no run of this version"),
+        ("tokens.jsonl", "", "tokens.jsonl: holds no completions yet"),
+        ("tokens.jsonl", "{\n", "tokens.jsonl: can't be read"),
+        ("tokens.jsonl", '{"step": 1}\n', "tokens.jsonl: can't be read (line 1 lacks something)"),
     ],
 )
 def test_what_is_no_run_is_said_in_one_line(name, text, message, folder):
-    (folder / f"{name}.jsonl").write_text(text)
+    (folder / name).write_text(text)
     with pytest.raises(InputError, match=re.escape(message)) as error:
         look.main([str(folder)])
     assert "\n" not in str(error.value) and not (folder / "look.html").exists()
 
 
-def test_served_it_answers_this_machine_alone_and_says_what_has_changed(folder):
-    command = [sys.executable, "tools/look.py", str(folder), "--serve", "--port", "0"]
-    server = subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE)
-    url = server.stdout.readline().split()[0]
-
-    def get(path, **headers):
-        try:
-            request = urllib.request.Request(url + path, headers=headers)
-            with urllib.request.urlopen(request, timeout=60) as found:
-                return found.status, found.read().decode()
-        except urllib.error.HTTPError as e:
-            return e.code, e.read().decode()
-
-    try:
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
-        version = json.loads(embedded(get("/")[1]))["version"]
-        assert get(f"/data.json?{version}") == (204, "")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 5, "eval/accuracy": 1.0}\n')
-        status, text = get(f"/data.json?{version}")
-        assert status == 200 and json.loads(text)["runs"][0]["steps"][-1] == 5
-        assert get("/config.json")[0] == get("/../README.md")[0] == 404
-        assert get("/", Host="evil.example:80")[0] == 403, "another name for this machine"
-    finally:
-        server.kill()
-        server.communicate()
-
-
 @pytest.mark.slow
 def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays_text(
-    folder, chromium
+    folder, chromium, monkeypatch
 ):
     for log in ("browser", "performance"):
         chromium.get_log(log)
-    (run,) = shown(folder)
+    pixel = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
+    (run,) = shown(monkeypatch, folder, curves=pixel)
     chromium.get((folder / "look.html").as_uri())
     script = "return [...document.querySelectorAll(arguments[0])].map((x) => x.textContent)"
     keys = chromium.find_element("css selector", "body").send_keys
@@ -187,8 +128,9 @@ def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays
     keys("\ue014")  # the right arrow
     assert chromium.execute_script(script, "#step") == ["step 2"], "the next one that is recorded"
     assert chromium.execute_script(script, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
-    assert chromium.execute_script(script, ".prompt")[0] == "<b>1</b>\n & 2"
-    chips = chromium.find_elements("css selector", "#completions .t")
+    assert chromium.execute_script(script, ".prompt") == ["<b>1</b>\n & 2"]
+    assert "80% of the completions" in chromium.execute_script(script, "#warnings li")[0]
+    chips = chromium.find_elements("css selector", ".t")
     lines = [line for line in run["lines"] if line["step"] == 2]
     assert len(chips) == 14
     for chip, (line, i) in zip(chips, [(line, i) for line in lines for i in range(7)]):
@@ -196,9 +138,13 @@ def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays
         for name in NUMBERS:
             (text,) = chromium.execute_script(script, f"#inspector [data-key={name}]")
             assert float(text) == line[name][i]
-    chromium.find_element("css selector", "#warnings button").click()
+    meanings = set()
+    for _ in range(4):
+        keys("q")
+        meanings.update(chromium.execute_script(script, "#meaning"))
+    assert len(meanings) == 4, "advantage, change, ratio, log-prob: each says what it is"
     found = "return [window.hacked, document.images.length, document.scripts.length]"
-    assert chromium.execute_script(found) == [None, 0, 3]
+    assert chromium.execute_script(found) == [None, 1, 2]
     events = [json.loads(x["message"])["message"] for x in chromium.get_log("performance")]
     asked = {x["params"]["request"]["url"] for x in events if x["method"].endswith("WillBeSent")}
     assert asked and all(re.match(r"file:|data:", url) for url in asked), asked
@@ -214,10 +160,9 @@ near = functools.partial(pytest.approx, rel=1e-3, abs=1e-3)
 
 
 def recorded(job, **flags):
-    """The lines of a run about completions that it trained on."""
-    job(record_tokens=True, sample_every=1, **{"eval_every": 1} | flags)
-    lines = map(json.loads, (job.folder / "tokens.jsonl").read_text().splitlines())
-    return [line for line in lines if line["split"] == "train"]
+    """The lines of tokens.jsonl of a run that records at every step."""
+    job(**{"eval_every": 1} | flags)
+    return [json.loads(x) for x in (job.folder / "tokens.jsonl").read_text().splitlines()]
 
 
 def logprobs_by_hand(model, line):
@@ -234,10 +179,10 @@ def test_the_numbers_are_those_of_the_step(script, make_job):
     job, G = make_job(script), 1 if script is ppo else 4
     flags = {"kl_coef": 0.3, "learning_rate": 1e-3, "warmup_steps": 0, "num_epochs": 1}
     lines = [line for line in recorded(job, num_steps=2, **flags) if line["step"] == 1]
-    places = [(line["completion_index"], line["prompt_index"]) for line in lines]
-    assert places == sorted((i % G, i // G) for i in range(8)), "each prompt's first one first"
-    lines.sort(key=lambda line: (line["prompt_index"], line["completion_index"]))
+    assert [line["completion_index"] for line in lines] == list(range(8))
+    assert [len({x["prompt"] for x in lines[i : i + G]}) for i in range(0, 8, G)] == [1] * (8 // G)
     for line in lines:
+        assert line["split"] == "train" and line["num_tokens"] == len(line["tokens"])
         assert all(f"`{key}`" in PAGE.partition("## tokens.jsonl")[2] for key in line)
         assert line["ref_logprobs"] == near(logprobs_by_hand(job.model, line))
         assert line["new_logprobs"] == near(logprobs_by_hand(job.folder / "model", line))

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from small import byte_tokenizer, make_rollout, save_model
+from small import byte_tokenizer, make_rollout, save_model, task_of
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 import grpo
-from plumbing.config import TaskConfig
-from plumbing.data import Task, load_reward, load_task, score, verify
+from plumbing.data import Task, load_reward
 from plumbing.errors import InputError
 from tasks import REWARDS, TASKS
 from tools import inspect_reward
@@ -21,19 +20,12 @@ ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
 
 
-def load(chat=False, **flags) -> Task:
-    """The task of these flags, for a model with or without a chat template."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages }}" if chat else None
-    config = TaskConfig(**{"num_generations": 1, "max_new_tokens": 8, "task": "add"} | flags)
-    return load_task(config, TASKS, REWARDS, tokenizer, torch.device("cpu"))
-
-
 def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
     """The scores of TEXTS."""
-    tokenizer = byte_tokenizer()
-    rollout = make_rollout([[1]] * 4, tokenizer(TEXTS).input_ids)
-    scores, texts = score(Task([], [], list(rewards), list(weights)), rows, rollout, tokenizer)
+    task = task_of()
+    task.rewards, task.weights = list(rewards), list(weights)
+    rollout = make_rollout([[1]] * 4, task.tokenizer(TEXTS).input_ids)
+    scores, texts = task.score(rows, rollout)
     assert texts == TEXTS
     return scores.tolist()
 
@@ -108,8 +100,7 @@ def test_a_reward_at_fault_is_named_in_one_line(reward, fault):
 )
 def test_the_text_of_a_completion_ends_before_eos_and_padding(prompt, completion, eos, text):
     rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
-    task = Task([], [], [lambda completions: [0.0] * 2], [1.0])
-    assert score(task, ROWS, rollout, byte_tokenizer())[1][0] == text
+    assert task_of(reward=["brevity"]).score(ROWS, rollout)[1][0] == text
 
 
 # --- By name, from a file, a model ---
@@ -154,7 +145,7 @@ def test_a_reward_model_alone_needs_no_answers_and_with_a_function_is_added(tmp_
     tokenizer.model_max_length = 24
     flags = {"reward_model": save_model(tmp_path / "model", model, tokenizer)}
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
-    alone = load(prompts=str(tmp_path / "p.jsonl"), **flags)
+    alone = task_of(prompts=str(tmp_path / "p.jsonl"), **flags)
     assert alone.verifier is None and alone.weights == [1.0]
     (reward,) = alone.rewards
     texts = ("abc", "d" * 24)
@@ -162,8 +153,8 @@ def test_a_reward_model_alone_needs_no_answers_and_with_a_function_is_added(tmp_
     assert reward(["a", "dd"], ["bc", "d" * 22]) == pytest.approx(expected, abs=1e-5)
     with pytest.raises(InputError, match=r"takes 24 tokens, and a prompt with .* has 25"):
         reward(["a" * 20], ["b" * 5])
-    both = load(reward=["brevity"], reward_weights=[2.0, 0.5], **flags)
-    assert both.weights == [2.0, 0.5] and both.rewards[1] is both.reward_model
+    both = task_of(reward=["brevity"], reward_weights=[2.0, 0.5], **flags)
+    assert both.weights == [2.0, 0.5] and both.rewards[1].__name__ == "reward_model"
 
 
 # --- Verifiers ---
@@ -218,21 +209,23 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
 
     def verifier(**flags):
-        return load(**flags).verifier.__name__
+        return task_of(**flags).verifier.__name__
 
     assert verifier(prompts=str(path), reward=["brevity", "gsm8k", "exact_match"]) == "gsm8k"
     assert verifier(reward=["gsm8k"], prompts=str(path), verifier="exact_match") == "exact_match"
-    assert verifier(verifier=own) == "one" and load(verifier=own).rewards == load().rewards
+    assert verifier(verifier=own) == "one" and task_of(verifier=own).rewards == task_of().rewards
     assert verifier() == verifier(prompts=str(path)) == "numeric_match"
     assert verifier(reward=["brevity"]) == "numeric_match", "that of the task's prompts"
     for flag in ("prompts", "eval_prompts"):
-        assert load(reward=["brevity"], **{flag: str(path)}).verifier is None, "not made for these"
+        assert task_of(reward=["brevity"], **{flag: str(path)}).verifier is None, (
+            "not made for these"
+        )
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     judge = Task([], [], [], verifier=REWARDS["numeric_match"])
-    found = verify(judge, rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
+    found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
     assert found.tolist() == [[1, 0], [1, 1]]
 
 
@@ -240,19 +233,19 @@ def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
 
 
 def test_no_held_out_sum_is_trained_on_not_even_mirrored():
-    task, sides = load(), []
+    task, sides = task_of(), []
     for rows in (task.train, task.heldout):
         numbers = [row["prompt"].removesuffix("=").split("+") for row in rows]
         assert [str(int(a) + int(b)) for a, b in numbers] == [row["answer"] for row in rows]
         assert {len(number) for pair in numbers for number in pair} == {2}
         sides.append({frozenset(pair) for pair in numbers})
     assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
-    (message,) = load(chat=True).train[0]["prompt"]
+    (message,) = task_of("{{ messages }}").train[0]["prompt"]
     assert re.findall(r"\d+", message["content"]) == re.findall(r"\d+", task.train[0]["prompt"])
 
 
 def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
-    task = load(task="sentiment")
+    task = task_of(task="sentiment")
     texts = ["a great, GREAT film", "boring and bad", "a film", "good " * 10, "greatly"]
     assert task.rewards[0](texts) == [2, -2, 0, 3, 0]
     assert len(task.train) > 50 and task.heldout
@@ -260,7 +253,7 @@ def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(
 
 
 def test_a_script_runs_with_a_task_of_ones_own(tmp_path, monkeypatch):
-    def letters(config, chat):
+    def letters(chat):
         rows = [{"prompt": letter} for letter in "abcdefgh"]
         return Task(rows[:6], rows[6:], [lambda completions: list(map(len, completions))], [2.0])
 
