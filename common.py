@@ -117,7 +117,7 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision to float32: a softmax over a large vocabulary in bfloat16 is percents off."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

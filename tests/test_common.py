@@ -21,6 +21,7 @@ from common import (
     masked_mean,
     masked_whiten,
     policy_ratio,
+    set_learning_rate,
     token_entropy,
     token_logprobs,
 )
@@ -147,6 +148,14 @@ def test_in_a_loss_k2_has_the_gradient_of_the_kl_and_k3_that_of_the_kl_turned_ro
     assert torch.allclose(k1, torch.zeros(4, dtype=torch.float64))
     assert torch.allclose(k2, gradient(logprobs.exp() * (logprobs - ref)))
     assert torch.allclose(k3, gradient(ref.exp() * (ref - logprobs)))
+
+
+def test_k3_of_a_token_that_the_policy_hardly_knows_stays_finite_and_keeps_its_gradient():
+    """In float32 exp overflows above 88, and the backward pass then makes NaN of 0 * inf."""
+    x = torch.tensor([-120.0], requires_grad=True)
+    k3 = kl_estimate(x, torch.tensor([-1.0]), "k3")
+    k3.sum().backward()
+    assert k3.isfinite().all() and -1e9 < x.grad.item() < -1e8
 
 
 def test_an_unknown_estimator_is_refused_by_name():
@@ -296,6 +305,26 @@ def test_a_value_model_trains_all_its_weights_and_shares_none_with_its_origin(fr
 
 
 # --- Purity ---
+
+
+# --- The learning rate ---
+
+
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (5, 10), (1, 10), (60, 0)])
+def test_the_rate_rises_to_the_full_one_even_in_a_short_run_and_falls_in_equal_steps(
+    num_steps, warmup_steps
+):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    config = SimpleNamespace(learning_rate=3.0, num_steps=num_steps, warmup_steps=warmup_steps)
+    rates = []
+    for step in range(num_steps):
+        set_learning_rate(optimizer, config, step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    top = rates.index(max(rates))
+    assert rates[top] == 3 and min(rates) > 0
+    rise, fall = rates[: top + 1], rates[top + 1 :]
+    assert rise == pytest.approx([3 * (i + 1) / len(rise) for i in range(len(rise))])
+    assert fall == pytest.approx([3 * (1 - i / len(fall)) for i in range(len(fall))])
 
 
 def test_no_function_of_the_mathematics_changes_its_inputs():

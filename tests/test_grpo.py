@@ -14,7 +14,7 @@ from grpo import group_advantages, grpo_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 KINDS = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
-SCALES = ["group", "batch", "none"]
+SCALES = ["group", "batch", "none", "mean"]
 nan = math.nan
 
 
@@ -35,13 +35,16 @@ def naive_advantages(rewards: list[float], group_size: int, scale: str) -> list[
         if math.isnan(reward) or len(group) < 2:
             advantages.append(0.0)
             continue
-        std = {"group": statistics.stdev(group), "batch": statistics.stdev(known)}
-        advantage = reward - statistics.mean(group)
-        advantages.append(advantage if scale == "none" else advantage / (std[scale] + 1e-4))
+        divisors = {
+            "group": statistics.stdev(group) + 1e-4,
+            "batch": statistics.stdev(known) + 1e-4,
+        }
+        divisors |= {"none": 1, "mean": statistics.mean(group)}
+        advantages.append((reward - statistics.mean(group)) / divisors[scale])
     return advantages
 
 
-@pytest.mark.filterwarnings("ignore:std")  # of one number there is none
+@pytest.mark.filterwarnings("error")  # of one number there is no std
 @pytest.mark.parametrize("scale", SCALES)
 def test_advantages_equal_their_definition_with_rewards_missing(scale):
     rewards = [1.0, 2, 4, 3, 3, 3, 0, nan, 5, nan, nan, 1, nan, nan, nan, 7, 7, 9]
@@ -56,12 +59,22 @@ def test_advantages_equal_their_definition_with_rewards_missing(scale):
 def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_size, scale):
     """In float32 the std of equal values is not 0: other code gives advantages of .4 to .9."""
     for reward in (0.0, 0.1, 0.3, 0.7, 1.1, 1e-6, -1e-6, 0.1e6, 1e6, -1e6):
+        if reward < 0 and scale == "mean":
+            continue
         rewards = torch.full((2 * group_size,), reward)
         rewards[group_size + 1] += 1
         advantages = group_advantages(rewards, group_size, scale)
         assert (advantages[:group_size] == 0).all() and (advantages[group_size:] != 0).any()
         rewards[0] = nan  # one that is missing doesn't make the others differ
         assert (group_advantages(rewards, group_size, scale)[:group_size] == 0).all()
+
+
+def test_scaled_by_the_mean_a_rare_success_counts_more_and_rewards_below_0_are_refused():
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0])
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0]
+    assert group_advantages(rewards, 4, "mean").tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="0 or more"):
+        group_advantages(rewards - 0.5, 4, "mean")
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -167,6 +167,8 @@ def test_a_reward_model_alone_needs_no_answers_and_with_a_function_is_added(tmp_
         ("46, not 47", "46", 0),
         ("-46", 46, 0),
         ("3.5", "5", 0),
+        ("it is .5", ".5", 1),
+        (".5", 5, 0),
         ("four", 4, 0),
         ("it is 1,024.", "1,024", 1),
         ("3,4", 4, 1),
