@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from common import Rollout, token_entropy
 from plumbing.data import decode, sampling_options, stop_criteria
 from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty
+from plumbing.models import load_causal
 from sampling import generate
 
 SCRIPTS = [ppo, grpo, rloo]
@@ -133,7 +133,7 @@ def test_cut_completions_are_left_out_of_the_loss_and_count_in_the_baseline(make
     advantages = noted(monkeypatch, grpo, "group_advantages")
     rollouts = noted(monkeypatch, grpo, "sample")
     job = make_job(grpo)
-    job(temperature=3, completions=24, micro_batch_size=24, mask_truncated_completions=True)
+    job(temperature=3, completions=24, micro_batch_tokens=999, mask_truncated_completions=True)
     ((_, _, _, mask), counts, _) = losses[0]
     whole, finished = rollouts[0][2].completion_mask, rollouts[0][2].finished
     assert 0 < finished.sum() < 24 and counts["num_rows"] == 24
@@ -187,7 +187,7 @@ def test_the_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(
         updates.clear()
         job(entropy_coef=coef, num_epochs=1, **flags)
         found.append(updates[0])
-    model, rollout = script.load_policy(job.model).eval(), rollouts[-1][2]
+    model, rollout = load_causal(job.model).double().eval(), rollouts[-1][2]
     rows = torch.arange(len(rollout.tokens)).split(len(rollout.tokens) // len(updates))
     possible = [entropy_gradients(model, rollout[part]) for part in rows]  # which is first is drawn
     assert max(g.abs().max() for g in possible[0]) > 1e-4
@@ -342,7 +342,7 @@ def test_a_special_token_as_a_stop_string_is_one_more_eos():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     model = small_gpt2(vocab_size=258)
-    config = SimpleNamespace(stop=["<|im_end|>", "x"], max_new_tokens=4, temperature=1.0, seed=0)
+    config = grpo.Config(stop=["<|im_end|>", "x"])
     options = sampling_options(config, model, tokenizer)
     assert options["eos_token_ids"][-1] == 257 and options["stop"].stop_strings == ("x",)
 

@@ -104,37 +104,39 @@ def test_dropout_left_on_moves_the_ratio_off_1(job):
 def test_the_old_log_probs_are_those_before_the_first_update_and_computed_only_where_needed(
     job, monkeypatch, kl_coef, num_epochs, num_mini_batches
 ):
-    """The KL inside the reward needs them even for a single update; in the loss it doesn't."""
-    rows, models = {True: 0, False: 0}, set()
+    """RLOO's KL inside the reward needs them even for a single update; GRPO's in the loss doesn't.
+    PPO computes them always.
+    """
+    rows, models = {"completion_logprobs": 0, "rollout_logprobs": 0}, set()
 
-    def note(result, model, rollout, *args, **kwargs):
-        rows[torch.is_grad_enabled()] += len(rollout.tokens)
+    def note(name, result, model, rollout, *args, **kwargs):
+        rows[name] += len(rollout.tokens)
         models.add(id(model))
 
-    watch(monkeypatch, job.script, "completion_logprobs", note)
+    for name in rows:
+        watch(monkeypatch, job.script, name, functools.partial(note, name))
     flags = {"num_epochs": num_epochs, "num_mini_batches": num_mini_batches}
     line = job(kl_coef=kl_coef, learning_rate=1e-2, warmup_steps=0, **flags)[0]
     single = num_epochs * num_mini_batches == 1
-    needs_old = not single or (kl_coef > 0 and job.script is not grpo)
+    needs_old = not single or job.script is ppo or (kl_coef > 0 and job.script is rloo)
     needs_reference = kl_coef > 0
-    assert rows == {True: 8 * num_epochs, False: 8 * (needs_old + needs_reference)}
+    assert rows["completion_logprobs"] == 8 * num_epochs
+    assert rows["rollout_logprobs"] == 8 * (needs_old + needs_reference)
     assert len(models) == 1 + needs_reference
     assert line["val/ratio_max_dev_first"] < 1e-5
-    assert line["policy/approxkl_avg"] == 0 if single else line["policy/approxkl_avg"] > 1e-6
+    moved = line["policy/approxkl_avg"]
+    as_before = moved < 1e-9 if job.script is ppo else moved == 0
+    assert as_before if single else moved > 1e-6
     if kl_coef == 0:
         assert line["objective/kl"] is None, "unknown, not 0"
         assert line["objective/rlhf_reward"] == line["objective/scores"]
 
 
+@pytest.mark.parametrize("job", [grpo, SLOWER[1]], ids=["grpo", "rloo"], indirect=True)
 def test_with_one_update_per_rollout_the_ratio_is_1_however_step_3_rounds(job, monkeypatch):
     """In bfloat16 other batches round log-probs by a percent, which RLOO sums over a row."""
-    original = job.script.completion_logprobs
-
-    def rounded(*args, **kwargs):
-        logprobs, entropy = original(*args, **kwargs)
-        return logprobs * (1 if torch.is_grad_enabled() else 1.01), entropy
-
-    monkeypatch.setattr(job.script, "completion_logprobs", rounded)
+    original = job.script.rollout_logprobs
+    monkeypatch.setattr(job.script, "rollout_logprobs", lambda *args: 1.01 * original(*args))
     metrics = job(num_epochs=1, num_mini_batches=1, kl_coef=0.1)[0]
     assert metrics["val/ratio_max_dev_first"] == 0
 
@@ -327,7 +329,7 @@ def learn(job) -> float:
     """How much the mean score of five steps rises in the run."""
     lines = job(
         reward=f"{job.rewards}share_of_a", num_steps=25, completions=64, num_epochs=2,
-        micro_batch_size=64, rollout_batch_size=64, learning_rate=1e-3, temperature=1.0,
+        micro_batch_tokens=1024, rollout_batch_size=64, learning_rate=1e-3, temperature=1.0,
         max_new_tokens=8, eval_every=100, kl_coef=0.01,
     )[:-1]  # fmt: skip
     scores = [line["objective/scores"] for line in lines]

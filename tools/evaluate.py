@@ -1,6 +1,6 @@
 """Evaluate a model on held-out prompts, as the scripts do while they train, without training.
 
-python tools/evaluate.py --model runs/ppo-tiny-add-s0/model --task add
+python tools/evaluate.py --model runs/ppo-tiny-add-s0/model --task add --max_new_tokens 5
 python tools/evaluate.py --model Qwen/Qwen2.5-0.5B-Instruct --eval_prompts openai/gsm8k:main:test
     --prompt_template "{question}" --system_prompt "" --reward gsm8k
 """
@@ -27,7 +27,7 @@ from plumbing.run import run_main
 @dataclass(kw_only=True)
 class Config(TaskConfig):
     num_generations: int = flag(1)
-    max_new_tokens: int = flag(256)
+    max_new_tokens: int = flag(tiny=5, other=256)
     num_eval_prompts: int = flag(10**9, "the first of the held-out prompts", group="the run")
     eval_generations: int = flag(1, "completions per prompt, K: pass@1 and pass@K", group="rollout")
     rollout_batch_size: int = flag(64)
