@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import statistics
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,23 +16,21 @@ import ppo
 from plumbing.errors import Fault, InputError
 from plumbing.metrics import (
     Meter,
-    Stopwatch,
+    Totals,
     explained_variance,
-    group_metrics,
     is_flat,
     mean_and_error,
-    objective_metrics,
     pass_at_k,
-    rollout_metrics,
     warnings_about,
 )
+from plumbing.run import Run
 from tools import evaluate as tool
 
 
 def test_a_metric_is_the_mean_over_all_tokens_and_a_share_is_added_up_within_a_minibatch():
     x = torch.tensor([[1.0, 2.0, 3.0], [10.0, torch.nan, torch.nan]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    meter = Meter()
+    meter = Totals()
     for row in range(2):
         meter.add("tokens", x[row : row + 1], mask[row : row + 1])
     meter.add("nothing", torch.ones(2), torch.zeros(2).bool())
@@ -45,7 +45,7 @@ def test_a_metric_is_the_mean_over_all_tokens_and_a_share_is_added_up_within_a_m
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_a_fault(norm):
     with pytest.raises(Fault, match=f"the gradient is {norm}: lower --learning_rate"):
-        Meter().end_mini_batch(torch.tensor(norm))
+        Totals().end_mini_batch(torch.tensor(norm))
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -63,17 +63,17 @@ def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_ro
     if not per_row:
         ratio = ratio.unsqueeze(1).expand(3, 3).masked_fill(~mask, nan)
         clipped = clipped.unsqueeze(1).expand(3, 3) | ~mask
-    meter = Meter()
+    meter = Meter(rollout)
     for rows in ([2, 1], [0]):
         at = torch.tensor(rows)
         new = (old + moved)[at].requires_grad_()
-        meter.add_policy(rollout, at, new, old[at], entropy[at], ratio[at], clipped[at], mask[at])
+        meter.add_policy(at, new, old[at], entropy[at], ratio[at], clipped[at], mask[at])
     assert not any(x.requires_grad for x in meter.sums.values()), "memory: a graph is kept"
     meter.end_mini_batch(torch.tensor(1.0))
     first = meter.results()["val/ratio_max_dev_first"]
     far = torch.full_like(old, 9.0)
     far = far[:, 0] if per_row else far
-    meter.add_policy(rollout, torch.arange(3), old, old, entropy, far, clipped, mask)
+    meter.add_policy(torch.arange(3), old, old, entropy, far, clipped, mask)
     results = meter.results()
     assert first == results["val/ratio_max_dev_first"] == 0.5
     # The second pass adds a squared distance of 0, and the same entropies again.
@@ -83,16 +83,6 @@ def test_the_metrics_of_the_policy_leave_out_padding_and_weigh_every_token_or_ro
     mean_ratio, share_clipped = by_row if per_row else by_token
     assert results["val/ratio"] == pytest.approx((mean_ratio + 9) / 2)
     assert results["policy/clipfrac_avg"] == pytest.approx(share_clipped)
-
-
-def test_each_lap_of_a_step_is_the_time_since_the_one_before(monkeypatch):
-    now = itertools.accumulate([100.0, 2.0, 5.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = Stopwatch(torch.device("cpu"))
-    watch.lap("rollout")
-    watch.lap("update")
-    monkeypatch.undo()
-    assert watch.laps == {"rollout": 2.0, "update": 5.0}
 
 
 def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant():
@@ -118,9 +108,16 @@ def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_
         "objective/non_score_reward": -0.5 * 4,
         "objective/rlhf_reward": ((10 - 0.5 * 6) + (4 - 0.5 * 2)) / 2,
     }
-    metrics = objective_metrics(scores, kl, logprobs, mask, kl_coef=0.5)
-    assert metrics == pytest.approx(expected)
-    unknown = objective_metrics(scores, None, logprobs, mask, kl_coef=0.5)
+    rollout = make_rollout([[1]] * 3, [[5, 6, EOS], [EOS], [5, 6]], extra_right=1)
+    assert torch.equal(rollout.completion_mask, mask)
+
+    def objective(kl):
+        meter = Meter(rollout)
+        meter.objective(scores, kl, logprobs, kl_coef=0.5)
+        return meter.results()
+
+    metrics, unknown = objective(kl), objective(None)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert unknown["objective/kl"] is None and unknown["objective/kl_token"] is None
     assert unknown["objective/non_score_reward"] == 0 and unknown["objective/rlhf_reward"] == 7
 
@@ -128,7 +125,9 @@ def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_
 def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_groups_as_0():
     nan = torch.nan
     assert is_flat(torch.tensor([[nan, 2.0], [nan, nan], [1.0, 2.0]])).tolist() == [[1], [1], [0]]
-    metrics = group_metrics(torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan]), 3)
+    meter = Meter(make_rollout([[1]], [[EOS]]))
+    meter.groups(torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan]), 3)
+    metrics = meter.known
     stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
     assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
     assert metrics["reward/frac_flat_groups"] == 0.5
@@ -137,10 +136,30 @@ def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_gro
 def test_lengths_count_eos_and_neither_prompt_nor_padding():
     completions = [[5, EOS], [6, 7, 8, 9, 10], [EOS], [5, 6, 7, EOS]]
     rollout = make_rollout([[1, 2, 3], [4], [1], [2, 2]], completions, extra_right=2)
-    metrics = rollout_metrics(rollout, {"time/rollout": 2.5, "time/update": 1.5})
+    meter = Meter(rollout)
+    metrics = meter.known
     assert (metrics["length/mean"], metrics["length/max"]) == (3, 5)
     assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.25, 3)
-    assert metrics["tokens_per_second"] == 3 and metrics["memory/peak_gb"] > 0.01
+    assert meter.num_tokens == 12
+
+
+def test_each_lap_of_a_step_is_the_time_since_the_one_before(monkeypatch):
+    now = itertools.accumulate([100.0, 2.0, 5.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    watch = SimpleNamespace(
+        config=SimpleNamespace(device="cpu"), laps={}, lap_started=time.perf_counter()
+    )
+    Run.lap(watch, "rollout")
+    Run.lap(watch, "update")
+    monkeypatch.undo()
+    assert watch.laps == {"rollout": 2.0, "update": 5.0}
+
+
+def test_the_speed_is_that_of_all_phases_of_a_step_together(make_job):
+    (step, _) = make_job(grpo)(num_steps=1, completions=8)
+    seconds = step["time/rollout"] + step["time/update"]
+    assert step["tokens_per_second"] == pytest.approx(8 * step["length/mean"] / seconds)
+    assert step["memory/peak_gb"] > 0.01
 
 
 # --- Warnings ---
@@ -291,7 +310,7 @@ def test_the_tool_prints_what_a_run_logs_of_the_same_model(evaluated, tmp_path, 
     printed = capsys.readouterr().out
     for name in ("eval/reward", "eval/accuracy"):
         assert f"{name} {metrics[name]:.3f}, greedy {metrics[f'{name}_greedy']:.3f}" in printed
-    assert f"pass@4 {metrics['eval/pass_at_k']:.3f}" in printed
+    assert f"eval/pass_at_k {metrics['eval/pass_at_k']:.3f}" in printed
     assert f"accuracy is {metrics['eval/accuracy_se']:.4f}" in printed
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     expected = [text for of_one in texts for text in of_one]

@@ -1,8 +1,10 @@
 """reward_model.py: the loss, a step and held-out accuracy by hand, and whole runs."""
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +15,15 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 import reward_model
 from plumbing.errors import Fault
-from plumbing.metrics import pair_warnings
 from plumbing.preferences import (
+    KEYS,
+    Pairs,
     RewardModel,
     evaluate_pairs,
     last_real_token,
+    pair_batches,
     pair_scores,
+    pair_warnings,
     reliability,
 )
 from reward_model import preference_loss
@@ -98,6 +103,19 @@ def by_hand(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
     return torch.stack([torch.stack([score(text) for text in part]) for part in texts])
 
 
+def padded(pairs: list[dict]) -> int:
+    """The tokens of a forward pass over these pairs, with its padding."""
+    return 2 * len(pairs) * max(len(pair[f"{key}_ids"]) for pair in pairs for key in KEYS)
+
+
+def test_a_pair_that_is_longer_than_a_micro_batch_is_one_alone():
+    lengths = [(1, 2), (9, 1), (1, 1), (2, 2), (2, 1)]
+    pairs = [{"chosen_ids": [1] * a, "rejected_ids": [1] * b} for a, b in lengths]
+    assert [len(part) for part in pair_batches(pairs, 8)] == [1, 1, 2, 1]
+    assert [len(part) for part in pair_batches(pairs, None)] == [5]
+    assert [len(part) for part in pair_batches(pairs[:1] * 300, None)] == [128, 128, 44]
+
+
 def test_metrics_and_gradient_of_a_step_are_those_by_hand_whatever_the_micro_batch(
     job, tmp_path, monkeypatch
 ):
@@ -105,7 +123,7 @@ def test_metrics_and_gradient_of_a_step_are_those_by_hand_whatever_the_micro_bat
     rows = [row | {"margin": margins[n % 5]} for n, row in enumerate(rows_of(20, seed=1))]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     judge = with_a_head(tmp_path / "judge", dropout=0.1)
-    gradients, sizes = [], []
+    gradients, parts = [], []
     clip, scores_of = torch.nn.utils.clip_grad_norm_, reward_model.pair_scores
 
     def noted_clip(parameters, most):
@@ -113,17 +131,19 @@ def test_metrics_and_gradient_of_a_step_are_those_by_hand_whatever_the_micro_bat
         return clip(parameters, most)
 
     def noted_scores(model, pairs, *args):
-        sizes.append(2 * len(pairs))
+        parts.append(pairs)
         return scores_of(model, pairs, *args)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     monkeypatch.setattr(reward_model, "pair_scores", noted_scores)
     first, last = job(
         model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "pairs.jsonl",
-        num_eval_pairs=12, num_steps=1, pairs_per_step=20, micro_batch_size=6,
+        num_eval_pairs=12, num_steps=1, pairs_per_step=20, micro_batch_tokens=60,
         center_rewards_coef=0.3,
     )  # fmt: skip
-    assert sizes == [6] * 6 + [4]  # rows: a pair is two of them
+    assert sum(map(len, parts)) == 20 and len(parts) > 3 and len({*map(len, parts)}) > 1
+    assert all(padded(part) <= 60 for part in parts), "a pair is two rows"
+    assert all(padded([*part, after[0]]) > 60 for part, after in itertools.pairwise(parts))
 
     model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
     a, b = by_hand(model, rows)
@@ -243,16 +263,23 @@ def test_an_evaluation_shows_what_length_alone_says_and_leaves_no_trace(tmp_path
     folder = with_a_head(tmp_path / "m", dropout=0.5)
     model = AutoModelForSequenceClassification.from_pretrained(folder).train()
     lengths = ((3, 1), (1, 2), (2, 2), (5, 2))
-    pairs = [{"chosen_ids": [1] * a, "rejected_ids": [2] * b} for a, b in lengths]
-    metrics, _, scores = evaluate_pairs(model, pairs, bf16=False, max_rows=4)
-    assert model.training and not scores.requires_grad
-    assert metrics["eval/longer_is_better"] == (2 + 0.5) / 4
-    s, n = scores[0] - scores[1], torch.tensor([2.0, -1, 0, 3]).double()
+    texts = {"prompt": "", "chosen": "", "rejected": "", "margin": 0.0}
+    rows = [texts | {"chosen_ids": [1] * a, "rejected_ids": [2] * b} for a, b in lengths]
+    config = SimpleNamespace(micro_batch_tokens=10, bf16=False, output_dir=tmp_path)
+    pairs = Pairs([], rows, letter_tokenizer())
+    graphs = []
+    model.score.register_forward_hook(lambda *args: graphs.append(args[-1].requires_grad))
+    found = evaluate_pairs(config, model, pairs)
+    assert model.training and graphs == [False] * 3
+    assert found.metrics["eval/longer_is_better"] == (2 + 0.5) / 4
+    margins = [r["score_chosen"] - r["score_rejected"] for r in found.records]
+    s, n = torch.tensor([margins, [2.0, -1, 0, 3]], dtype=torch.float64)
     expected = (s * n).sum() / ((s**2).sum() * (n**2).sum()).sqrt()
-    assert metrics["eval/length_correlation"] == pytest.approx(expected.item())
+    assert found.metrics["eval/length_correlation"] == pytest.approx(expected.item())
+    assert json.loads((tmp_path / "reliability.json").read_text()) == reliability(s)[0]
     model.score.weight.data.fill_(torch.nan)
     with pytest.raises(Fault, match="are not finite: lower --learning_rate"):
-        evaluate_pairs(model, pairs, bf16=False, max_rows=2)
+        evaluate_pairs(config, model, pairs)
 
 
 FINE = {"reward/mean": 0.0, "reward/accuracy": 0.7, "eval/loss": 0.5, "eval/length_correlation": 0}
