@@ -24,7 +24,7 @@ FLAGS = {"num_epochs": 2, "num_mini_batches": 2, "clip_range": 0.05}
 SHARED = """
 --num_steps=2 --prompts_per_step=4 --num_generations=3 --max_new_tokens=5 --temperature=1.5
 --kl_coef=0.3 --learning_rate=0.01 --warmup_steps=0 --max_grad_norm=0.8 --rollout_batch_size=6
---micro_batch_tokens=32 --eval_every=1 --sample_every=1 --num_eval_prompts=2 --device=cpu --seed=11
+--micro_batch_tokens=32 --eval_every=1 --num_eval_prompts=2 --device=cpu --seed=11
 """.split()
 RUNS = {  # the kind of loss: the flags in which its run differs
     "grpo": {},
@@ -40,7 +40,7 @@ RUNS = {  # the kind of loss: the flags in which its run differs
         "scale_rewards": "batch",
         "mask_truncated_completions": True,
     },
-    "gspo": {"importance_sampling_level": "sequence", "clip_range": 0.01},
+    "gspo": {"loss_type": "gspo", "clip_range": 0.01},
     "cispo": {"loss_type": "cispo"},
     "rloo": {"entropy_coef": 0.4},
 }
@@ -94,10 +94,8 @@ class Job:
         in_float64(patch, self.script)
         patch.setattr(self.script, "sample", sample_and_keep)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_keep)
-        advantages, loss = (
-            grpo.group_advantages,
-            grpo.grpo_loss,
-        )  # in float64; with a bound in reach
+        # In float64; with a bound in reach.
+        advantages, loss = grpo.group_advantages, grpo.grpo_loss
         patch.setattr(grpo, "group_advantages", lambda r, *args: advantages(r.double(), *args))
         patch.setattr(grpo, "grpo_loss", lambda *a, **k: loss(*a, **k | {"cispo_bound": 1.02}))
 
@@ -273,9 +271,8 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
 
 def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(job, naive):
     lines = [x for x in job.tokens if x["split"] == "train" and x["step"] == 1]
-    assert len(lines) == 8  # of 12 rows
-    for line in lines:
-        i = 3 * line["prompt_index"] + line["completion_index"]
+    assert [line["completion_index"] for line in lines] == list(range(8))  # of 12 rows
+    for i, line in enumerate(lines):
         row = job.rows[i]
         expected = {"old_logprobs": row.old, "ref_logprobs": row.ref, "kl": row.kl}
         expected |= {"advantages": [row.advantage], "score": [row.score]}

@@ -18,7 +18,7 @@ from common import ValueModel, disable_dropout, reference
 from plumbing import models
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values
-from plumbing.models import add_adapter, load_policy, load_tokenizer
+from plumbing.models import add_adapter, load_causal, load_tokenizer
 from plumbing.run import save_model as save_trained
 
 
@@ -136,7 +136,7 @@ def test_the_value_model_of_an_adapted_policy_trains_its_own_adapter_over_the_sa
 def test_an_adapter_is_trained_saved_and_trained_on_from_where_it_was(script, make_job, tmp_path):
     job, flags = make_job(script), {"num_epochs": 2, "num_eval_prompts": 3}
     lines = job(lora_r=4, num_steps=3, learning_rate=0.02, **flags)
-    first, second = job.folder / "model", tmp_path / "second"
+    first, second = job.folder / "adapter", tmp_path / "second"
     assert not (first / "model.safetensors").exists()
     lines2 = job(model=first, output_dir=second, **flags)
     assert lines2[0]["eval/reward"] == lines[-1]["eval/reward"]  # it starts where the first ended
@@ -144,8 +144,8 @@ def test_an_adapter_is_trained_saved_and_trained_on_from_where_it_was(script, ma
         assert x[0]["objective/kl"] == 0 and x[0]["val/ratio_max_dev_first"] < 1e-5
     assert lines[2]["objective/kl"] != 0
     base = AutoModelForCausalLM.from_pretrained(job.model)
-    for folder in (first, second / "model"):
-        saved = load_policy(str(folder)).unload()
+    for folder in (first, second / "adapter"):
+        saved = load_causal(str(folder)).unload()
         for p, q in zip(saved.parameters(), base.parameters(), strict=True):
             assert torch.equal(p, q)  # the base model never changes
 
@@ -155,7 +155,7 @@ def adapter(tmp_path, monkeypatch):
     """(A policy with a trained adapter, the folder where it is saved, seen from another one)."""
     save_model(tmp_path / "base", small_llama(), letter_tokenizer())
     monkeypatch.chdir(tmp_path)
-    policy = train(load_policy("base", lora_r=2)).eval()
+    policy = train(load_causal("base", lora_r=2)).eval()
     policy.save_pretrained("adapter")
     monkeypatch.chdir("/")
     return policy, tmp_path / "adapter"
@@ -163,8 +163,8 @@ def adapter(tmp_path, monkeypatch):
 
 def test_a_merged_model_says_the_same_without_the_adapter_which_trains_on(adapter, tmp_path):
     policy, before = adapter[0], logprobs(adapter[0])
-    save_trained(tmp_path, policy, letter_tokenizer(), merge_adapter=True)
-    merged, adapted = load_policy(str(tmp_path / "model")), load_policy(str(tmp_path / "adapter"))
+    save_trained(tmp_path, policy, letter_tokenizer())
+    merged, adapted = load_causal(str(tmp_path / "model")), load_causal(str(tmp_path / "adapter"))
     assert not isinstance(merged, PeftModel) and isinstance(adapted, PeftModel)
     assert torch.allclose(logprobs(merged), before, atol=1e-5)
     assert torch.equal(logprobs(adapted), before) and torch.equal(logprobs(policy), before)
@@ -193,16 +193,16 @@ def test_an_adapter_has_its_own_tokenizer_or_else_that_of_its_base(adapter):
 def test_an_adapter_at_fault_is_refused_in_one_line(file, content, message, adapter):
     (adapter[1] / file).write_text(content)
     with pytest.raises(InputError, match=message) as error:
-        load_policy(str(adapter[1]))
+        load_causal(str(adapter[1]))
     assert "\n" not in str(error.value)
 
 
 def test_a_second_adapter_and_a_missing_peft_are_refused(adapter, monkeypatch):
     with pytest.raises(InputError, match=r"--lora_r 4: .* holds an adapter already"):
-        load_policy(str(adapter[1]), lora_r=4)
+        load_causal(str(adapter[1]), lora_r=4)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match="adapters need peft: pip install peft"):
-        load_policy(str(adapter[1]))
+        load_causal(str(adapter[1]))
 
 
 # --- Loading ---
@@ -212,7 +212,7 @@ def test_a_checkpoint_in_bfloat16_is_trained_in_float32(tmp_path):
     """A step of AdamW at 1e-6 is lost in bfloat16 weights (NVIDIA-NeMo/Automodel#3444: at 6e-6)."""
     saved = small_gpt2().bfloat16()
     saved.save_pretrained(tmp_path)
-    for p, q in zip(load_policy(str(tmp_path)).parameters(), saved.parameters(), strict=True):
+    for p, q in zip(load_causal(str(tmp_path)).parameters(), saved.parameters(), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p, q.float())
 
 
@@ -235,6 +235,6 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_model_without_gradient_checkpointing_is_refused_in_one_line(small_model, monkeypatch):
     monkeypatch.setattr(type(small_model.base_model), "supports_gradient_checkpointing", False)
-    config = SimpleNamespace(gradient_checkpointing=True, bf16=False, compile=False)
+    config = SimpleNamespace(gradient_checkpointing=True, bf16=False)
     with pytest.raises(InputError, match=r"^--gradient_checkpointing: [^\n]*$"):
         models.set_up_training(config, small_model)

@@ -176,15 +176,13 @@ def test_the_losses_of_grpo_dr_grpo_and_dapo(verl, loss_type, high):
     )
 
 
-@pytest.mark.parametrize("loss_type", MODES)
-def test_the_loss_of_gspo_in_each_way_to_average(verl, loss_type):
+def test_the_loss_of_gspo(verl):
     """verl gives each token the gradient of its own log-prob times the ratio of the sequence
     (GSPO-token, eq. 14), which for one advantage per completion is that of eq. 5.
     """
-    options = {"clip_range": 0.2, "importance_sampling_level": "sequence", "max_new_tokens": T}
     equal_losses(
-        lambda p: grpo_loss(p, OLD, ADVANTAGES, MASK, loss_type=loss_type, **options)[0],
-        loss_of(verl, "gspo", MODES[loss_type]),
+        lambda p: grpo_loss(p, OLD, ADVANTAGES, MASK, clip_range=0.2, loss_type="gspo")[0],
+        loss_of(verl, "gspo", MODES["grpo"]),
         tolerance=1e-8,
     )
 
