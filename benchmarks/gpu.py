@@ -6,8 +6,8 @@
 
 In the order of what matters if the time runs out: do the tests pass on the device; how fast is a
 rollout, beside `model.generate` and the memory bandwidth; what do CUDA graphs and clear_cache
-change; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time goes. Each
-part runs in a process of its own, and is saved as soon as it is measured. One that fails
+change; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time goes.
+Each part runs in a process of its own, and is saved as soon as it is measured. One that fails
 leaves its error in the place of its figures.
 Models have random weights, so that nothing is downloaded and all completions have full length.
 """

@@ -46,7 +46,7 @@ SAMPLES, PROMPTS = 64, 256  # for the best of n
 
 
 def train_judge(size: int, seed: int, folder: Path) -> None:
-    """reward_model.py on so many pairs; folder/best is the model with the best held-out accuracy."""
+    """reward_model.py on so many pairs; folder/best is the model of the best evaluation."""
     import reward_model
     from plumbing import preferences
 

@@ -41,11 +41,11 @@ SYMPTOMS = COURSE / "symptoms.json"
 SMALL = "--num_eval_prompts 256 --device cpu"
 JOBS = {
     "ppo": f"{SMALL} --num_steps 25 --eval_every 25 --prompts_per_step 64 --gamma 0.95"
-    " --temperature 1.2 --whiten_rewards",
+    " --temperature 1.2",
     "grpo": f"{SMALL} --num_steps 50 --eval_every 50 --prompts_per_step 8 --kl_coef 0.05"
-    " --num_mini_batches 2 --temperature 1.2 --micro_batch_size 16",
+    " --num_mini_batches 2 --temperature 1.2 --micro_batch_tokens 64",
     "rloo": f"{SMALL} --num_steps 50 --eval_every 50 --prompts_per_step 16 --num_mini_batches 2"
-    " --temperature 1.2 --micro_batch_size 16",
+    " --temperature 1.2 --micro_batch_tokens 64",
 }
 # By their names in tests/mutations.py, those that somebody could have written, by the script in
 # which they show.
@@ -76,7 +76,7 @@ BUGS = {
     ],
 }  # fmt: skip
 # The other files in which a bug may lie.
-SHARED = ["common.py", "sampling.py", "plumbing/forward.py", "plumbing/inputs.py"]
+SHARED = ["common.py", "sampling.py", "plumbing/forward.py", "plumbing/models.py"]
 # Those of evaluations are left out: a short run has two of them, and two points make no curve.
 METRICS = [
     "objective/scores", "objective/kl", "policy/entropy_avg", "length/mean",

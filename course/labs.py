@@ -62,7 +62,7 @@ REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
 # Three steps of three updates on given completions. A whole rollout is a minibatch, so the order of
 # its rows, which a right solution may draw otherwise, changes nothing but rounding.
 FIRST = "--num_steps 3 --num_eval_prompts 8 --eval_every 3 --warmup_steps 0 --learning_rate 2e-4"
-FIRST += " --num_epochs 3 --num_mini_batches 1 --micro_batch_size 48"
+FIRST += " --num_epochs 3 --num_mini_batches 1 --micro_batch_tokens 256"
 FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 32 --num_generations 8"
 FIRST_FIGURES = "entropy_first kl policy_loss clipfrac approxkl grad_norm".split()
 
@@ -90,7 +90,8 @@ CONFIDENCE = 0.999  # one more run lies within the bounds of a figure so often
 class Variant:
     """A run: a script, its flags, and for a mistake what is done to the script's module. Or, where
     nothing is trained, a function from the seed to the figures. `judge` are flags of
-    reward_model.py, which then runs first: JUDGE in the flags of the script is its folder.
+    reward_model.py, which then runs first, on so many pairs: JUDGE in the flags of the script is
+    its folder.
     """
 
     label: str
@@ -99,6 +100,7 @@ class Variant:
     change: Callable[[ModuleType], None] | None = None
     measure: Callable[[int], dict[str, float]] | None = None
     judge: str = ""
+    pairs: int = 0
 
 
 @dataclass
@@ -140,12 +142,15 @@ def top_5(module: ModuleType) -> None:
 
 
 def forget_the_temperature(module: ModuleType) -> None:
-    original = module.completion_logprobs
+    in_the_update, of_the_rollout = module.completion_logprobs, module.rollout_logprobs
 
     def unscaled(model, rollout, temperature, *args, **options):
-        return original(model, rollout, 1.0, *args, **options)
+        return in_the_update(model, rollout, 1.0, *args, **options)
 
     module.completion_logprobs = unscaled
+    module.rollout_logprobs = lambda model, rollout, config: of_the_rollout(
+        model, rollout, replace(config, temperature=1.0)
+    )
 
 
 def take_eos_for_padding(module: ModuleType) -> None:
@@ -182,12 +187,17 @@ def one_slot_after(module: ModuleType) -> None:
 
 
 def leave_advantages_raw(module: ModuleType) -> None:
-    original = module.masked_whiten
+    module.masked_whiten = lambda x, mask: x
 
-    def whiten_rewards_only(x, mask, shift_mean=True):
-        return x if shift_mean else original(x, mask, shift_mean=False)
 
-    module.masked_whiten = whiten_rewards_only
+def whiten_rewards_too(module: ModuleType) -> None:
+    """Rewards divided by their deviation. They keep their mean: it says what to prefer."""
+    shape, whiten = module.shape_rewards, module.masked_whiten
+
+    def shape_rewards(scores, kl, mask, kl_coef):
+        return whiten(shape(scores, kl, mask, kl_coef), mask, shift_mean=False)
+
+    module.shape_rewards = shape_rewards
 
 
 def drop_the_ratio(module: ModuleType) -> None:
@@ -262,12 +272,12 @@ def sampled(seed: int, temperature: float, **options: object) -> tuple[Tensor, .
     """
     from plumbing.data import encode_prompts
     from plumbing.forward import completion_states
-    from plumbing.models import eos_token_ids, load_policy, load_tokenizer, logits_from
+    from plumbing.models import eos_token_ids, load_causal, load_tokenizer, logits_from
     from sampling import generate
     from tasks import add_prompts
 
     torch.set_num_threads(1)
-    policy, tokenizer = load_policy("tiny").eval(), load_tokenizer("tiny")
+    policy, tokenizer = load_causal("tiny").eval(), load_tokenizer("tiny")
     prompts = add_prompts()[0][:250]
     ids, mask = encode_prompts(tokenizer, prompts)
     rollout = generate(
@@ -358,10 +368,10 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     """
     from common import token_logprobs
     from grpo import group_advantages, grpo_loss
-    from plumbing.models import eos_token_ids, load_policy, load_tokenizer
+    from plumbing.models import eos_token_ids, load_causal, load_tokenizer
 
     logits, tokens, real, right, _ = sampled(seed, 3.0)
-    eos = eos_token_ids(load_policy("tiny"), load_tokenizer("tiny"))[0]
+    eos = eos_token_ids(load_causal("tiny"), load_tokenizer("tiny"))[0]
     logits.requires_grad_()
     logprobs = token_logprobs(logits / 3.0, tokens)
     advantages = group_advantages(right.float(), 8, scale_rewards)
@@ -437,10 +447,10 @@ def by_difficulty(scale_rewards: str, seed: int) -> dict[str, float]:
 
 def reward_steps(seed: int) -> dict[str, float]:
     """The figures of ten steps of reward_model.py."""
-    flags = "--num_steps 10 --num_pairs 640 --num_eval_pairs 256 --eval_every 10"
+    flags = "--num_steps 10 --num_eval_pairs 256 --eval_every 10"
     flags += " --warmup_steps 0 --learning_rate 2e-4"
     with tempfile.TemporaryDirectory() as folder:
-        start(module_of("reward_model"), flags, seed, Path(folder) / "run")
+        train_judge(640, flags, seed, Path(folder) / "run")
         lines = read(Path(folder) / "run" / "metrics.jsonl")
     steps = lines[:-1]
 
@@ -461,7 +471,7 @@ def reward_steps(seed: int) -> dict[str, float]:
 PASS_AT = (1, 4, 16, 64, 256)
 # What rloo.py does with the embedded model, for any folder; but 120 steps instead of 180.
 AS_EMBEDDED = """--task add --max_new_tokens 5 --num_steps 120 --prompts_per_step 64
---num_generations 4 --kl_coef 0.02 --rollout_batch_size 256 --micro_batch_size 256 --bf16 false
+--num_generations 4 --kl_coef 0.02 --rollout_batch_size 256 --micro_batch_tokens 4096 --bf16 false
 --num_eval_prompts 8 --eval_every 120"""
 LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
 LEARNT += " --eval_every 5"
@@ -629,7 +639,7 @@ EXPERIMENTS = {
         " what is learnt?",
         [
             Variant("advantages", "ppo", PPO),
-            Variant("both", "ppo", f"{PPO} --whiten_rewards"),
+            Variant("both", "ppo", PPO, whiten_rewards_too),
             Variant("neither", "ppo", PPO, leave_advantages_raw),
         ],
         ["accuracy", "grad_norm", "clipfrac"],
@@ -725,7 +735,7 @@ EXPERIMENTS = {
             Variant("no ratio", "grpo", REUSED, drop_the_ratio),
             Variant("not clipped", "grpo", f"{REUSED} --clip_range 1e6"),
             Variant("clipped", "grpo", REUSED),
-            Variant("GSPO", "grpo", f"{REUSED} --importance_sampling_level sequence"),
+            Variant("GSPO", "grpo", f"{REUSED} --loss_type gspo"),
             Variant("no ratio, rate / 4", "grpo", f"{REUSED} --learning_rate 2e-4", drop_the_ratio),
         ],
         ["accuracy", "approxkl", "clipfrac", "entropy"],
@@ -801,14 +811,13 @@ EXPERIMENTS = {
         ["entropy", "accuracy", "pass_at_8"],
         "policy/entropy_avg",
     ),
-    "importance_cap": Experiment(
+    "bfloat16": Experiment(
         5,
         "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
-        " and does a weight on its tokens mend what is learnt?",
+        " and does it change what is learnt?",
         [
             Variant("float32", "rloo", GROUPS),
             Variant("bfloat16", "rloo", f"{GROUPS} --bf16 true"),
-            Variant("bfloat16, cap 2", "rloo", f"{GROUPS} --bf16 true --importance_cap 2"),
         ],
         ["sampler_kl_x1000", "sampler_dev", "accuracy"],
     ),
@@ -828,7 +837,8 @@ EXPERIMENTS = {
                 f"{pairs} pairs, kl_coef {coef}",
                 "ppo",
                 f"{LEARNT} --kl_coef {coef}",
-                judge=f"--num_pairs {pairs} --num_steps 80 --num_eval_pairs 256 --eval_every 80",
+                judge="--num_steps 80 --num_eval_pairs 256 --eval_every 80",
+                pairs=pairs,
             )
             for pairs in (200, 5000)
             for coef in (0.01, 0.1)
@@ -906,6 +916,17 @@ def start(module: ModuleType, flags: str, seed: int, folder: Path) -> None:
         module.main([*shlex.split(flags), *options])
 
 
+def train_judge(pairs: int, flags: str, seed: int, folder: Path) -> None:
+    """Run reward_model.py on so many pairs of the embedded model's own samples."""
+    from plumbing import preferences
+
+    before, preferences.OWN_PAIRS = preferences.OWN_PAIRS, pairs
+    try:
+        start(module_of("reward_model"), flags, seed, folder)
+    finally:
+        preferences.OWN_PAIRS = before
+
+
 def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -947,7 +968,7 @@ def _run_variant(name: str, index: int, seed: int) -> tuple[dict[str, float], di
     with tempfile.TemporaryDirectory() as folder:
         if variant.judge:
             judge = Path(folder) / "judge"
-            start(module_of("reward_model"), variant.judge, seed, judge)
+            train_judge(variant.pairs, variant.judge, seed, judge)
             # How many held-out pairs it judges rightly.
             figures["judge"] = read(judge / "metrics.jsonl")[-1]["eval/accuracy"]
             flags = flags.replace("JUDGE", shlex.quote(str(judge)))

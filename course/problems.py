@@ -114,7 +114,7 @@ PROBLEMS = [
             " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
             "All in evaluation mode and without gradients. Decoder takes the repeated prompts;"
             " prefill() gives the first logits, rows says which rows are left, step() reads what"
-            " they drew and whether it ends them. Without it, model_inputs of plumbing/inputs.py"
+            " they drew and whether it ends them. Without it, model_inputs of plumbing/models.py"
             " makes the positions from the mask.",
             "Repeat each prompt num_generations times; take a uniform number for each row and token"
             " from the given generator; at each step draw() a token for the rows that are left and"
@@ -168,10 +168,9 @@ PROBLEMS = [
         "ppo_loop", 5, "ppo.py", "main", "PPO: rewards and advantages in the loop",
         (
             "Shape the rewards from scores and KL, then advantages and returns.",
-            "Rewards are whitened only where asked for and without shifting their mean; advantages"
-            " are whitened always, returns never.",
-            "shape_rewards; masked_whiten for whiten_rewards; gae; masked_whiten of the"
-            " advantages.",
+            "The advantages are whitened, the returns aren't: the value model must learn the real"
+            " rewards.",
+            "shape_rewards; gae with gamma and lam; masked_whiten of the advantages.",
         ),
         steps=("4",),
     ),
@@ -180,7 +179,7 @@ PROBLEMS = [
         (
             "The group's mean is the baseline. It is divided by the standard deviation of the group"
             " or of the batch plus 1e-4, or not at all.",
-            "Rewards may be NaN: nanmean and the helper for the standard deviation leave them out."
+            "Rewards may be NaN: nanmean and nansum leave them out, count those that are known."
             " Equal rewards must give exactly 0: in float64 their mean is exact.",
             "Refuse groups of one with a ValueError; convert to float64; reshape to (N, G); take"
             " the group's mean off; divide by the standard deviation of the group or the batch plus"
@@ -190,45 +189,44 @@ PROBLEMS = [
     Problem(
         "grpo_loss", 8, "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
         (
-            "A loss per token, then one of four ways to average it over the minibatch. grpo: over"
-            " the tokens of each completion, then over the completions; dapo and cispo: over all"
-            " tokens; dr_grpo: the sum over rows times max_new_tokens. cispo takes -A * min(ratio,"
-            " cispo_bound) * logprobs, its weight without gradient, for the clipped surrogate.",
-            "importance_ratio gives the ratio at either level; the counts come from the whole"
-            " minibatch, so that shares of micro-batches add up. The clip decides at a token as in"
-            " PPO; for cispo where the bound is below the ratio, and A isn't 0.",
+            "A loss per token, then one of three ways to average it over the minibatch. grpo and"
+            " gspo: over the tokens of each completion, then over the completions; dapo and cispo:"
+            " over all tokens; dr_grpo: the sum over rows times max_new_tokens. cispo takes"
+            " -A * min(ratio, cispo_bound) * logprobs, its weight without gradient, for the clipped"
+            " surrogate.",
+            "importance_ratio gives the ratio: at the level of the sequence for gspo, of the token"
+            " else. The counts come from the whole minibatch, so that shares of micro-batches add"
+            " up. The clip decides at a token as in PPO; for cispo where the bound is below the"
+            " ratio, and A isn't 0.",
             "Per token: the clipped surrogate, or that of cispo; plus kl_coef * k3; 0 off the mask."
-            " Then: grpo the mean of each row, summed, over num_rows; dapo and cispo the sum over"
-            " num_tokens; dr_grpo the sum over num_rows * max_new_tokens. Return it with the mask"
-            " of the clip.",
+            " Then: grpo and gspo the mean of each row, summed, over num_rows; dapo and cispo the"
+            " sum over num_tokens; dr_grpo the sum over num_rows * max_new_tokens. Return it with"
+            " the mask of the clip.",
         ),
     ),
     Problem(
         "grpo_loop", 9, "grpo.py", "main", "GRPO: the update in the loop",
         (
-            "The learning rate rises, then falls linearly; each epoch is a new order of the rows,"
-            " cut into minibatches, each of them one optimiser step over micro-batches. The loops"
-            " and the metrics are there: fill in what they need.",
+            "First set_learning_rate. Each epoch is a new order of the rows, cut into minibatches,"
+            " each of them one optimiser step over micro-batches. The loops and the metrics are"
+            " there: fill in what they need.",
             "Gradients of micro-batches add up, so zero them after the step alone; the shares need"
-            " the counts of the whole minibatch. Where there are no old log-probs, they are the new"
-            " ones, without gradient.",
+            " the counts of the whole minibatch. With a single update per rollout the old log-probs"
+            " are the new ones, without gradient.",
             "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
-            " grpo_loss, its loss_options, the rows of ref_logprobs where there are any, num_rows"
-            " and num_tokens.",
+            " grpo_loss, the rows of ref_logprobs where there are any, num_rows and num_tokens.",
         ),
         steps=("5",),
     ),
     Problem(
         "rloo_advantages", 4, "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
         (
-            "The baseline of a completion is the mean reward of its siblings. normalize divides the"
-            " advantages by their standard deviation over the batch plus 1e-4.",
-            "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling, and"
-            " has no part in the standard deviation.",
+            "The baseline of a completion is the mean reward of its siblings.",
+            "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling.",
             "Refuse groups of one with a ValueError; convert to float64; reshape to (N, G); the"
             " baseline is (nansum - own) over (number of known - 1, at least 1), the advantage the"
-            " reward less it; 0 where the reward is NaN or has no sibling; with normalize divide by"
-            " the standard deviation over the known rewards plus 1e-4; flatten; back to float32.",
+            " reward less it; 0 where the reward is NaN or has no sibling; flatten; back to"
+            " float32.",
         ),
     ),
     Problem(
@@ -245,9 +243,11 @@ PROBLEMS = [
         "rloo_loop", 4, "rloo.py", "main", "RLOO: rewards and advantages in the loop",
         (
             "In RLOO the KL is part of the reward, summed over the completion.",
-            "The order matters: the score is clipped, the KL is not.",
-            "kl by k1 where there is a reference, None else; rloo_rewards makes rewards of scores"
-            " and KL; rloo_advantages, with normalize where asked for.",
+            "Its estimate is k1, and (B, T): the reward is (B,). Where kl_coef is 0 there is no"
+            " reference, and the reward is the score.",
+            "kl by k1 where kl_coef is above 0; the rewards are the scores less kl_coef times the"
+            " sum of a row of kl; then rloo_advantages; has_gradient is True where the advantage"
+            " isn't 0, and everywhere if kl_coef or entropy_coef is above 0; on the CPU.",
         ),
         steps=("4",),
     ),
@@ -264,7 +264,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "last_real_token", 3, "plumbing/reward_models.py", "last_real_token",
+        "last_real_token", 3, "plumbing/preferences.py", "last_real_token",
         "reward models: where a text is scored",
         (
             "The mask says where it is, the ids don't: pad may be a token that the text has as"
@@ -339,8 +339,8 @@ def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
     return spans
 
 
-# Of a step these are no part of its solution: metrics, the stopwatch, the memory between phases.
-GIVEN = re.compile(r"(meter|watch|run)\.|meter = Meter\(|clear_cache\(")
+# Of a step these are no part of its solution: metrics, times, the memory between phases.
+GIVEN = re.compile(r"(meter|run)\.|meter = Meter\(|clear_cache\(")
 
 
 def _holes(source: str, body: list[ast.stmt]) -> list[tuple[int, int]]:

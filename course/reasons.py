@@ -8,8 +8,8 @@ REASONS = {
     ),
     "whitening divides by the variance": (
         "Values are divided by the variance and not by its root. Where the deviation is below "
-        "1 that makes them larger: --whiten_rewards blows the rewards up, the returns grow "
-        "with them, and the squared error of the value model by the square."
+        "1 that makes them larger, where it is above 1 smaller: the policy's steps have "
+        "another length than they should have."
     ),
     "whitening shifts the mean the wrong way": (
         "Advantages keep their mean, and rewards, which should keep it, lose it. The loss at "
