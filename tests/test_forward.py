@@ -11,7 +11,7 @@ from small import EOS, IN_GROUPS, RAGGED, make_rollout, more_padding, small_gpt2
 from torch import Tensor
 from transformers import masking_utils
 
-from common import Rollout, ValueModel
+from common import Rollout, ValueModel, token_logprobs
 from plumbing import forward
 from plumbing.forward import (
     completion_logprobs,
@@ -282,3 +282,17 @@ def test_a_thread_is_told_nothing_of_another_ones_mask_and_nothing_of_it_stays(m
         with pytest.raises(ZeroDivisionError):
             started[0].result()
     assert masking_utils._ignore_causal_mask_sdpa is before
+
+
+def test_under_autocast_the_logits_are_not_rounded_before_the_softmax(small_model):
+    """Large logits show it: rounded to bfloat16 they put log-probs about .1 off."""
+    with torch.no_grad():
+        small_model.get_output_embeddings().weight.mul_(30)
+    states = []
+    small_model.base_model.register_forward_hook(lambda _, __, out: states.append(out[0]))
+    logprobs, _ = completion_logprobs(small_model, RAGGED[:1], 1.0, bf16=True)
+    hidden = states[-1][0, -RAGGED.completion_mask[0].sum() :].float()
+    logits = small_model.get_output_embeddings()(hidden)
+    tokens = RAGGED.tokens[0, -RAGGED.completion_mask.shape[1] :][: len(hidden)]
+    expected = token_logprobs(logits, tokens)
+    assert torch.allclose(logprobs[0, : len(hidden)], expected, atol=1e-3)
