@@ -393,7 +393,7 @@ def test_rewarded_and_trained_on_are_the_sampled_tokens_up_to_the_first_eos(
 def test_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothing(
     make_job, early_stopper, monkeypatch
 ):
-    """The derivative of the loss by the loss of each token, in micro-batches of two sizes."""
+    """The derivative of the loss by the loss of each token, in micro-batches of several sizes."""
     terms, masks = [], []
 
     def keep_term(result, *args) -> None:
@@ -406,13 +406,15 @@ def test_in_ppo_every_token_of_a_minibatch_weighs_the_same_and_padding_nothing(
 
     watch(monkeypatch, ppo, "policy_loss", keep_term)
     watch(monkeypatch, ppo, "completion_values", keep_mask)
-    flags = FLAGS | {"num_mini_batches": 2, "micro_batch_size": 3}
+    flags = FLAGS | {"num_mini_batches": 2, "micro_batch_tokens": 30}
     make_job(ppo)(model=early_stopper, completions=16, **flags)
-    assert [len(mask) for mask in masks] == [3, 3, 2] * 2
-    for i in (0, 3):
-        num_tokens = torch.cat(masks[i : i + 3]).sum()
+    sizes = [len(mask) for mask in masks]
+    half = next(i for i in range(len(sizes)) if sum(sizes[:i]) == 8)  # of two minibatches
+    assert len(set(sizes)) > 1 and sum(sizes) == 16 and half > 1
+    for part in (slice(half), slice(half, None)):
+        num_tokens = torch.cat(masks[part]).sum()
         assert num_tokens < 8 * 6, "no row ended early: nothing is padded"
-        for term, mask in zip(terms[i : i + 3], masks[i : i + 3], strict=True):
+        for term, mask in zip(terms[part], masks[part], strict=True):
             assert torch.allclose(term.grad, mask / num_tokens)
 
 
