@@ -254,8 +254,8 @@ def _score_tokens(
     model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
 ) -> Tensor:
     """Log-probs and entropies (2, n), the entropies without gradient unless `entropy_grad`."""
-    # The head in float32: logits rounded to bfloat16 put log-probs .001 to .002 nats off on average,
-    # and .1 and more where logits are large. On CUDA the head stays in bfloat16: there a float32
+    # The head in float32. Logits rounded to bfloat16 put log-probs .001 to .002 nats off on average
+    # and .1 or more where logits are large. On CUDA the head stays in bfloat16: there a float32
     # product takes many times as long.
     on_cuda = hidden.device.type == "cuda"
     with contextlib.nullcontext() if on_cuda else torch.autocast(hidden.device.type, enabled=False):
