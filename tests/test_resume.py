@@ -25,9 +25,8 @@ FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread 
 --eval_every 2 --save_every 2 --learning_rate 1e-2 --warmup_steps 2 --device cpu --bf16 false
 --output_dir run""".split()
 LORA, DROPOUT = ["--lora_r", "2"], ["--disable_dropout", "false"]
-FREE = """resume overwrite output_dir device num_steps eval_every save_every sample_every save_best
-tensorboard wandb micro_batch_size micro_batch_tokens rollout_batch_size gradient_checkpointing
-compile record_tokens""".split()
+FREE = """resume overwrite output_dir device eval_every save_every report_to micro_batch_tokens
+rollout_batch_size gradient_checkpointing""".split()
 
 
 @pytest.fixture
@@ -108,14 +107,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert said[0] == said[1] + said[2] and len(said[0]) > 4
 
 
-def test_a_resumed_run_that_is_done_changes_nothing_and_more_steps_make_it_longer(run):
+def test_a_resumed_run_that_is_done_changes_nothing_and_gets_no_more_steps(run):
     run(ppo)
     before = records("run"), contents("run/model")
     assert run(ppo, "--resume")[0] == 0
     assert (records("run"), contents("run/model")) == before
-    assert run(ppo, "--resume", "--num_steps", "8")[0] == 0
-    assert [x["step"] for x in records("run")] == list(range(9))
-    assert records("run")[:6] == before[0][:6]
+    code, text = run(ppo, "--resume", "--num_steps", "8")  # whose learning rate falls more slowly
+    assert code == 2 and "--num_steps 8: the run in run has 6" in text
+    assert (records("run"), contents("run/model")) == before
 
 
 def test_resume_without_a_checkpoint_says_so_and_starts_in_place(run):
@@ -156,8 +155,9 @@ def test_a_resumed_run_may_change_where_and_how_it_runs_and_nothing_that_it_comp
 def test_a_command_that_is_refused_leaves_the_run_that_is_there_as_it_is(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # the last check of all
     run(ppo)
-    for flags in ("--resume --num_steps 2", "--overwrite --wandb", "--resume --wandb"):
-        if flags == "--resume --wandb":  # what is there is the start of a run
+    tracked = "--report_to wandb"
+    for flags in ("--resume --num_steps 2", f"--overwrite {tracked}", f"--resume {tracked}"):
+        if flags == f"--resume {tracked}":  # what is there is the start of a run
             shutil.rmtree("run/checkpoint")
         before = contents(".")
         code, text = run(ppo, *flags.split())
@@ -310,11 +310,11 @@ def test_a_checkpoint_that_cannot_be_used_is_named_and_nothing_of_it_is_run(run)
         "is damaged (Weights only load failed": state | {"step": Bad()},
         "has no 'warned'": {name: x for name, x in state.items() if name != "warned"},
         "the run was on another kind of device, see --device": state
-        | {"generators": state["generators"] | {"sampler": sampler}},
+        | {"generators": [state["generators"][0], sampler]},
     }
     for message, case in cases.items():
         path.write_bytes(case) if isinstance(case, bytes) else write_state(path, case)
         before = contents(".")
-        code, text = run(ppo, "--num_steps", "2", "--resume")
+        code, text = run(ppo, "--num_steps", "1", "--resume")
         assert code == 2 and message in text, text
         assert contents(".") == before and not Path("was_run").exists()
