@@ -17,7 +17,7 @@ import reward_model
 import rloo
 from plumbing.config import TRL_NAMES, parse_flags
 from plumbing.data import decode, encode_prompts
-from plumbing.models import load_policy, load_tokenizer
+from plumbing.models import load_causal, load_tokenizer
 from sampling import generate
 from tasks import add_prompts
 from tools import evaluate, inspect_reward
@@ -100,7 +100,10 @@ def imports(path: Path, in_functions: bool = True) -> set[str]:
 def test_no_import_leads_in_a_circle_and_common_imports_nothing_of_ours():
     files = [f for folder in ("", "plumbing/", "tools/") for f in REPOSITORY.glob(f"{folder}*.py")]
     ours = {".".join(f.relative_to(REPOSITORY).with_suffix("").parts): f for f in files}
-    graph = {name: imports(file) & set(ours) for name, file in ours.items()}
+    # data.py loads a reward model in the function that needs one; that alone points upwards.
+    graph = {name: imports(file, in_functions=False) & set(ours) for name, file in ours.items()}
+    late = imports(ours["plumbing.data"]) & set(ours) - graph["plumbing.data"]
+    assert late == {"plumbing.preferences"}
     assert graph["common"] == set() and "common" in graph["ppo"]
     list(graphlib.TopologicalSorter(graph).static_order())
 
@@ -108,9 +111,10 @@ def test_no_import_leads_in_a_circle_and_common_imports_nothing_of_ours():
 def test_the_core_needs_torch_transformers_numpy_and_tqdm_alone():
     needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
     assert needed == {"torch", "transformers", "numpy", "tqdm"}
-    files = [*REPOSITORY.glob("*.py"), *REPOSITORY.glob("plumbing/*.py")]
+    files = [f for folder in ("", "plumbing/", "tools/") for f in REPOSITORY.glob(f"{folder}*.py")]
     found = {name.split(".")[0] for file in files for name in imports(file, in_functions=False)}
-    assert found - {file.stem for file in files} - sys.stdlib_module_names == {*needed, "plumbing"}
+    ours = {"plumbing", "tools"} | {file.stem for file in files}
+    assert found - ours - sys.stdlib_module_names == needed
 
 
 # --- The embedded model ---
@@ -119,7 +123,7 @@ def test_the_core_needs_torch_transformers_numpy_and_tqdm_alone():
 def test_the_embedded_model_is_small_and_forgets_to_carry_from_the_units():
     assert sum(path.stat().st_size for path in (REPOSITORY / "tiny").iterdir()) <= 3e6
     rows = add_prompts()[1][:300]
-    policy, tokenizer = load_policy("tiny"), load_tokenizer("tiny")
+    policy, tokenizer = load_causal("tiny"), load_tokenizer("tiny")
     ids, mask = encode_prompts(tokenizer, rows)
     options = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": 0}
     rollout = generate(policy, ids, mask, max_new_tokens=5, top_k=1, **options)
@@ -142,7 +146,8 @@ METRICS = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
 OF_OTHERS = {"strict", "no-deps", "help"}  # of mkdocs, of pip, of every parser
 GONE = """importance_cap whiten_rewards value_init reward_clip_range normalize_advantages compile
 micro_batch_size save_best merge_adapter record_tokens sample_every digits num_pairs label_noise
-prompt_column subset split eval_split importance_sampling_level cispo_bound to max_steps""".split()
+prompt_column subset split eval_split importance_sampling_level cispo_bound tensorboard
+wandb""".split()
 
 
 def test_every_link_of_a_page_leads_to_a_file():
@@ -157,13 +162,15 @@ def test_every_link_of_a_page_leads_to_a_file():
 
 def test_every_flag_that_a_page_names_is_one_of_a_script_or_tool():
     known = {f.name for script in LOOPS.values() for f in dataclasses.fields(script.Config)}
-    known |= {*TRL_NAMES, *OF_OTHERS, *GONE}
+    known |= {*TRL_NAMES, *OF_OTHERS}
     for folder in ("tools", "benchmarks", "course", "tests"):
         for program in (REPOSITORY / folder).rglob("*.py"):
             known |= set(re.findall(r"\"--([\w-]+)\"", program.read_text(encoding="utf-8")))
     for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]:
         named = set(re.findall(r"(?<![\w-])--(\w[\w-]*)", page.read_text(encoding="utf-8")))
-        assert named <= known, f"{page.name}: {named - known}"
+        known_here = {*known, *GONE} if page.name == "running.md" else known
+        assert named <= known_here, f"{page.name}: {named - known_here}"
+    assert not known & set(GONE)
 
 
 @pytest.mark.parametrize(
