@@ -93,9 +93,16 @@ class Task:
 
 
 def load_task(
-    config: Any, tasks: ModuleType, policy: PreTrainedModel, tokenizer: Tokenizer
+    config: Any,
+    tasks: ModuleType,
+    policy: PreTrainedModel,
+    tokenizer: Tokenizer,
+    heldout_only: bool = False,
 ) -> Task:
-    """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError."""
+    """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError.
+
+    heldout_only: none is trained on, and with --eval_prompts the task's own needn't suit the flags.
+    """
     if config.task not in tasks.TASKS:
         nearest = difflib.get_close_matches(str(config.task), tasks.TASKS, n=1)
         known = ", ".join(tasks.TASKS) + (f"; did you mean {nearest[0]}?" if nearest else "")
@@ -103,6 +110,8 @@ def load_task(
     chat = tokenizer.chat_template is not None
     task = tasks.TASKS[config.task](chat)
     task.tokenizer, task.config = tokenizer, config
+    if heldout_only:
+        task.train, task.heldout = [], [] if config.eval_prompts else task.heldout
     has_own_reward = bool(config.reward or config.reward_model)
     _load_prompts(config, task, has_own_reward, chat)
     if has_own_reward:
@@ -123,9 +132,9 @@ def load_task(
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
-    if not task.train or not task.heldout:
+    if not (task.train or heldout_only) or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
-    if chat and isinstance(task.train[0]["prompt"], str):
+    if chat and isinstance((task.train or task.heldout)[0]["prompt"], str):
         print(
             "The prompts are plain text, so the model's chat template is not used."
             ' --system_prompt "" makes messages of them.'

@@ -130,6 +130,15 @@ def test_evaluate_prints_what_a_run_logs_of_the_same_model(model, tmp_path, caps
         evaluate.main([*flags, "--output", str(out)])
 
 
+def test_evaluate_takes_a_column_that_the_prompts_of_the_task_lack(model, tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"question": "x"}\n{"question": "yy"}\n')
+    template = "--prompt_template {question} --reward brevity --max_new_tokens 4"
+    flags = f"--model {model} --eval_prompts {tmp_path}/q.jsonl --device cpu {template}"
+    evaluate.main(flags.split())
+    printed = capsys.readouterr().out
+    assert "2 prompts: eval/reward -0.0" in printed and "yy \N{RIGHTWARDS ARROW} " in printed
+
+
 # --- outgrow.py: the same job for verl ---
 
 

@@ -43,7 +43,7 @@ def main(args: list[str] | None = None) -> None:
     if config.output and Path(config.output).exists():  # said now, not after the work is done
         raise InputError(f"--output {config.output}: is there already")
     model, tokenizer = load_policy(config)
-    task = load_task(config, tasks, model, tokenizer)
+    task = load_task(config, tasks, model, tokenizer, heldout_only=True)
     found = evaluate(config, model, task, sampling_options(config, model, tokenizer))
     metrics, count = found.metrics, min(config.num_eval_prompts, len(task.heldout))
     print(f"{count} prompts: {headline(0, found.headline, metrics, metrics)}")
