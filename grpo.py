@@ -43,7 +43,7 @@ from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty, replace_flat_groups
-from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
+from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs, to
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
@@ -236,7 +236,7 @@ def main(args: list[str] | None = None) -> None:
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
             meter = Meter(rollout)
             for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-                num_tokens = mask[mini_batch].sum().clamp(min=1)
+                num_tokens = mask[to(mask.device, mini_batch)].sum().clamp(min=1)
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows, part in micro_batches(
