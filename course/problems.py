@@ -177,13 +177,14 @@ PROBLEMS = [
     Problem(
         "group_advantages", 5, "grpo.py", "group_advantages", "GRPO: advantages in the group",
         (
-            "The group's mean is the baseline. It is divided by the standard deviation of the group"
-            " or of the batch plus 1e-4, or not at all.",
+            "The group's mean is the baseline. The difference is divided by the standard deviation"
+            " of the group or of the batch plus 1e-4, by the group's mean, or not at all.",
             "Rewards may be NaN: nanmean and nansum leave them out, count those that are known."
-            " Equal rewards must give exactly 0: in float64 their mean is exact.",
-            "Refuse groups of one with a ValueError; convert to float64; reshape to (N, G); take"
-            " the group's mean off; divide by the standard deviation of the group or the batch plus"
-            " 1e-4, or not at all; 0 where the reward is NaN; flatten; back to float32.",
+            " Equal rewards must give exactly 0, whatever rounding does: is_flat finds them.",
+            "Refuse groups of one with a ValueError; reshape to (N, G), at least float32; take the"
+            " group's mean off, and fill flat groups with 0; divide by the standard deviation of"
+            " the group or the batch plus 1e-4, by the mean (refuse rewards below 0 by an"
+            " InputError), or not at all; 0 where it is NaN; flatten.",
         ),
     ),
     Problem(
@@ -223,10 +224,10 @@ PROBLEMS = [
         (
             "The baseline of a completion is the mean reward of its siblings.",
             "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling.",
-            "Refuse groups of one with a ValueError; convert to float64; reshape to (N, G); the"
+            "Refuse groups of one with a ValueError; reshape to (N, G), at least float32; the"
             " baseline is (nansum - own) over (number of known - 1, at least 1), the advantage the"
-            " reward less it; 0 where the reward is NaN or has no sibling; flatten; back to"
-            " float32.",
+            " reward less it; 0 in a group that is_flat, which one with a single known reward is,"
+            " and where the reward is NaN; flatten.",
         ),
     ),
     Problem(
