@@ -43,7 +43,7 @@ from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty, replace_flat_groups
-from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs, to
+from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
@@ -186,6 +186,7 @@ def main(args: list[str] | None = None) -> None:
     sampling = sampling_options(config, policy, tokenizer)
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
+    has_bonus = config.entropy_coef > 0  # for entropy; off by default
     # With a single update per rollout, the old log-probs are those that the update computes: so
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
@@ -225,7 +226,9 @@ def main(args: list[str] | None = None) -> None:
             advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
-            # Other rows need no forward pass. Moved once, before the device has work to do.
+            # What is read on the CPU is moved once, before the device has other work to do.
+            lengths = mask.sum(1).cpu()  # (B,) tokens
+            # Only these rows need a forward pass in the update.
             has_gradient = ((advantages != 0) | (config.kl_coef + config.entropy_coef > 0)).cpu()
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
@@ -236,18 +239,14 @@ def main(args: list[str] | None = None) -> None:
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
             meter = Meter(rollout)
             for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-                num_tokens = mask[to(mask.device, mini_batch)].sum().clamp(min=1)
+                num_tokens = lengths[mini_batch].sum().clamp(min=1)
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows, part in micro_batches(
                     rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
                 ):
                     logprobs, entropy = completion_logprobs(
-                        policy,
-                        part,
-                        config.temperature,
-                        bf16=config.bf16,
-                        entropy_grad=config.entropy_coef > 0,
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
                     )
                     if single_update:
                         old_logprobs[rows] = logprobs.detach()
@@ -276,9 +275,8 @@ def main(args: list[str] | None = None) -> None:
                     meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
                 # The gradient of the whole minibatch is there: one optimiser step.
-                meter.end_mini_batch(
-                    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                )
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -288,17 +286,8 @@ def main(args: list[str] | None = None) -> None:
             meter.objective(scores, kl, old_logprobs, config.kl_coef)
             meter.groups(scores, G, num_dropped)
             run.log(step, meter, episode=(step + 1) * B)
-            run.show(
-                step,
-                prompts,
-                texts,
-                scores,
-                meter,
-                old_logprobs=old_logprobs,
-                ref_logprobs=ref_logprobs,
-                kl=kl,
-                advantages=advantages,
-            )
+            columns = {"ref_logprobs": ref_logprobs, "advantages": advantages}
+            run.show(step, prompts, texts, scores, meter, columns)
             clear_cache()  # and that of the update
 
 

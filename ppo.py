@@ -153,6 +153,7 @@ def main(args: list[str] | None = None) -> None:
     # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
     B = config.prompts_per_step * config.num_generations  # completions per step
+    has_bonus = config.entropy_coef > 0  # for entropy; off by default
     models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
     with Run(config, task, models, optimizer, generators) as run:
@@ -183,6 +184,7 @@ def main(args: list[str] | None = None) -> None:
             rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
             advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
             advantages = masked_whiten(advantages, mask)
+            lengths = mask.sum(1).cpu()  # (B,) tokens; moved before the device has other work to do
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
@@ -195,14 +197,10 @@ def main(args: list[str] | None = None) -> None:
                 # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
                 # gradient: the sum is the same whatever b is. Its tensors are (b, T).
                 parts = micro_batches(rollout, mini_batch, max_tokens=config.micro_batch_tokens)
-                num_tokens = sum(mask[rows].sum() for rows, _ in parts)
+                num_tokens = lengths[mini_batch].sum()
                 for rows, part in parts:
                     logprobs, entropy = completion_logprobs(
-                        policy,
-                        part,
-                        config.temperature,
-                        bf16=config.bf16,
-                        entropy_grad=config.entropy_coef > 0,
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
                     )
                     values = completion_values(value_model, part, bf16=config.bf16)
                     old, m = old_logprobs[rows], mask[rows]
@@ -224,9 +222,8 @@ def main(args: list[str] | None = None) -> None:
                     meter.add("val/clipfrac_avg", vf_clipped, m)
 
                 # The gradient of the whole minibatch is there: one optimiser step.
-                meter.end_mini_batch(
-                    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                )
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -235,20 +232,9 @@ def main(args: list[str] | None = None) -> None:
             kl = kl if config.kl_coef > 0 else None  # unknown without a reference
             meter.objective(scores, kl, old_logprobs, config.kl_coef)
             run.log(step, meter, episode=(step + 1) * B)
-            run.show(
-                step,
-                prompts,
-                texts,
-                scores,
-                meter,
-                old_logprobs=old_logprobs,
-                ref_logprobs=ref_logprobs,
-                kl=kl,
-                rewards=rewards,
-                values=old_values,
-                advantages=advantages,
-                returns=returns,
-            )
+            columns = {"ref_logprobs": ref_logprobs, "rewards": rewards, "values": old_values}
+            columns |= {"advantages": advantages, "returns": returns}
+            run.show(step, prompts, texts, scores, meter, columns)
             clear_cache()  # and that of the update
 
 

@@ -36,7 +36,7 @@ from common import (
 )
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
-from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs, to
+from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
@@ -124,6 +124,7 @@ def main(args: list[str] | None = None) -> None:
     sampling = sampling_options(config, policy, tokenizer)
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
+    has_bonus = config.entropy_coef > 0  # for entropy; off by default
     # With a single update per rollout, the old log-probs are those that the update computes: so
     # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
@@ -157,8 +158,10 @@ def main(args: list[str] | None = None) -> None:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
                 rewards = scores - config.kl_coef * kl.sum(1)
             advantages = rloo_advantages(rewards, G)  # (B,)
-            # Other rows need no forward pass. Moved once, before the device has work to do.
-            has_gradient = ((advantages != 0) | (config.entropy_coef > 0)).cpu()  # (B,)
+            # What is read on the CPU is moved once, before the device has other work to do.
+            lengths = mask.sum(1).cpu()  # (B,) tokens
+            # Only these rows need a forward pass in the update.
+            has_gradient = ((advantages != 0) | has_bonus).cpu()  # (B,)
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
@@ -168,18 +171,14 @@ def main(args: list[str] | None = None) -> None:
             orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
             meter = Meter(rollout)
             for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-                num_tokens = mask[to(mask.device, mini_batch)].sum().clamp(min=1)
+                num_tokens = lengths[mini_batch].sum().clamp(min=1)
                 # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
                 # the sum is the same whatever b is. Its tensors are (b, T).
                 for rows, part in micro_batches(
                     rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
                 ):
                     logprobs, entropy = completion_logprobs(
-                        policy,
-                        part,
-                        config.temperature,
-                        bf16=config.bf16,
-                        entropy_grad=config.entropy_coef > 0,
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
                     )
                     if single_update:
                         old_logprobs[rows] = logprobs.detach()
@@ -201,9 +200,8 @@ def main(args: list[str] | None = None) -> None:
                     meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
                 # The gradient of the whole minibatch is there: one optimiser step.
-                meter.end_mini_batch(
-                    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                )
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                meter.end_mini_batch(grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -211,17 +209,8 @@ def main(args: list[str] | None = None) -> None:
             meter.objective(scores, kl, old_logprobs, config.kl_coef)
             meter.groups(scores, G)
             run.log(step, meter, episode=(step + 1) * B)
-            run.show(
-                step,
-                prompts,
-                texts,
-                scores,
-                meter,
-                old_logprobs=old_logprobs,
-                ref_logprobs=ref_logprobs,
-                kl=kl,
-                advantages=advantages,
-            )
+            columns = {"ref_logprobs": ref_logprobs, "advantages": advantages}
+            run.show(step, prompts, texts, scores, meter, columns)
             clear_cache()  # and that of the update
 
 

@@ -77,6 +77,9 @@ class Meter(Totals):
         super().__init__()
         self.rollout = rollout
         self.last_pass: dict[str, Tensor] = {}  # ratio and clipped, (B, T) or (B,)
+        self.columns: dict[
+            str, Tensor | None
+        ] = {}  # old log-probs and KL, (B, T), for tokens.jsonl
         here = on_cpu(rollout)
         lengths = here.completion_mask.sum(1)  # EOS included
         self.num_tokens = int(lengths.sum())
@@ -126,6 +129,7 @@ class Meter(Totals):
         """Add score and KL of the policy that sampled: scores (B,), NaN left out; KL estimates
         (B, T), None (unknown) without a reference; its log-probs (B, T).
         """
+        self.columns = {"old_logprobs": old_logprobs, "kl": kl}
         mask = self.rollout.completion_mask
         kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
         if kl is None:

@@ -163,17 +163,18 @@ class Run:
         texts: list[str],
         scores: Tensor,
         meter: Meter,
-        **columns: Tensor | None,
+        columns: dict[str, Tensor | None],
     ) -> None:
         """At the steps that begin with an evaluation: record the completions of the step, and of a
-        few of them `columns` for each token, (B, T) or (B,); print four.
+        few of them `columns` for each token, (B, T) or (B,); print one of each of four prompts.
         """
         if step % self.config.eval_every:
             return
-        rows = [row for row in prompts for _ in range(len(texts) // len(prompts))]
+        G = len(texts) // len(prompts)
+        rows = [row for row in prompts for _ in range(G)]
         records, lines = sample_records(rows, texts, scores.tolist())
         self._append("samples", [{"step": step, "split": "train"} | x for x in records])
-        tqdm.write("\n".join([f"step {step}: samples from training", *lines[:4]]))
+        tqdm.write("\n".join([f"step {step}: samples from training", *lines[::G][:4]]))
         found = token_records(
             self.config, self.model, self.data.tokenizer, rows, scores, meter, columns
         )

@@ -39,7 +39,7 @@ def token_records(
     """
     B = min(MOST_COMPLETIONS, len(rows))
     some, T = meter.rollout[:B], meter.rollout.completion_mask.shape[1]
-    columns = {"sampler_logprobs": some.logprobs} | columns | meter.last_pass
+    columns = {"sampler_logprobs": some.logprobs} | meter.columns | columns | meter.last_pass
     columns = {name: x[:B] for name, x in columns.items() if x is not None}
     with evaluating(policy):
         columns["new_logprobs"] = rollout_logprobs(policy, some, config)
