@@ -336,11 +336,12 @@ def after_system(system: str, prompt: Prompt) -> Prompt:
 def text_or_file(value: str | None, flag: str) -> str | None:
     """What the file of this name holds, without its last line break; `value` if there is none."""
     try:
-        if value is None or not Path(value).is_file():
-            if value is not None and re.fullmatch(r"\S+\.(txt|md|jinja)", value):
-                raise InputError(f"{flag} {value}: there is no such file")
-            return value
+        is_file = value is not None and Path(value).is_file()
     except (OSError, ValueError):  # too long for a name
+        return value
+    if not is_file:
+        if value is not None and re.fullmatch(r"\S+\.(txt|md|jinja)", value):
+            raise InputError(f"{flag} {value}: there is no such file")
         return value
     try:
         return Path(value).read_text(encoding="utf-8").removesuffix("\n")

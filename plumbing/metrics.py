@@ -147,11 +147,12 @@ class Meter(Totals):
         groups, and the share of groups whose scores are all the same, which teach nothing but the
         KL. num_dropped: by dynamic sampling.
         """
-        groups = scores.cpu().view(-1, num_generations)
-        flat = is_flat(groups).squeeze(1)
-        stds = [group[~group.isnan()].std().item() for group in groups[~flat]]
-        self.known["reward/std_within_group"] = sum(stds) / len(groups)
-        self.known["reward/frac_flat_groups"] = flat.float().mean().item()
+        groups = scores.view(-1, num_generations)
+        flat, num_known = is_flat(groups), (~groups.isnan()).sum(1, keepdim=True)
+        squares = (groups - groups.nanmean(1, keepdim=True)) ** 2
+        variance = squares.nansum(1, keepdim=True) / (num_known - 1).clamp(min=1)
+        self.add("reward/std_within_group", variance.sqrt().masked_fill(flat, 0))
+        self.add("reward/frac_flat_groups", flat)
         if num_dropped is not None:
             self.known["reward/groups_dropped"] = num_dropped
 

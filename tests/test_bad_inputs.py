@@ -101,6 +101,7 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--kl_estimator k9", "--kl_estimator: invalid choice: 'k9'"),
     ("ppo", "--kl_coef nan", "--kl_coef nan: must be a finite number"),
     ("ppo", "--device cuda:99", "--device cuda:99: this machine"),
+    ("reward_model", "--report_to tensorbord", "--report_to: invalid choice: 'tensorbord'"),
     ("ppo", "--stop", "--stop: expected at least one argument"),
     ("grpo", "--overlong_buffer 9", "longer than the longest completion, --max_new_tokens 5"),
     ("ppo", "--eval_generations 300", "must hold the 300 completions of a prompt"),

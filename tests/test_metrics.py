@@ -127,7 +127,7 @@ def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_gro
     assert is_flat(torch.tensor([[nan, 2.0], [nan, nan], [1.0, 2.0]])).tolist() == [[1], [1], [0]]
     meter = Meter(make_rollout([[1]], [[EOS]]))
     meter.groups(torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan]), 3)
-    metrics = meter.known
+    metrics = meter.results()
     stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
     assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
     assert metrics["reward/frac_flat_groups"] == 0.5

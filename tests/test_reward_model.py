@@ -191,7 +191,8 @@ def test_a_new_head_starts_at_0_and_learns_the_preference(kind, job, tmp_path, c
     if kind == "two labels":
         two = AutoModelForSequenceClassification.from_config(TWO_LABELS)
         folder = save_model(tmp_path / "m", two, letter_tokenizer())
-    first, *_, last = job(model=folder, num_steps=40)
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, rows_of(500))))
+    first, *_, last = job(model=folder, pairs=tmp_path / "more.jsonl", num_steps=40, eval_every=40)
     assert first["loss/pairs"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["eval/loss"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
     assert first["reward/mean"] == 0 and first["grad_norm"] > 0
@@ -224,7 +225,7 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     reward_model.main(flags.split())
     steps = read(tmp_path / "pass" / "metrics.jsonl")
     assert [m["step"] for m in steps] == [*range(8), 8] and steps[7]["episode"] == 80  # of 72
-    rates = [0.004, *(0.008 - 0.001 * step for step in range(1, 8))]
+    rates = [0.004, 0.008, *(0.008 * left / 6 for left in (6, 5, 4, 3, 2, 1))]
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
