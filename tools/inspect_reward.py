@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import tasks
+from common import is_flat
 from plumbing.config import TaskConfig, flag, parse_flags
 from plumbing.data import load_task, prompt_batch, sampling_options, text_of
 from plumbing.errors import InputError
-from common import is_flat
 from plumbing.models import load_policy
 from plumbing.run import run_main
 from sampling import sample
