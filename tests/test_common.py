@@ -310,7 +310,7 @@ def test_a_value_model_trains_all_its_weights_and_shares_none_with_its_origin(fr
 # --- The learning rate ---
 
 
-@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (5, 10), (1, 10), (60, 0)])
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (5, 10), (2, 10), (60, 1)])
 def test_the_rate_rises_to_the_full_one_even_in_a_short_run_and_falls_in_equal_steps(
     num_steps, warmup_steps
 ):
