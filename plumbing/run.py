@@ -258,7 +258,7 @@ class Run:
         try:
             for generator, its_state in zip(self.generators, state["generators"], strict=True):
                 generator.set_state(its_state)
-        except RuntimeError as e:
+        except (RuntimeError, TypeError, ValueError) as e:  # the latter two: of another version
             raise InputError("--resume: the run was on another kind of device, see --device") from e
         for name, p in self.weights.items():
             p.copy_(state["weights"][name])

@@ -133,7 +133,7 @@ MUTATIONS = [
     ("group_advantages", "(num_known - 1).clamp(min=1)\n        centred = centred / (variance.sqrt() + 1e-4)", "(num_known - 1).clamp(min=1)\n        centred = centred / (variance + 1e-4)", "GRPO divides by the variance"),
     ("group_advantages", "/ (num_known - 1).clamp(min=1)", "/ num_known.clamp(min=1)", "no Bessel correction in GRPO"),
     ("group_advantages", "/ (num_known - 1).clamp(min=1)", "/ (num_generations - 1)", "missing rewards count in GRPO's standard deviation"),
-    ("group_advantages", "(num_known - 1).clamp(min=1)\n        centred = centred / (variance.sqrt() + 1e-4)", "(num_known - 1).clamp(min=1)\n        centred = centred / (variance.sqrt() + 1e-8)", "1e-8 for 1e-4"),
+    ("_score_tokens", "logits if temperature == 1 else logits / temperature", "logits * temperature", "logits times the temperature"),
     ("group_advantages", "variance = ((known - known.mean()) ** 2).sum() / max(1, len(known) - 1)", "variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1).clamp(min=1)", "scale_rewards batch scales by the group"),
     ("group_advantages", "if (groups < 0).any():", "if False:", "MaxRL with a negative mean"),
     ("importance_ratio", "mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)", "mean = log_ratio.sum(1, keepdim=True)", "GSPO without its length normalisation"),
