@@ -185,6 +185,7 @@ class Functions(TorchFunctionMode):
             self.gpu.wait(f"{'from' if was else 'to'} the device", not was and non_blocking)
         result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy or on_device != was)
         result.untyped_storage().on_device = on_device
+        self.gpu.busy &= on_device or not was  # what came from the device was waited for
         return result
 
 
@@ -244,7 +245,7 @@ def pretended_cuda():
         "current_stream": lambda *args: stream,
         "Stream": Stream,
         "stream": contextlib.nullcontext,
-        "synchronize": lambda *args: gpu.wait("synchronize"),
+        "synchronize": lambda *args: gpu.busy and gpu.wait("synchronize"),
         "empty_cache": lambda: gpu.busy and gpu.wait("empty_cache"),  # cudaFree waits
         "get_sync_debug_mode": lambda: gpu.sync_debug_mode,
         "set_sync_debug_mode": functools.partial(setattr, gpu, "sync_debug_mode"),
