@@ -53,14 +53,14 @@ BUGS = {
     "ppo": [
         "mean over padding too", "whitening divides by the variance",
         "whitening shifts the mean the wrong way", "GAE without the value of the state",
-        "GAE bootstraps from the reward", "returns without the value",
+        "GAE bootstraps from the reward",
         "value model and policy share their weights",
         "the score in the last column, not on the last token", "minimum for maximum in PPO's clip",
         "no clip", "PPO's ratio upside down", "values clipped around 0",
         "no half in the value loss", "advantages not whitened",
         "PPO sums over tokens and averages over rows", "the value loss is maximised",
         "constant learning rate in PPO", "returns from whitened advantages",
-        "PPO samples with top_k", "num_mini_batches adds no steps",
+        "num_mini_batches adds no steps",
         "the value model learns advantages",
     ],
     "grpo": [

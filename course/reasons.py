@@ -25,11 +25,6 @@ REASONS = {
         "again in the sum of deltas. The returns are of another size than the value model can "
         "come to agree with, so its loss begins higher and stays higher."
     ),
-    "returns without the value": (
-        "The value model learns the advantages and not the returns. What it has learnt is "
-        "taken off them in the next step, so its targets shrink as it gets better, and it "
-        "explains little of their variance."
-    ),
     "value model and policy share their weights": (
         "Each optimiser step moves the weights of both. The policy's gradient disturbs the "
         "values, and they explain less of the returns."
@@ -85,11 +80,6 @@ REASONS = {
         "The targets are whitened advantages plus old values. Their mean and their deviation "
         "are set anew in each step, whatever the rewards are, so the error begins with "
         "another size and doesn't fall as it should."
-    ),
-    "PPO samples with top_k": (
-        "Only the five likeliest tokens come, and the entropy is measured at what is sampled. "
-        "It is lower at first, where others would have come, and the log-probs belong to "
-        "another distribution than the samples."
     ),
     "num_mini_batches adds no steps": (
         "All rows are one minibatch: one optimiser step where there should be several. The "
