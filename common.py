@@ -162,7 +162,7 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
         mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
         log_ratio = mean.expand_as(log_ratio).masked_fill(~mask.bool(), 0)
     elif level != "token":
-        raise ValueError(f"unknown importance_sampling_level {level!r}: choose token or sequence")
+        raise ValueError(f"unknown level {level!r}: choose token or sequence")
     return policy_ratio(log_ratio)
 
 

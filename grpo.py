@@ -57,7 +57,7 @@ class Config(RunConfig):
 
     # The flags that this algorithm has alone.
     scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
-        "group", "divide advantages by its std; mean: by the group's mean"
+        "group", "advantages over the std of group, batch, none; or the group's mean"
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag("grpo", "which paper's")
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")

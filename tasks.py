@@ -176,9 +176,10 @@ def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
 def gsm8k_strict(completions: list, answer: list[str], **columns) -> list[float]:
     """As gsm8k, but the completion must write its result as "#### 72"."""
     marked = [_last_with_number(MARKED, text_of(c)) for c in completions]
+    expected = [_expected(a) for a in answer]  # also where no completion is marked: it may raise
     return [
-        float(found is not None and _number(found) == _expected(a))
-        for found, a in zip(marked, answer, strict=True)
+        float(found is not None and _number(found) == number)
+        for found, number in zip(marked, expected, strict=True)
     ]
 
 

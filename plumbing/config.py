@@ -309,7 +309,7 @@ def check_groups(config: TaskConfig) -> None:
     if group < smallest:
         why = "a completion is compared with the others of its prompt"
         raise InputError(f"--num_generations {group}: must be {smallest} or more, {why}")
-    most = getattr(config, "rollout_batch_size", math.inf)
+    most = config.rollout_batch_size
     for name in ("num_generations", "eval_generations"):
         if most < (count := getattr(config, name, 0)):
             why = f"must hold the {count} completions of a prompt ({name})"
@@ -335,7 +335,9 @@ def check_groups(config: TaskConfig) -> None:
 # --- The folder of a run ---
 
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
-# The settings that a resumed run may change. Not num_steps: the learning rate falls to 0 over them.
+# The settings that a resumed run may change: where and how it runs. Another rollout_batch_size draws
+# other completions, but a run that is out of memory needs it. Not num_steps: over these the learning
+# rate falls to 0.
 FREE_ON_RESUME = """resume overwrite output_dir device eval_every save_every report_to
 micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
 
@@ -387,7 +389,8 @@ def _check_settings(config: TrainConfig, path: Path) -> None:
     if script != config.script:
         raise InputError(f"--resume: {path.parent} holds a run of {script}.py")
     for name, value in dataclasses.asdict(config).items():
-        if name == "num_steps" and value is None:  # found by the number of pairs, later
+        if name == "num_steps" and value is None:  # one pass over the pairs, counted at the start
+            config.num_steps = before.get(name)
             continue
         if name not in FREE_ON_RESUME and before.get(name) != value:
             has = f"the run in {path.parent} has {before.get(name)}"

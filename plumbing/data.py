@@ -185,7 +185,7 @@ def _change_prompts(task: Task, what: str, new_prompt: Callable[[dict], Prompt])
             [row | {"prompt": new_prompt(row)} for row in rows]
             for rows in (task.train, task.heldout)
         )
-    except ValueError as e:
+    except (ValueError, TypeError) as e:
         raise InputError(f"{what}{e}") from e
 
 
@@ -288,6 +288,7 @@ def _checked(prompt: object, name: str) -> Prompt:
             raise ValueError(f'a message has no "{key}"')
     if not prompt:
         raise ValueError(f'"{name}" is empty')
+    json.dumps(prompt, allow_nan=False)  # or samples.jsonl couldn't hold what else a message has
     return prompt
 
 
@@ -587,12 +588,13 @@ def _call_reward(
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
         values = reward(**arguments)
-    except InputError:
+    except (InputError, MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as e:
         fault = f"{type(e).__name__}: {first_line(e)}"
         raise InputError(f"the reward function {name} raised {fault}") from e
     try:
+        values = list(values)
         known = [value is not None for value in values]
         scores = torch.tensor([math.nan if v is None else float(v) for v in values])
     except (TypeError, ValueError, OverflowError) as e:

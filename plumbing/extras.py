@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common import Rollout, is_flat
 from plumbing.data import Task
+from plumbing.forward import to
 from sampling import concatenate, sample
 
 Drawn = tuple[list[dict], Rollout, Tensor, list[str]]  # prompts, rollout, scores, texts
@@ -70,12 +71,13 @@ def _replaced(drawn: Drawn, places: dict[int, int], others: Drawn, num_generatio
     prompts, rollout, scores, texts = drawn
     groups = [places.get(i, i - len(prompts)) + len(prompts) for i in range(len(prompts))]
     rows = torch.tensor(groups).unsqueeze(1) * num_generations + torch.arange(num_generations)
-    rows, device = rows.flatten(), rollout.tokens.device
+    rows = rows.flatten()
+    there = to(rollout.tokens.device, rows)
     both = concatenate(_of_one_width(rollout, others[1]))
     return (
         [[*prompts, *others[0]][i] for i in groups],
-        both[rows.to(device)],
-        torch.cat([scores, others[2]])[rows.to(device)],
+        both[there],
+        torch.cat([scores, others[2]])[there],
         [[*texts, *others[3]][i] for i in rows.tolist()],
     )
 

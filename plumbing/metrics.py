@@ -77,9 +77,8 @@ class Meter(Totals):
         super().__init__()
         self.rollout = rollout
         self.last_pass: dict[str, Tensor] = {}  # ratio and clipped, (B, T) or (B,)
-        self.columns: dict[
-            str, Tensor | None
-        ] = {}  # old log-probs and KL, (B, T), for tokens.jsonl
+        # Old log-probs and KL, (B, T), for tokens.jsonl.
+        self.columns: dict[str, Tensor | None] = {}
         here = on_cpu(rollout)
         lengths = here.completion_mask.sum(1)  # EOS included
         self.num_tokens = int(lengths.sum())

@@ -365,7 +365,7 @@ def _with_tokens(pairs: list[dict], tokenizer: Tokenizer, limit: float, which: s
             print(f"{count} of the {len(pairs)} pairs {which} are left out: {why}.")
     if not kept:
         remedy = "; raise --max_length" if long else ""
-        raise InputError(f"--pairs: no pair is left {which}{remedy}")
+        raise InputError(f"no pair is left {which}{remedy}")
     return kept
 
 
@@ -429,7 +429,7 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
     with evaluating(model):
         for part in pair_batches([rows[i] for i in order], config.micro_batch_tokens):
             chosen, rejected, _ = pair_scores(model, part, config.bf16)
-            found.append(torch.stack([chosen, rejected]).double().cpu())
+            found.append(torch.stack([chosen, rejected]).cpu().double())
     scores = torch.cat(found, dim=1)[:, torch.tensor(order).argsort()]  # (2, N)
     if not scores.isfinite().all():
         raise Fault("the scores of held-out pairs are not finite: lower --learning_rate")
@@ -446,7 +446,11 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
         "eval/length_correlation": length_correlation(margins, longer),
     }
     text = json.dumps(curve, indent=2)
-    Path(config.output_dir, "reliability.json").write_text(text + "\n", encoding="utf-8")
+    path = Path(config.output_dir, "reliability.json")
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as e:
+        raise Fault(f"{path} can't be written ({e.strerror}): make room for it") from e
     names = ["eval/accuracy", "eval/loss", "eval/calibration_error"]
     return Evaluation(metrics, names, *pair_records(rows, scores))
 

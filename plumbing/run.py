@@ -2,8 +2,8 @@
 
 A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
 step; the key `step` is the number of steps before it), samples.jsonl, tokens.jsonl, model/ in
-Hugging Face format, checkpoint/state.pt for --resume, and curve.png. A run that is overwritten is
-renamed to <folder>.old.
+Hugging Face format (with an adapter merged, and adapter/ beside it), checkpoint/state.pt for
+--resume, and curve.png. A run that is overwritten is renamed to <folder>.old.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class Run:
 
     def _restore_signals(self) -> None:
         for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _description(self) -> str:
         """What this run is, and every setting that has a value."""
@@ -345,8 +345,10 @@ def _explain(error: BaseException | None, before: str, after: str) -> None:
 
     What is none of ours is left to be shown with its traceback.
     """
-    on_cpu = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    # On a CPU and on MPS torch reports it as a RuntimeError.
+    reported = ("allocate memory", "backend out of memory")
+    plain = isinstance(error, RuntimeError) and any(x in str(error) for x in reported)
+    if plain or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         remedy = "lower --micro_batch_tokens, and --rollout_batch_size if there is one"
         raise Fault(f"{before}{first_line(error).rstrip('.')}; {remedy}{after}")
     if isinstance(error, KeyboardInterrupt):

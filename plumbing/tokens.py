@@ -43,10 +43,10 @@ def token_records(
     columns = {name: x[:B] for name, x in columns.items() if x is not None}
     with evaluating(policy):
         columns["new_logprobs"] = rollout_logprobs(policy, some, config)
-    # One transfer for all: each one waits until the device has done its work.
+    # One transfer for all columns: each one waits until the device has done its work.
     wide = [x.float().view(B, -1).expand(B, T) for x in columns.values()]
     tables = torch.stack(wide, dim=1).tolist()  # (B, columns, T)
-    here, records = on_cpu(some), []
+    here, values, records = on_cpu(some), scores[:B].tolist(), []
     for i in range(B):
         length = int(here.completion_mask[i].sum())
         ids = here.tokens[i, -T - 1 :][: length + 1].tolist()
@@ -54,7 +54,7 @@ def token_records(
             "split": "train",
             "completion_index": i,
             "prompt": text_of(rows[i]["prompt"])[-MOST_CHARACTERS:],
-            "score": _short(scores[i].item()),
+            "score": _short(values[i]),
             "finished": bool(here.finished[i]),
             "num_tokens": length,
             "tokens": token_texts(tokenizer, ids),

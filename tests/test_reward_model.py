@@ -320,3 +320,16 @@ def test_the_embedded_model_prefers_right_sums_with_some_labels_flipped_and_lear
         assert sum(b for _, b in right) / len(part) == pytest.approx(share, abs=0.02)
     train, heldout = ({p["prompt"] for p in part} for part in (made[0].train, made[0].heldout))
     assert len(train) > 400 and len(heldout) > 50 and not train & heldout
+
+
+def test_a_resumed_run_keeps_the_number_of_steps_that_it_began_with(job, tmp_path):
+    """Without the flag it is one pass over the pairs, and the learning rate falls to 0 over it."""
+    job(num_steps=4)
+    config = tmp_path / "run" / "config.json"
+    before, metrics = config.read_text(), tmp_path / "run" / "metrics.jsonl"
+    num_lines = len(metrics.read_text().splitlines())
+    flags = [f"--{k}={v}" for k, v in json.loads(before).items() if v not in (None, [])]
+    left_out = ("--num_steps", "--script", "--resume", "--overwrite")
+    reward_model.main([f for f in flags if not f.startswith(left_out)] + ["--resume"])
+    assert json.loads(config.read_text())["num_steps"] == 4
+    assert len(metrics.read_text().splitlines()) == num_lines

@@ -74,6 +74,7 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda **kw: sys.exit(3), "raised SystemExit: 3"),
         (lambda completions, missing: [1.0] * 4, "missing"),
         (lambda **kw: [1.0] * 3, "returned 3 values for 4 completions"),
+        (lambda **kw: iter([1.0] * 3), "returned 3 values for 4 completions"),
         (lambda **kw: [float("nan")] * 4, "returned nan for 'x'"),
         (lambda **kw: [1e39] * 4, "returned inf"),
         (lambda **kw: [10**400] * 4, "must return a list of numbers"),
