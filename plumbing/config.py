@@ -335,9 +335,9 @@ def check_groups(config: TaskConfig) -> None:
 # --- The folder of a run ---
 
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
-# The settings that a resumed run may change: where and how it runs. Another rollout_batch_size draws
-# other completions, but a run that is out of memory needs it. Not num_steps: over these the learning
-# rate falls to 0.
+# The settings that a resumed run may change: where and how it runs. With another rollout_batch_size
+# other completions are drawn, but a run that is out of memory needs it. num_steps may not change:
+# the learning rate falls to 0 over it.
 FREE_ON_RESUME = """resume overwrite output_dir device eval_every save_every report_to
 micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
 
