@@ -1,7 +1,7 @@
 """What PPO, GRPO and RLOO share: masks, log-probs, KL, GAE, dropout, the value head, the reference.
 
-Every function of the mathematics is pure. Masks may be of bool or of 0 and 1. What stands off the
-mask has no influence, even NaN.
+Every mathematical function is pure. A mask may be bool, or 0 and 1. Elements off the mask have no
+influence, even if they are NaN.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from transformers import PreTrainedModel
 # token is chosen. r_t is -kl_coef kl_t, and the last one has the score s added. The masks are made
 # while sampling and never from token ids, because pad may equal EOS.
 #
-#   score         what the reward function says about a completion: one number a row, s
-#   reward        what advantages are made of, r: PPO, RLOO: score and KL penalty; GRPO: the score
-#   return        what the value model learns to predict: the rewards to come, by GAE; R
+#   score         the number that the reward function gives a completion: s
+#   reward        the score with the KL penalty (PPO, RLOO) or alone (GRPO): r; makes advantages
+#   return        the sum of the rewards to come, by GAE: R; the value model learns to predict it
 #   advantage     how much better an action was than expected: A
 #   step          one rollout and the updates that learn from it
 #   epoch         one pass over the rows of a rollout, in a new order
@@ -125,9 +125,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Schulman,
     "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are unbiased, k2 is not;
-    k1 may be negative. In a loss the expected gradient of k1 is 0, that of k2 is the gradient of
-    KL(policy || reference), that of k3 of KL(reference || policy). In a reward k1 gives the first,
-    and k2 and k3 hardly pull near the reference. Raises ValueError for another name.
+    k1 may be negative. In a loss, the expected gradient of k1 is 0, of k2 it is the gradient of
+    KL(policy || reference), of k3 the gradient of KL(reference || policy). In a reward, k1 gives
+    the gradient of KL(policy || reference); k2 and k3 hardly pull near the reference. Raises
+    ValueError for another name.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -175,8 +176,8 @@ def gae(
     """Generalised advantage estimation: (advantages, returns), each (B, T), not whitened.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}: Schulman et al.
-    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. What is
-    returned is 0 off the mask. The episode ends with the last real token of a row, also of one that
+    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. Both are
+    0 off the mask. The episode ends with the last real token of a row, also of one that
     was cut at the length limit: after it V and A are 0, whatever the value model says at padding.
     """
     mask = mask.bool()

@@ -84,8 +84,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     groups = at_least_float32(rewards).view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
     mean = groups.nanmean(dim=1, keepdim=True)
-    # Equal rewards must give exactly 0. What rounding leaves of them would be blown up by a
-    # division by a std of about 0.
+    # Equal rewards must give exactly 0. Rounding leaves tiny differences, and a division by a std
+    # of about 0 would blow them up.
     centred = (groups - mean).masked_fill(is_flat(groups), 0)
     if scale_rewards == "group":  # [1] 4.1.2; Bessel's correction and 1e-4 are TRL's
         variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1).clamp(min=1)
@@ -142,8 +142,8 @@ def grpo_loss(
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
 
-    # Its mean over the minibatch. [3] and [5] divide by the tokens of a group; here, as in TRL, by
-    # those of the minibatch.
+    # The mean of the loss over the minibatch. [3] and [5] divide by the tokens of a group. Here, as
+    # in TRL, all tokens of the minibatch are counted.
     num_rows = len(loss) if num_rows is None else num_rows
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
     if loss_type in ("grpo", "gspo"):  # each completion counts the same: [1] eq. 3, [4] eq. 5
@@ -159,7 +159,7 @@ def grpo_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, and the random numbers: these of torch, and those that shuffle the rows.
+    # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
     config = parse_flags(Config, __doc__, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
@@ -182,13 +182,13 @@ def main(args: list[str] | None = None) -> None:
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
-    # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
+    # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
-    # With a single update per rollout, the old log-probs are those that the update computes: so
-    # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
+    # With a single update per rollout, the log-probs of the update serve as the old ones too: the
+    # ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
     generators = [shuffler, sampling["generator"]]
 
@@ -214,7 +214,7 @@ def main(args: list[str] | None = None) -> None:
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
             #    are (B, T), 0 off the mask, without gradient.
-            old_logprobs = rollout.logprobs.clone()  # with a single update: filled in there
+            old_logprobs = rollout.logprobs.clone()  # with a single update: replaced there
             if not single_update:
                 old_logprobs = rollout_logprobs(policy, rollout, config)
             ref_logprobs = kl = None
@@ -288,7 +288,7 @@ def main(args: list[str] | None = None) -> None:
             run.log(step, meter, episode=(step + 1) * B)
             columns = {"ref_logprobs": ref_logprobs, "advantages": advantages}
             run.show(step, prompts, texts, scores, meter, columns)
-            clear_cache()  # and that of the update
+            clear_cache()  # give back the memory of the update
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def value_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, and the random numbers: these of torch, and those that shuffle the rows.
+    # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
     config = parse_flags(Config, __doc__, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
@@ -150,7 +150,7 @@ def main(args: list[str] | None = None) -> None:
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
-    # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
+    # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
     B = config.prompts_per_step * config.num_generations  # completions per step
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
@@ -180,7 +180,7 @@ def main(args: list[str] | None = None) -> None:
 
             # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
             #    GAE; whitening comes after the returns, because V must learn the real rewards.
-            #    Whitened, their mean is 0: what is better than the rest becomes likelier.
+            #    Whitened advantages have mean 0: tokens better than the rest become likelier.
             rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
             advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
             advantages = masked_whiten(advantages, mask)
@@ -235,7 +235,7 @@ def main(args: list[str] | None = None) -> None:
             columns = {"ref_logprobs": ref_logprobs, "rewards": rewards, "values": old_values}
             columns |= {"advantages": advantages, "returns": returns}
             run.show(step, prompts, texts, scores, meter, columns)
-            clear_cache()  # and that of the update
+            clear_cache()  # give back the memory of the update
 
 
 if __name__ == "__main__":

@@ -95,15 +95,15 @@ def main(args: list[str] | None = None) -> None:
     # is off: it would give the same text two scores.
     model = load_for_training(config.model, config.lora_r).to(config.device)
     tokenizer = load_tokenizer(config.model)
-    # For others who use what is saved: transformers finds the last token by the pad id.
+    # For other tools that load the saved model: transformers finds the last token by the pad id.
     if getattr(base_model(model).config, "pad_token_id", None) is None:
         ids = tokenizer.pad_token_id, tokenizer.eos_token_id
         base_model(model).config.pad_token_id = next((i for i in ids if i is not None), None)
     if config.disable_dropout:
         disable_dropout(model)
 
-    # The pairs, as tokens: those to train on and those held out. What is cut could lose just the
-    # words that decide: so a pair that is too long is left out.
+    # The pairs, as tokens: some to train on, some held out. A pair that is too long is left out: a
+    # text that is cut could lose the very words that decide.
     pairs = load_pairs(config, tasks, model, tokenizer)
     N = config.pairs_per_step
     if config.num_steps is None:
@@ -144,7 +144,7 @@ def main(args: list[str] | None = None) -> None:
             optimizer.zero_grad()
 
             # 6. Log, save when due. The number to watch is the accuracy on held-out pairs: from the
-            #    second pass on, that of a step also rises because pairs are learnt by heart.
+            #    second pass on, the accuracy of a step also rises as pairs are learnt by heart.
             run.log(step, meter, episode=(step + 1) * N)
             clear_cache()
 

@@ -69,7 +69,7 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so the gradient is
     # unbiased on policy.
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
-    # Equal rewards must give exactly 0, and not what rounding leaves of them.
+    # Equal rewards must give exactly 0, without the tiny differences that rounding leaves.
     return (groups - baseline).masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()
 
 
@@ -97,7 +97,7 @@ def rloo_loss(
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, and the random numbers: these of torch, and those that shuffle the rows.
+    # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
     config = parse_flags(Config, __doc__, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
@@ -120,13 +120,13 @@ def main(args: list[str] | None = None) -> None:
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
-    # What is sampled: softmax(logits / temperature) and nothing else, or the KL would be off.
+    # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
     G = config.num_generations
     B = config.prompts_per_step * G  # completions per step
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
-    # With a single update per rollout, the old log-probs are those that the update computes: so
-    # the ratio is exactly 1. Not with dropout, which makes two forward passes differ.
+    # With a single update per rollout, the log-probs of the update serve as the old ones too: the
+    # ratio is exactly 1. Not with dropout, which makes two forward passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
     generators = [shuffler, sampling["generator"]]
 
@@ -143,7 +143,7 @@ def main(args: list[str] | None = None) -> None:
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
             #    are (B, T), 0 off the mask, without gradient.
-            old_logprobs = rollout.logprobs.clone()  # with a single update: filled in there
+            old_logprobs = rollout.logprobs.clone()  # with a single update: replaced there
             if not single_update or config.kl_coef > 0:
                 old_logprobs = rollout_logprobs(policy, rollout, config)
             ref_logprobs = kl = None
@@ -211,7 +211,7 @@ def main(args: list[str] | None = None) -> None:
             run.log(step, meter, episode=(step + 1) * B)
             columns = {"ref_logprobs": ref_logprobs, "advantages": advantages}
             run.show(step, prompts, texts, scores, meter, columns)
-            clear_cache()  # and that of the update
+            clear_cache()  # give back the memory of the update
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def generate(
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
     prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
-    num_generations rows; those of one prompt are consecutive. top_k and top_p are off by default:
+    num_generations rows; the rows of a prompt are consecutive. top_k and top_p are off by default:
     they serve greedy evaluation, and to show how they bias the KL. stop: the strings that end a
     completion. bf16: decode with weights rounded to bfloat16. static: see Decoder.
     """
@@ -78,7 +78,7 @@ def generate(
     num_rows, device = len(prompt_ids), model.device
     tokens = torch.full((num_rows, max_new_tokens), pad_token_id, device=device)
     logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
-    # All random numbers at once, one per token: what a row draws doesn't depend on when others end.
+    # All random numbers at once, one per token: a row's draws don't depend on when others end.
     uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
     ends = torch.zeros_like(tokens)  # (B, T), 1: an EOS, or the token that completes a stop string
     eos = to(device, torch.tensor(eos_token_ids))
@@ -98,7 +98,7 @@ def generate(
             if logits is None:  # every row has ended, or has its max_new_tokens
                 break
 
-    # Mask: what a row has drawn after its first end, the first 1 of `ends`, becomes padding.
+    # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(ends, [1])
     tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
@@ -117,7 +117,7 @@ def draw(
 
     logits (B, V), uniform (B,) in [0, 1). Inverse transform sampling: the token is the first whose
     cumulative probability exceeds the uniform number, so one random number per row is enough. The
-    log-probs are those of the distribution after top_k and top_p.
+    log-probs belong to the distribution after top_k and top_p.
     """
     if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
         return logits.argmax(-1), torch.zeros_like(uniform)

@@ -12,7 +12,7 @@ messages, each completion is `[{"role": "assistant", "content": text}]`.
 The scripts need the dicts at the end. TASKS holds the choices of --task: functions that return a
 Task, given whether the model has a chat template. REWARDS holds what --reward takes by name;
 VERIFIERS are those among them whose mean is an accuracy. A single function of your own needs no
-change here: --reward my_rewards.py:my_reward. To see what a reward gives before training on it:
+change here: --reward my_rewards.py:my_reward. To look at a reward's scores before training on it:
 
   python tools/inspect_reward.py --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
@@ -64,7 +64,7 @@ def add_prompt(a: int, b: int, chat: bool) -> Prompt:
 
 
 def answer_is_no_number(row: dict) -> str | None:
-    """What is wrong with a prompt from --prompts for this task, None if nothing is."""
+    """Why this task can't use a row of --prompts; None if it can."""
     if re.fullmatch(r"-?\d{1,18}", str(row.get("answer"))):
         return None
     return (
@@ -162,7 +162,7 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
-    """1 where the last number of the completion is that of the answer, else 0.
+    """1 where the last number of the completion is the last number of the answer, else 0.
 
     The answer column is GSM8K's: a solution, then "#### 72". Of a completion with "####" or
     \\boxed{} the number there counts. $1,200. is read as 1200.
