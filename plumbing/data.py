@@ -124,7 +124,7 @@ def load_task(
     if config.verifier or is_verifier:
         task.verifier = load_reward(config.verifier or is_verifier, tasks.REWARDS, "--verifier")
     for name in {*config.reward, config.verifier} & tasks.VERIFIERS.keys():
-        check_answers(tasks.VERIFIERS[name], task.train + task.heldout)
+        check_answers(name, tasks.VERIFIERS[name], task.train + task.heldout)
     if config.reward_model:
         from plumbing.preferences import RewardModel  # which most runs don't need
 
@@ -244,6 +244,7 @@ def _from_datasets(name: str, split: str, flag: str) -> Iterator[tuple[int, Any]
     remedy = "pip install datasets, or give a file of JSON lines"
     datasets = optional_library("datasets", f"{flag} {name}: {remedy}")
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs what it raises
     kind = Path(name).suffix[1:]
     if kind in TABLES:
         arguments, options = [kind], {"data_files": name, "split": "train"}
@@ -258,7 +259,8 @@ def _from_datasets(name: str, split: str, flag: str) -> Iterator[tuple[int, Any]
         rows = datasets.load_dataset(*arguments, **options).to_list()
     except Exception as e:  # it raises anything, for a damaged file or without a network
         hint = "" if kind in TABLES else f" (split {options['split']})"
-        raise InputError(f"{flag} {name}{hint}: {first_line(e)}") from e
+        # What it says of a damaged file is that "an error occurred".
+        raise InputError(f"{flag} {name}{hint}: {first_line(e.__cause__ or e)}") from e
     return enumerate(rows, 1)
 
 
@@ -548,10 +550,17 @@ def load_reward(
     return function
 
 
-def check_answers(verifier: RewardFunction, rows: list[dict]) -> None:
-    """Raise InputError now for an answer that the verifier can't read, not when its row is due."""
-    if all("answer" in row for row in rows):
-        verifier([""] * len(rows), answer=[row["answer"] for row in rows])
+def check_answers(name: str, verifier: RewardFunction, rows: list[dict]) -> None:
+    """Raise InputError now for an answer that the verifier can't read or that isn't there, not when
+    its row is due.
+    """
+    if "answer" not in inspect.signature(verifier).parameters:
+        return
+    for row in rows:
+        if row.get("answer") is None:
+            fault = f"the prompt {str(row['prompt'])[:60]!r} has none"
+            raise InputError(f"the reward {name} needs a column answer, and {fault}")
+    verifier([""] * len(rows), answer=[row["answer"] for row in rows])
 
 
 def score_texts(

@@ -212,8 +212,9 @@ def load_pairs(config: Any, tasks: ModuleType, model: nn.Module, tokenizer: Toke
     if config.max_length is not None and config.max_length > limit:
         raise InputError(f"--max_length {config.max_length}: the model takes {limit} tokens")
     limit = min(limit, config.max_length or math.inf)
-    train = _with_tokens(train, tokenizer, limit, "to train on")
-    heldout = _with_tokens(heldout, tokenizer, limit, "held out")
+    source = "--pairs" if config.eval_pairs is None else "--eval_pairs"  # of those held out
+    train = _with_tokens(train, tokenizer, limit, "--pairs", "to train on")
+    heldout = _with_tokens(heldout, tokenizer, limit, source, "held out")
     vocab_size = base_model(model).get_input_embeddings().weight.shape[0]
     largest = max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train + heldout)
     if largest >= vocab_size:
@@ -349,11 +350,13 @@ def _own_pairs(
     return train, pairs(task.heldout, config.num_eval_pairs, 0.0)
 
 
-def _with_tokens(pairs: list[dict], tokenizer: Tokenizer, limit: float, which: str) -> list[dict]:
+def _with_tokens(
+    pairs: list[dict], tokenizer: Tokenizer, limit: float, source: str, which: str
+) -> list[dict]:
     """The pairs with their tokens, without those that teach nothing. Raises InputError."""
     kept, same, long = [], 0, 0
     for pair in pairs:
-        ids = {f"{key}_ids": _ids(tokenizer, pair, key) for key in ("chosen", "rejected")}
+        ids = {f"{key}_ids": _ids(tokenizer, pair, key, source) for key in KEYS}
         if ids["chosen_ids"] == ids["rejected_ids"]:
             same += 1  # the loss would be log 2 whatever the scores are
         elif max(map(len, ids.values())) > limit:
@@ -369,15 +372,15 @@ def _with_tokens(pairs: list[dict], tokenizer: Tokenizer, limit: float, which: s
     return kept
 
 
-def _ids(tokenizer: Tokenizer, pair: dict, key: str) -> list[int]:
+def _ids(tokenizer: Tokenizer, pair: dict, key: str, source: str) -> list[int]:
     try:
         ids = text_ids(tokenizer, pair["prompt"], pair[key])
     except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
         fault = f"{type(e).__name__}: {first_line(e)}"
         text = f"the text {str(pair[key])[:60]!a}"
-        raise InputError(f"--pairs: {text} can't be tokenised ({fault}); leave it out") from e
+        raise InputError(f"{source}: {text} can't be tokenised ({fault}); leave it out") from e
     if not ids:
-        raise InputError(f"--pairs: the text {pair[key]!r} has no tokens; leave it out")
+        raise InputError(f"{source}: the text {pair[key]!r} has no tokens; leave it out")
     return ids
 
 

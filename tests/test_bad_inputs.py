@@ -75,6 +75,7 @@ ROWS = {
     "no_content": [{"prompt": [{"role": "user"}]}],
     "chat": [{"prompt": [{"role": "user", "content": "x"}]}],
     "no_answer": [{"prompt": "1+1="}],
+    "one_answer": [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": None}],
     "answer_in_words": [{"prompt": "1+1=", "answer": "two"}],
     "half_a_pair": [PAIR, {"prompt": "a", "chosen": "b"}],
     "pair_of_two_kinds": [PAIR | {"rejected": [{"role": "assistant", "content": "c"}]}],
@@ -88,6 +89,8 @@ FILES |= {
     "empty.jsonl": "\n",
     "no_json.jsonl": '{"prompt": "x"}\n{"prompt": \n',
     "no_prompt.csv": "question,answer\n1+1,2\n",
+    "damaged.parquet": "PAR1 and no more",
+    "damaged.csv": 'prompt,answer\n"1+1=',
     "empty_run/metrics.jsonl": "",
     "empty_model/readme": "",
 }
@@ -132,6 +135,9 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--prompts no_answer.jsonl --prompt_template {promt}:", "did you mean prompt"),
     ("ppo", "--eval_prompts answer_in_words.jsonl --reward gsm8k", "in the answer 'two'"),
     ("ppo", "--prompts answer_in_words.jsonl --reward numeric_match", "needs a number"),
+    ("ppo", "--prompts one_answer.jsonl --reward gsm8k", "and the prompt '2+2=' has none"),
+    ("ppo", "--prompts damaged.parquet --reward brevity", "Parquet magic bytes not found"),
+    ("ppo", "--prompts damaged.csv --reward brevity", "EOF inside string"),
     # Tasks and rewards
     ("ppo", "--prompts no_answer.jsonl", 'needs a key "answer"'),
     (

@@ -111,6 +111,7 @@ def test_what_is_no_run_is_said_in_one_line(name, text, message, folder):
     with pytest.raises(InputError, match=re.escape(message)) as error:
         look.main([str(folder)])
     assert "\n" not in str(error.value) and not (folder / "look.html").exists()
+    assert str(error.value).count(str(folder)) == 1, "one error, not one inside another"
 
 
 @pytest.mark.slow

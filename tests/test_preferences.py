@@ -121,6 +121,7 @@ def test_held_out_pairs_share_no_prompt_with_the_others_or_are_those_that_are_na
         ({"max_length": 65}, "--max_length 65: the model takes 64 tokens"),
         ({"center_rewards_coef": -1}, "--center_rewards_coef -1.0: must be 0 or greater"),
         ({"model": "odd"}, "they don't belong together"),
+        ({"eval_pairs": "odd.jsonl"}, "--eval_pairs: the text .* can't be tokenised"),
         # z is the largest id, and only in the held-out pairs.
         ({"model": "odd", "pairs": "b.jsonl", "eval_pairs": "z.jsonl"}, "don't belong together"),
     ],
@@ -130,7 +131,7 @@ def test_what_can_not_be_trained_on_is_refused_in_a_line(
 ):
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "odd", small_llama(vocab_size=12), letter_tokenizer())
-    for name, text in (("same", "a"), ("b", "b"), ("z", "z")):
+    for name, text in (("same", "a"), ("b", "b"), ("z", "z"), ("odd", "\ud800")):
         lines_of(Path(f"{name}.jsonl"), [{"prompt": "c", "chosen": text, "rejected": "a"}] * 12)
     with pytest.raises(InputError, match=message) as error:
         job(**flags)

@@ -252,6 +252,9 @@ def test_what_verl_has_not_is_refused_in_one_line(script, flags, message, outgro
     with pytest.raises(InputError, match=message) as error:
         outgrown(script, flags)
     assert "\n" not in str(error.value) and not [*tmp_path.glob("*/verl")]
+    (tmp_path / "config.json").write_text('{"script": "reward_model"}')
+    with pytest.raises(InputError, match=f"^{tmp_path}: a run of reward_model.py, and verl has no"):
+        outgrow.main([str(tmp_path)])
 
 
 @pytest.fixture

@@ -62,12 +62,13 @@ def read_run(folder: Path) -> dict[str, Any]:
     metrics = read_lines(folder / "metrics.jsonl", "step")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config["script"] == "reward_model":
-            fault = "a reward model judges whole texts, there are no tokens to show"
-            raise InputError(f"{folder}: {fault}; tools/plot.py draws its curves")
-        warnings = warnings_of(metrics, bool(config.get("bf16")))
+        script = config["script"]
+        warnings = [] if script == "reward_model" else warnings_of(metrics, config.get("bf16"))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise InputError(f"{folder}: is no run of this version ({first_line(e)})") from e
+    if script == "reward_model":
+        fault = "a reward model judges whole texts, there are no tokens to show"
+        raise InputError(f"{folder}: {fault}; tools/plot.py draws its curves")
     lines = read_lines(folder / "tokens.jsonl", *NEEDED)
     if not lines:
         raise InputError(f"{folder / 'tokens.jsonl'}: holds no completions yet")

@@ -101,11 +101,13 @@ def config_of(folder: Path) -> tuple[str, Any]:
     """(script, its Config) of the run in `folder`. Raises InputError."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if (script := settings.pop("script")) not in CONFIGS:
-            raise InputError(f"{folder}: a run of {script}.py, and verl has nothing like it")
-        return script, CONFIGS[script](**settings)
+        script = settings.pop("script")
+        config = CONFIGS[script](**settings) if script in CONFIGS else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise InputError(f"{folder}/config.json can't be read ({first_line(e)})") from e
+    if config is None:
+        raise InputError(f"{folder}: a run of {script}.py, and verl has nothing like it")
+    return script, config
 
 
 def check_flags(script: str, config: Any) -> None:
