@@ -61,8 +61,8 @@ class Config(RunConfig):
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag("grpo", "which paper's")
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
-    dynamic_sampling: int = flag(0, "rounds in which flat groups are replaced by other prompts")
-    overlong_buffer: int = flag(0, "penalty for length, over so many tokens before the limit")
+    dynamic_sampling: int = flag(0, "rounds of other prompts for flat groups", least=0)
+    overlong_buffer: int = flag(0, "penalised tokens before the length limit", least=0)
     mask_truncated_completions: bool = flag(False, "no gradient from completions that are cut")
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.

@@ -67,11 +67,11 @@ class Config(RunConfig):
     kl_estimator: Literal["k1", "k2", "k3"] = flag(
         "k1", "of the KL in the reward; k2, k3 pull less"
     )
-    missing_eos_penalty: float = flag(0.0, "subtracted from the score of a completion without EOS")
-    gamma: float = flag(1.0, "discount")
-    lam: float = flag(0.95, "lambda of GAE: 1 trusts the rewards, 0 the value model")
+    missing_eos_penalty: float = flag(0.0, "subtracted from scores without EOS", least=0)
+    gamma: float = flag(1.0, "discount", least=0, most=1)
+    lam: float = flag(0.95, "lambda of GAE: 1 trusts rewards, 0 the values", least=0, most=1)
     clip_range_value: float = flag(0.2, "how far a value may move in one step")
-    vf_coef: float = flag(0.1, "weight of the value loss")
+    vf_coef: float = flag(0.1, "weight of the value loss", least=0)
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int = flag(tiny=60, other=40)

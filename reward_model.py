@@ -66,7 +66,9 @@ class Config(TrainConfig):
     pairs_per_step: int = flag(
         help="pairs of one optimisation step", group="update", tiny=128, other=32
     )
-    center_rewards_coef: float = flag(0.0, "weight of the squared sum of a pair's two scores")
+    center_rewards_coef: float = flag(
+        0.0, "weight of the squared sum of a pair's two scores", least=0
+    )
 
     # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
     num_steps: int | None = flag(

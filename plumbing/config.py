@@ -55,15 +55,21 @@ class ByModel:
 
 
 def flag(
-    default: Any = MISSING, help: str = "", group: str = "this algorithm", **by_model: Any
+    default: Any = MISSING,
+    help: str = "",
+    group: str = "this algorithm",
+    least: float | None = None,
+    most: float = math.inf,
+    **by_model: Any,
 ) -> Any:
     """A field of a Config: the default of the flag, its help text, and its heading in HEADINGS.
 
-    `flag(tiny=60, other=40)` gives the embedded model another default than all other models.
-    Without a help text, help and heading are those of the field that this one overrides.
+    A number must be above 0, or in least..most where `least` is given. `flag(tiny=60, other=40)`
+    gives the embedded model another default than all other models. A field without a help text
+    overrides one of a parent class: all but the default stays.
     """
     default = ByModel(**by_model) if by_model else default
-    metadata = {"help": help, "group": group} if help else {}
+    metadata = {"help": help, "group": group, "least": least, "most": most} if help else {}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -80,7 +86,7 @@ class BaseConfig:
     smallest_group: ClassVar[int] = 1  # completions per prompt
 
     model: str = _job("tiny", "embedded, or a local folder, or a name on the model hub")
-    seed: int = _run(0, "of every random draw")
+    seed: int = _run(0, "of every random draw", least=0, most=2**63 - 2)
     device: str | None = _run(None, "cuda, mps or cpu; default: the first there is")
     bf16: bool | None = _update(
         help="bfloat16 autocast; default: where the device is fast at it", tiny=False, other=None
@@ -96,13 +102,17 @@ class TrainConfig(BaseConfig):
     num_steps: int = _update(help="optimisation steps")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
     learning_rate: float = _update(help="of AdamW, at its highest; adapters: 10 times")
-    warmup_steps: int = _update(10, "over which the learning rate rises; then it falls to 0")
+    warmup_steps: int = _update(
+        10, "over which the learning rate rises; then it falls to 0", least=0
+    )
     micro_batch_tokens: int | None = _update(
         help="most tokens per forward and backward pass, padding included", tiny=None, other=1024
     )
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
-    lora_r: int = _update(0, "rank of a new LoRA adapter (needs peft); 0 trains all weights")
+    lora_r: int = _update(
+        0, "rank of a new LoRA adapter (needs peft); 0 trains all weights", least=0
+    )
     gradient_checkpointing: bool = _update(False, "less memory, more time")
     output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
     overwrite: bool = _run(False, "rename the run in output_dir to <output_dir>.old")
@@ -126,13 +136,15 @@ class TaskConfig(BaseConfig):
     system_prompt: str | None = _job(None, "text or file; makes chat messages of text, '' too")
     eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth of the prompts")
     reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
-    reward_weights: list[float] = _job([], "one per reward, the reward model's last; default 1")
+    reward_weights: list[float] = _job(
+        [], "one per reward, the reward model's last; default 1", least=-math.inf
+    )
     reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
     verifier: str | None = _job(None, "as reward; 1 for a right answer: eval/accuracy")
     num_generations: int = _rollout(help="completions per prompt, G")
     max_new_tokens: int = _rollout(help="longest completion")
     stop: list[str] = _rollout([], "strings that end a completion, and belong to it")
-    temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)")
+    temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)", least=1e-3)
     rollout_batch_size: int = _rollout(
         help="most rows decoded, or per forward pass without gradient", tiny=256, other=32
     )
@@ -145,11 +157,11 @@ class RunConfig(TaskConfig, TrainConfig):
     num_steps: int = _rollout(help="rollouts, each followed by an update")
     prompts_per_step: int = _rollout(help="prompts sampled per step, N")
     max_new_tokens: int = _rollout(tiny=5, other=24)
-    kl_coef: float = _update(help="weight of the KL penalty; 0: none")
+    kl_coef: float = _update(help="weight of the KL penalty; 0: none", least=0)
     num_epochs: int = _update(1, "passes over one rollout")
     num_mini_batches: int = _update(1, "optimiser steps per pass")
     clip_range: float = _update(0.2, "epsilon of the ratio clip")
-    entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token")
+    entropy_coef: float = _update(0.0, "weight of a bonus for the mean entropy of a token", least=0)
     num_eval_prompts: int = _run(help="held-out prompts per evaluation", tiny=1024, other=24)
     eval_generations: int = _run(1, "completions per held-out prompt, K, for pass@1 and pass@K")
 
@@ -240,8 +252,8 @@ def _shown(default: Any) -> str:
     return "" if default in (None, MISSING) else str(default).lower()
 
 
-def documentation(config_class: type) -> dict[str, dict[str, str]]:
-    """Help text and heading of each flag, of the nearest class that gives them."""
+def documentation(config_class: type) -> dict[str, dict[str, Any]]:
+    """Help text, heading and bounds of each flag, from the nearest class that gives them."""
     found = {}
     for parent in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
         found |= {f.name: f.metadata for f in dataclasses.fields(parent) if f.metadata}
@@ -270,35 +282,21 @@ def _boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
 
 
-ABOVE_0 = """
-num_steps prompts_per_step num_generations max_new_tokens temperature rollout_batch_size
-learning_rate num_epochs num_mini_batches micro_batch_tokens clip_range clip_range_high
-clip_range_value max_grad_norm eval_every save_every num_eval_prompts eval_generations
-num_eval_pairs pairs_per_step max_length
-""".split()
-LOWEST = {"num_prompts": 2} | dict.fromkeys(
-    "kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer "
-    "center_rewards_coef".split(),
-    0,
-)
-
-
 def check_numbers(config: BaseConfig) -> None:
-    """Check each number by itself. Raises InputError."""
+    """Check each number against the bounds of its flag. Raises InputError."""
+    bounds = documentation(type(config))
     for name, value in vars(config).items():
-        numbers = value if isinstance(value, list) else [value]
-        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-            raise InputError(f"--{name} {value}: must be a finite number")
-        if name in ABOVE_0 and value is not None and value <= 0:
-            raise InputError(f"--{name} {value}: must be greater than 0")
-        if name in LOWEST and value < LOWEST[name]:
-            raise InputError(f"--{name} {value}: must be {LOWEST[name]} or greater")
-        if name in ("gamma", "lam") and not 0 <= value <= 1:
-            raise InputError(f"--{name} {value}: must be between 0 and 1")
-        if name == "temperature" and value < 1e-3:
-            raise InputError(f"--{name} {value}: too close to 0, choose 0.001 or more")
-        if name == "seed" and not 0 <= value < 2**63 - 1:
-            raise InputError(f"--{name} {value}: must be between 0 and 2^63 - 2")
+        least, most = bounds[name]["least"], bounds[name]["most"]
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                continue
+            if not math.isfinite(number):
+                raise InputError(f"--{name} {value}: must be a finite number")
+            if least is None and number <= 0:
+                raise InputError(f"--{name} {value}: must be greater than 0")
+            if least is not None and not least <= number <= most:
+                rule = f"{least} or greater" if most == math.inf else f"between {least} and {most}"
+                raise InputError(f"--{name} {value}: must be {rule}")
 
 
 def check_groups(config: TaskConfig) -> None:

@@ -29,7 +29,7 @@ from sampling import sample
 class Config(TaskConfig):
     smallest_group: ClassVar[int] = 2
 
-    num_prompts: int = flag(32, "sampled from those to train on", group="rollout")
+    num_prompts: int = flag(32, "sampled from those to train on", group="rollout", least=2)
     num_generations: int = flag(8)
     max_new_tokens: int = flag(64)
 
