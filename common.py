@@ -361,10 +361,16 @@ def schedule(step: int, num_steps: int, warmup_steps: int) -> float:
     return (num_steps - step) / (num_steps - warmup_steps)
 
 
+# Whether the capture of a CUDA graph has failed. That leaves PyTorch's allocator in disorder, and
+# the next empty_cache would end the run (pytorch/pytorch#180395).
+capture_failed = False
+
+
 def clear_cache() -> None:
     """Give cached memory back to the device, between the phases of a step."""
     # Rollout and update need tensors of different shapes: the allocator would keep memory for both.
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        if not capture_failed:
+            torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
         torch.mps.empty_cache()

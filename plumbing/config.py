@@ -148,6 +148,7 @@ class TaskConfig(BaseConfig):
     rollout_batch_size: int = _rollout(
         help="most rows decoded, or per forward pass without gradient", tiny=256, other=32
     )
+    cuda_graphs: bool = _rollout(True, "false: decode without CUDA graphs, slowly")
 
 
 @dataclass(kw_only=True)
@@ -337,7 +338,7 @@ CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
 # other completions are drawn, but a run that is out of memory needs it. num_steps may not change:
 # the learning rate falls to 0 over it.
 FREE_ON_RESUME = """resume overwrite output_dir device eval_every save_every report_to
-micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
+micro_batch_tokens rollout_batch_size cuda_graphs gradient_checkpointing""".split()
 
 
 def check_folder(config: TrainConfig) -> None:

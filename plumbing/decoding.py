@@ -19,7 +19,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
-from common import base_model
+import common
+from common import base_model, clear_cache
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.forward import to
 from plumbing.models import context_length, fast_at_bfloat16, mask_is_known, model_inputs
@@ -51,8 +52,8 @@ class Decoder:
         self.max_new_tokens, self.num_drawn = max_new_tokens, 0
         self.model = bfloat16_copy(model) if bf16 else model
         self.cache = preallocated_cache(self.model, capacity)
-        on_cuda = self.device.type == "cuda"
-        self.static = can_be_static(model) and on_cuda if static is None else static
+        with_graphs = self.device.type == "cuda" and not common.capture_failed
+        self.static = can_be_static(model) and with_graphs if static is None else static
         self.static_step: StaticStep | None = None
         self.rows = torch.arange(num_rows, device=self.device)
         self.running = torch.ones_like(self.rows, dtype=torch.bool)  # (R,) has not ended yet
@@ -72,6 +73,9 @@ class Decoder:
         if not logits.logsumexp(-1).isfinite().all():
             raise Fault("the model's logits are not finite: lower --learning_rate")
         if self.static and all(isinstance(layer, PreallocatedLayer) for layer in self.cache.layers):
+            # While a graph is captured, the allocator can neither use what the prompts have left in
+            # its cache nor give it back: the capture could run out of memory.
+            clear_cache()
             self.static_step = StaticStep(self.model, self.cache, len(which))
         return logits
 
@@ -258,7 +262,7 @@ class StaticStep:
         if num_rows not in self.graphs:  # once without a graph, which capturing needs as a warm-up
             logits = self._warmed_up(num_rows)
             if self.capture:
-                self.graphs[num_rows] = self._captured(num_rows)
+                self._capture(num_rows)
             return logits
         graph, logits = self.graphs[num_rows]
         graph.replay()
@@ -277,22 +281,30 @@ class StaticStep:
         try:
             return self._forward(num_rows)
         except RuntimeError as e:
-            warnings.warn(f"decoding without CUDA graphs, slowly: {first_line(e)}", stacklevel=2)
-            self.capture = False
+            self._go_without_graphs(e)
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return self._forward(num_rows)
 
-    def _captured(self, num_rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The forward pass as a graph, and the tensor of logits that replaying it fills."""
+    def _capture(self, num_rows: int) -> None:
+        """Keep the forward pass as a graph, with the tensor of logits that replaying it fills."""
         # Not by torch.cuda.graph, which waits for the device and empties the cache every time.
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self.pool)
-            try:
-                logits = self._forward(num_rows)
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self.pool)
+                try:
+                    logits = self._forward(num_rows)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as e:
+            common.capture_failed = True  # no other decoder tries again
+            self._go_without_graphs(e.__context__ or e)  # capture_end fails after the forward pass
+            return
         torch.cuda.current_stream().wait_stream(stream)
-        return graph, logits
+        self.graphs[num_rows] = graph, logits
+
+    def _go_without_graphs(self, error: BaseException) -> None:
+        warnings.warn(f"decoding without CUDA graphs, slowly: {first_line(error)}", stacklevel=2)
+        self.capture = False

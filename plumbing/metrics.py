@@ -56,7 +56,9 @@ class Totals:
     def end_mini_batch(self, grad_norm: Tensor) -> None:
         """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite."""
         if not grad_norm.isfinite():  # a step with it would destroy the weights
-            raise Fault(f"the gradient is {grad_norm}: lower --learning_rate")
+            others = "bfloat16 (--bf16 false), huge rewards, a faulty kernel of this PyTorch"
+            remedy = f"lower --learning_rate; other causes: {others}"
+            raise Fault(f"the gradient is {grad_norm}: {remedy}")
         self.add("grad_norm", grad_norm)
         for name, total in self.shares.items():
             self.add(name, total)

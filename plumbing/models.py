@@ -25,6 +25,11 @@ from transformers.utils.hub import cached_file, has_file
 from common import ValueModel, base_model
 from plumbing.errors import InputError, first_line, optional_library
 
+# Here, because all that runs a model imports this file. PyTorch takes cuDNN's attention on an H100,
+# and its gradients are NaN for some masks (pytorch/pytorch#196678); on a B200 it decodes wrongly
+# (pytorch/pytorch#193893). The other kernels stay.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def model_inputs(
     model: nn.Module, tokens: Tensor, attention_mask: Tensor, **options: object

@@ -539,6 +539,8 @@ def run_main(main: Callable[[], None]) -> None:
     transformers_logging.set_verbosity(50)  # CRITICAL: its errors reach us as exceptions
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
+    # Of decoding.py, which asks whether a forward pass waits for the device.
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     try:
         main()
     except (InputError, Fault) as e:

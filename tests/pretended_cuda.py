@@ -56,6 +56,7 @@ class Device:
     def __init__(self):
         self.waits, self.replays = Counter(), 0
         self.graph = None  # that is being captured
+        self.in_disorder = False  # a capture has failed, and the cache can't be emptied any more
         self.asked_for = False  # by the function of torch that is running
         self.busy = False  # since it was last waited for, it has got work
         self.sync_debug_mode = "default"
@@ -63,6 +64,7 @@ class Device:
     def wait(self, name, not_now=False):
         """What waits for the device: unless it is but queued, as a copy to it may be."""
         if self.graph is not None:
+            self.in_disorder = self.graph.is_invalid = True
             raise RuntimeError(f"{name}: not permitted while a CUDA graph is captured")
         if not_now:
             return
@@ -79,13 +81,15 @@ class Graph:
     """torch.cuda.CUDAGraph: what was done while it was captured, and the tensors it was done to."""
 
     def __init__(self, gpu):
-        self.gpu, self.steps = gpu, []
+        self.gpu, self.steps, self.is_invalid = gpu, [], False
 
     def capture_begin(self, pool=None):
         self.gpu.graph = self
 
     def capture_end(self):
         self.gpu.graph = None
+        if self.is_invalid:
+            raise RuntimeError("operation failed due to a previous error while captured")
         with _disable_current_modes(), torch.no_grad():
             # On a GPU capturing runs nothing: what is new holds nothing yet.
             for tensor in (x for *_, made in self.steps for x in made if x.is_floating_point()):
@@ -240,13 +244,18 @@ def pretended_cuda():
             return gpu.graph is not None
 
     stream = Stream()
+
+    def empty_cache():  # cudaFree waits
+        assert not gpu.in_disorder, "pytorch/pytorch#180395"
+        return gpu.busy and gpu.wait("empty_cache")
+
     functions = {name: lambda *args, x=x, **kwargs: x for name, x in ANSWERS.items()}
     functions |= {
         "current_stream": lambda *args: stream,
         "Stream": Stream,
         "stream": contextlib.nullcontext,
         "synchronize": lambda *args: gpu.busy and gpu.wait("synchronize"),
-        "empty_cache": lambda: gpu.busy and gpu.wait("empty_cache"),  # cudaFree waits
+        "empty_cache": empty_cache,
         "get_sync_debug_mode": lambda: gpu.sync_debug_mode,
         "set_sync_debug_mode": functools.partial(setattr, gpu, "sync_debug_mode"),
         "is_current_stream_capturing": stream.is_capturing,

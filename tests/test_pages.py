@@ -5,6 +5,7 @@ import dataclasses
 import graphlib
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -115,6 +116,28 @@ def test_the_core_needs_torch_transformers_numpy_and_tqdm_alone():
     found = {name.split(".")[0] for file in files for name in imports(file, in_functions=False)}
     ours = {"plumbing", "tools"} | {file.stem for file in files}
     assert found - ours - sys.stdlib_module_names == needed
+
+
+def test_cudnn_attention_is_off_in_every_program_that_imports_torch():
+    """Its gradients are NaN on an H100 for some masks, and its completions wrong on a B200."""
+    files = [
+        f for folder in ("", "tools/", "benchmarks/") for f in REPOSITORY.glob(f"{folder}*.py")
+    ]
+    found = {f for f in files if imports(f, in_functions=False) & {"torch", "transformers"}}
+    assert {f.stem for f in found} > {"ppo", "grpo", "rloo", "reward_model", "fit", "speed", "gpu"}
+    code = """
+import runpy, sys, torch
+for file in sys.argv[2:]:
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(sys.argv[1]):
+            del sys.modules[name]
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    sys.path.insert(0, file.rpartition("/")[0])
+    runpy.run_path(file, run_name="program")
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), file
+"""
+    programs = sorted(str(f) for f in found - {REPOSITORY / "common.py"})
+    subprocess.run([sys.executable, "-c", code, str(REPOSITORY), *programs], check=True)
 
 
 # --- The embedded model ---

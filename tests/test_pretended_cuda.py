@@ -1,6 +1,7 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU, and hardly wait."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from pretended_cuda import CUDA, Generator, pretended_cuda
 from small import job_maker, letter_tokenizer, reward_model_job, save_model, small_gpt2
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import common
 import grpo
 import ppo
 import rloo
+from plumbing import decoding
 from plumbing.run import Run
 from sampling import generate
 
@@ -140,6 +143,7 @@ def test_the_cache_is_cleared_between_the_phases_of_a_step(script, make_job, mon
     with pretended_cuda() as gpu:
         hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
         monkeypatch.setattr(script, "sample", noted)
+        monkeypatch.setattr(decoding, "clear_cache", lambda: None)  # before the first capture
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("clear"))
         make_job(script)(device="cuda", num_steps=2, num_mini_batches=1, num_epochs=1)
         hook.remove()
@@ -149,18 +153,33 @@ def test_the_cache_is_cleared_between_the_phases_of_a_step(script, make_job, mon
 # --- Mistakes that only a device shows ---
 
 
-def test_a_forward_pass_that_waits_is_decoded_without_graphs():
+@pytest.mark.parametrize("waits", ["always", "while captured"])
+def test_a_forward_pass_that_waits_is_decoded_without_graphs(waits, monkeypatch):
+    monkeypatch.setattr(common, "capture_failed", False)
     model, prompts = small_gpt2().eval(), torch.tensor([[1, 2, 3], [4, 5, 6]])
     options = {"eos_token_ids": [], "pad_token_id": 0, "max_new_tokens": 8, "top_k": 1}
     expected = generate(model, prompts, prompts > 0, **options)
-    with pretended_cuda() as gpu:
-        model.to("cuda").transformer.register_forward_hook(
-            lambda module, inputs, output: output.last_hidden_state.sum().item() and None
-        )
-        with pytest.warns(UserWarning, match="decoding without CUDA graphs, slowly"):
+
+    def wait(module, inputs, output):
+        if waits == "always" or torch.cuda.is_current_stream_capturing():
+            output.last_hidden_state.sum().item()
+
+    with pretended_cuda() as gpu, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        model.to("cuda").transformer.register_forward_hook(wait)
+        for _ in range(2):
             found = generate(model, prompts, prompts > 0, **options)
-        assert gpu.replays == 0
-        assert found.tokens.tolist() == expected.tokens.tolist()
+            assert found.tokens.tolist() == expected.tokens.tolist()
+            common.clear_cache()
+        assert gpu.replays == 0 and gpu.in_disorder == (waits == "while captured")
+    told = [str(w.message).rpartition(":")[0] for w in warned]
+    assert told == ["decoding without CUDA graphs, slowly: _local_scalar_dense"]
+
+
+def test_the_flag_cuda_graphs_switches_them_off(make_job):
+    with pretended_cuda() as gpu:
+        make_job(grpo)(device="cuda", num_steps=1, cuda_graphs=False)
+    assert gpu.replays == 0
 
 
 @contextlib.contextmanager
