@@ -134,7 +134,7 @@ def grpo_loss(
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
     free, bounded = -A * ratio, -A * ratio.clamp(1 - clip_range, 1 + high)  # [1] eq. 3
     loss, clipped = torch.max(free, bounded), bounded > free
-    if loss_type == "cispo":  # [5] eq. 4, bounded above only: no token loses its gradient
+    if loss_type == "cispo":  # [5] eq. 4 and 5, bounded above only: no token loses its gradient
         loss = -A * ratio.clamp(max=cispo_bound).detach() * logprobs
         clipped = (ratio > cispo_bound) & (A != 0)
     if ref_logprobs is not None and kl_coef != 0:

@@ -5,7 +5,7 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
 
   kl          kl_t = log pi_old(y_t) - log pi_ref(y_t), without gradient               k1 in [2]
   rewards     r_i = s_i - kl_coef * sum of kl_t over the tokens of completion i
-  advantages  A_i = r_i - mean of r_j over the other G - 1 completions of the group    [1] eq. 8
+  advantages  A_i = r_i - mean of r_j over the other G - 1 completions of the group    [1] 2.3
   ratio       rho_i = pi(y) / pi_old(y), of the whole completion: a product over its tokens
   loss        max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), its mean over the completions
 
@@ -66,7 +66,7 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
     groups = at_least_float32(rewards).view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
-    # [1] eq. 8. The baseline doesn't depend on the completion that it judges: so the gradient is
+    # [1] 2.3. The baseline doesn't depend on the completion that it judges: so the gradient is
     # unbiased on policy.
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
     # Equal rewards must give exactly 0, without the tiny differences that rounding leaves.
