@@ -64,6 +64,7 @@ def generate(
     generator: torch.Generator | None = None,
     stop: StopStringCriteria | None = None,
     bf16: bool = False,
+    fp16: bool = False,
     static: bool | None = None,
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
@@ -71,7 +72,8 @@ def generate(
     prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
     num_generations rows; the rows of a prompt are consecutive. top_k and top_p are off by default:
     they serve greedy evaluation, and to show how they bias the KL. stop: the strings that end a
-    completion. bf16: decode with weights rounded to bfloat16. static: see Decoder.
+    completion. bf16, fp16: decode with weights rounded to bfloat16, to float16. static: see
+    Decoder.
     """
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
@@ -83,7 +85,8 @@ def generate(
     ends = torch.zeros_like(tokens)  # (B, T), 1: an EOS, or the token that completes a stop string
     eos = to(device, torch.tensor(eos_token_ids))
     with evaluating(model):
-        decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, bf16=bf16, static=static)
+        half = torch.float16 if fp16 else torch.bfloat16 if bf16 else None
+        decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, half=half, static=static)
         logits = decoder.prefill()  # (B, V), by one forward pass over each distinct prompt
         # Decode: draw a token for every row that is left, then one forward pass over these tokens.
         for t in range(max_new_tokens):

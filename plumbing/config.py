@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from plumbing.errors import InputError, first_line
-from plumbing.models import adapter_base, fast_at_bfloat16, pick_device
+from plumbing.models import adapter_base, fast_at_bfloat16, fast_at_float16, pick_device
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
@@ -148,6 +148,9 @@ class TaskConfig(BaseConfig):
     rollout_batch_size: int = _rollout(
         help="most rows decoded, or per forward pass without gradient", tiny=256, other=32
     )
+    fp16: bool | None = _rollout(
+        None, "decode in float16; default: on a GPU that is slow at bfloat16 (T4, V100)"
+    )
     cuda_graphs: bool = _rollout(True, "false: decode without CUDA graphs, slowly")
 
 
@@ -186,8 +189,11 @@ def parse_flags(config_class: type[BaseConfig], doc: str, args: list[str] | None
         check_groups(config)
     device = pick_device(config.device)
     config.device = str(device)
-    if config.bf16 is None:
+    by_device = config.bf16 is None
+    if by_device:
         config.bf16 = fast_at_bfloat16(device)
+    if isinstance(config, TaskConfig) and config.fp16 is None:
+        config.fp16 = by_device and not config.bf16 and fast_at_float16(device)
     if isinstance(config, TrainConfig):
         has_adapter = config.lora_r > 0 or adapter_base(config.model) is not None
         if has_adapter and "learning_rate" not in given:

@@ -466,6 +466,7 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "bf16": config.bf16,
+        "fp16": config.fp16,
         "static": None if config.cuda_graphs else False,
         "stop": stop_criteria(tokenizer, strings) if strings else None,
     }

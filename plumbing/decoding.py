@@ -3,7 +3,7 @@
 - Prefill is one forward pass over each distinct prompt, whatever the number of its completions.
 - Rows that have ended leave the batch, several at a time.
 - Keys and values are written into memory of the final size, nothing is concatenated.
-- With bf16, weights are rounded to bfloat16 once per batch of rows, not at every token.
+- In half precision, weights are rounded once per batch of rows, not at every token.
 - On CUDA a token is one CUDA graph, not a thousand kernel launches, and the loop waits for the
   device every eighth token only.
 """
@@ -30,8 +30,9 @@ class Decoder:
     """A batch of B rows that grows by a token per `step`, with its KV cache.
 
     Rows that have ended are dropped on the way: `rows` (R,) says which of the B rows are left.
-    static: tensors of one shape for every token, as a CUDA graph needs; default: on CUDA. Raises
-    InputError where the model's context has no room for max_new_tokens after the prompts.
+    half: decode with weights rounded to this type. static: tensors of one shape for every token, as
+    a CUDA graph needs; default: on CUDA. Raises InputError where the model's context has no room
+    for max_new_tokens after the prompts.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Decoder:
         prompt_ids: Tensor,
         prompt_mask: Tensor,
         max_new_tokens: int,
-        bf16: bool = False,
+        half: torch.dtype | None = None,
         static: bool | None = None,
     ) -> None:
         num_rows, length = prompt_ids.shape
@@ -50,7 +51,7 @@ class Decoder:
             raise InputError(f"{lengths} don't fit into the model's context of {limit}")
         self.prompt_ids, self.prompt_mask, self.device = prompt_ids, prompt_mask, model.device
         self.max_new_tokens, self.num_drawn = max_new_tokens, 0
-        self.model = bfloat16_copy(model) if bf16 else model
+        self.half, self.model = half, model if half is None else half_precision_copy(model, half)
         self.cache = preallocated_cache(self.model, capacity)
         with_graphs = self.device.type == "cuda" and not common.capture_failed
         self.static = can_be_static(model) and with_graphs if static is None else static
@@ -71,7 +72,9 @@ class Decoder:
             logits = _next_logits(self.model, *distinct.chunk(2, dim=1), self.cache)[which]
         self.cache.batch_select_indices(which)
         if not logits.logsumexp(-1).isfinite().all():
-            raise Fault("the model's logits are not finite: lower --learning_rate")
+            # Float16 ends at 65,504, and some models have larger hidden states: Gemma.
+            fp16 = "give --fp16 false, or " if self.half == torch.float16 else ""
+            raise Fault(f"the model's logits are not finite: {fp16}lower --learning_rate")
         if self.static and all(isinstance(layer, PreallocatedLayer) for layer in self.cache.layers):
             # While a graph is captured, the allocator can neither use what the prompts have left in
             # its cache nor give it back: the capture could run out of memory.
@@ -123,22 +126,23 @@ def _next_logits(
     return model(**model_inputs(model, tokens, mask, **options)).logits[:, -1]
 
 
-def bfloat16_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model with its weights rounded to bfloat16, to decode with. Buffers keep their
-    precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
+def half_precision_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
+    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
+    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
     """
-    rounded = {id(p): nn.Parameter(p.bfloat16(), requires_grad=False) for p in model.parameters()}
+    rounded = {id(p): nn.Parameter(p.to(half), requires_grad=False) for p in model.parameters()}
     copied = copy.deepcopy(model, memo=rounded)
     for module in copied.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[1:] == (base_model(copied).config.get_text_config().hidden_size,):
-                setattr(module, name, buffer.bfloat16())  # positions, added to the hidden states
+                setattr(module, name, buffer.to(half))  # positions, added to the hidden states
     backbone = base_model(copied).base_model
     if backbone._supports_sdpa:  # the fastest for one token at a time, on every device
         backbone.set_attn_implementation("sdpa")
     # DoRA looks at the weights of the layers that it adapts.
     is_dora = any("magnitude" in name for name, _ in copied.named_parameters())
-    if backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and not is_dora:
+    packs = backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and not is_dora
+    if packs and half == torch.bfloat16:
         for module in list(copied.modules()):
             for name, child in module.named_children():
                 if type(child) in (nn.Linear, Conv1D):  # GPT-2's Conv1D: a transposed weight

@@ -109,6 +109,14 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     )
 
 
+def fast_at_float16(device: torch.device) -> bool:
+    """Whether it is a GPU that multiplies float16 matrices faster than any others: Volta, Turing.
+
+    Only decoding is done in float16: without gradients it needs no scaling of the loss.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
+
+
 def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
     """The policy that the flags name, on its device, and its tokenizer. Raises InputError."""
     policy = load_causal(config.model, getattr(config, "lora_r", 0)).to(config.device)

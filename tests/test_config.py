@@ -160,11 +160,18 @@ def test_an_adapter_takes_ten_times_the_learning_rate_unless_it_is_given(tmp_pat
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_bfloat16_is_chosen_by_the_device_unless_it_is_given(fast, monkeypatch):
+def test_half_precision_is_chosen_by_the_device_unless_it_is_given(fast, monkeypatch):
     monkeypatch.setattr(plumbing.config, "fast_at_bfloat16", lambda device: fast)
-    assert parse("ppo", "--model", "x/y")["bf16"] is fast
-    assert parse("ppo", "--model", "x/y", "--bf16", "false")["bf16"] is False
-    assert parse("ppo")["bf16"] is False, "the embedded model is too small to gain"
+    monkeypatch.setattr(plumbing.config, "fast_at_float16", lambda device: True)
+
+    def chosen(*flags):
+        config = parse("ppo", *flags)
+        return config["bf16"], config["fp16"]
+
+    assert chosen("--model", "x/y") == (fast, not fast), "decoding in float16 where it is slow"
+    assert chosen("--model", "x/y", "--bf16", "false") == (False, False)
+    assert chosen("--model", "x/y", "--fp16", "false") == (fast, False)
+    assert chosen() == (False, False), "the embedded model is too small to gain"
 
 
 def test_a_config_is_made_by_name():

@@ -15,7 +15,7 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, completion_mask
-from plumbing.decoding import bfloat16_copy
+from plumbing.decoding import half_precision_copy
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.models import model_inputs
@@ -161,6 +161,8 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(small_model, row, val
     head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(0, rows, value))
     with pytest.raises(Fault, match="the model's logits are not finite: lower --learning_rate"):
         sample(small_model)
+    with pytest.raises(Fault, match="--fp16 false"):
+        sample(small_model, fp16=True)
 
 
 # --- The model is left as it was ---
@@ -192,25 +194,25 @@ def test_bfloat16_decodes_with_a_rounded_copy_of_the_weights_as_they_are_now(sma
     assert (second.logprobs - first.logprobs).abs().max() > 0.1
 
 
-def test_bfloat16_rounds_no_rotary_frequencies():
+def test_half_precision_rounds_no_rotary_frequencies():
     model = small_llama()
-    copied = bfloat16_copy(model)
+    copied = half_precision_copy(model, torch.bfloat16)
     assert torch.equal(copied.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_log_probs_of_bfloat16_decoding_are_those_of_a_forward_pass_to_rounding(
-    small_model, static
+@pytest.mark.parametrize(("half", "digits"), [("bf16", 1), ("fp16", 8)])
+def test_log_probs_of_half_precision_decoding_are_those_of_a_forward_pass_to_rounding(
+    small_model, half, digits, static
 ):
     """Not token for token: each machine rounds a bfloat16 product in its own way, and one token
-    that is drawn otherwise changes the rest of its row.
+    that is drawn otherwise changes the rest of its row. Float16 has three more binary digits.
     """
-    rollout = sample(
-        small_model, num_generations=40, seed=2, temperature=2.0, bf16=True, static=static
-    )
+    options = {"num_generations": 40, "seed": 2, "temperature": 2.0, "static": static, half: True}
+    rollout = sample(small_model, **options)
     assert rollout.finished.any() and not rollout.finished.all()
     expected, _ = completion_logprobs(small_model, rollout, 2.0)
-    wrong = (rollout.logprobs - expected).abs()[rollout.completion_mask]
+    wrong = (rollout.logprobs - expected).abs()[rollout.completion_mask] * digits
     assert 1e-4 < wrong.mean() < 0.02 and wrong.max() < 0.2
 
 
