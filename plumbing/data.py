@@ -140,6 +140,7 @@ def load_task(
             ' --system_prompt "" makes messages of them.'
         )
     _check_prompts(config, policy, task)
+    _say_which_special_tokens_are_typed(task)
     return task
 
 
@@ -276,22 +277,41 @@ def _prompt_of(row: object, template: str | None) -> Prompt:
     if template in (None, f"{{{names[0]}}}"):
         return _checked(row[names[0]], names[0])
     if "prompt" in names:
-        _checked(row["prompt"], "prompt")
+        row = row | {"prompt": _checked(row["prompt"], "prompt")}
     return _checked(in_template(template, row), names[0])
 
 
 def _checked(prompt: object, name: str) -> Prompt:
     """The prompt, of the column `name`, if it is one. Raises ValueError."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(prompt, (str, list)) or prompt == []:
         raise ValueError(f'"{name}" is neither text nor messages')
-    for key in ("content", "role"):
-        if not all(isinstance(m, dict) and isinstance(m.get(key), str) for m in messages):
-            raise ValueError(f'a message has no "{key}"')
     if not prompt:
         raise ValueError(f'"{name}" is empty')
-    json.dumps(prompt, allow_nan=False)  # or samples.jsonl couldn't hold what else a message has
-    return prompt
+    if isinstance(prompt, str):
+        return prompt
+    messages = [text_message(message) for message in prompt]
+    json.dumps(messages, allow_nan=False)  # or samples.jsonl couldn't hold what else there is
+    return messages
+
+
+def text_message(message: object) -> dict[str, Any]:
+    """A chat message whose content is one text: it may come as a list of parts, as OpenAI writes
+    it, and be left out beside tool calls. Raises ValueError.
+    """
+    if not isinstance(message, dict):
+        raise ValueError('a message has no "content"')
+    # A table has every key in every row, and templates ask whether a message has `tool_calls`.
+    message = {key: value for key, value in message.items() if value is not None}
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError('a message has parts that are no text, such as {"type": "image"}')
+        content = "".join(parts)
+    for key, value in (("content", content), ("role", message.get("role"))):
+        if not isinstance(value, str):
+            raise ValueError(f'a message has no "{key}"')
+    return message | {"content": content}
 
 
 def _nearest(name: str, names: list[str]) -> str:
@@ -384,24 +404,45 @@ def _order(seed: int, number: int, num_rows: int) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """The token ids of one prompt; of chat messages up to where the assistant's turn begins. Raises
-    InputError where there is no chat template, and for a prompt that gives no tokens.
+    """The token ids of one prompt; of chat messages up to where the assistant's turn begins, or
+    goes on where the last message is the assistant's. Raises InputError where there is no chat
+    template, and for a prompt that gives no tokens.
     """
     if isinstance(prompt, list) and tokenizer.chat_template is None:
         raise InputError("the prompts are chat messages, and the model has no chat template")
     try:
         if isinstance(prompt, str):
-            ids = tokenizer(prompt).input_ids
+            ids = _text_tokens(tokenizer, [prompt])[0]
         else:
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            has_begun = prompt[-1]["role"] == "assistant"
+            turn = {"add_generation_prompt": not has_begun, "continue_final_message": has_begun}
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, **turn)
             # The template writes BOS itself; add_special_tokens would put a second one in front.
-            ids = tokenizer(text, add_special_tokens=False).input_ids
+            ids = without_second_bos(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
     except Exception as e:  # half a surrogate pair, roles that the template does not know, ...
         fault = f"{type(e).__name__}: {first_line(e)}"
         raise InputError(f"the prompt {str(prompt)[:60]!a} can't be tokenised ({fault})") from e
     if not ids:
         raise InputError(f"the prompt {prompt!r} has no tokens")
     return ids
+
+
+def _text_tokens(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """The token ids of texts that completions follow: without the EOS or the separator that some
+    tokenizers add at the end.
+    """
+    found = tokenizer(texts, return_special_tokens_mask=True)
+    rows = []
+    for ids, added in zip(found.input_ids, found.special_tokens_mask, strict=True):
+        while ids and added[len(ids) - 1]:
+            ids = ids[:-1]
+        rows.append(without_second_bos(tokenizer, ids))
+    return rows
+
+
+def without_second_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """The ids with one BOS, where a text that begins with BOS got another one in front."""
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def _check_prompts(config: Any, policy: PreTrainedModel, task: Task) -> None:
@@ -421,11 +462,20 @@ def _check_prompts(config: Any, policy: PreTrainedModel, task: Task) -> None:
             raise InputError(f"--model {config.model}: {fault}: they don't belong together")
 
 
+def _say_which_special_tokens_are_typed(task: Task) -> None:
+    """Chat messages with the text of a special token in them may close their turn by themselves."""
+    pattern = re.compile("|".join(map(re.escape, special_tokens(task.tokenizer))) or "(?!)")
+    chats = [row["prompt"] for row in task.train + task.heldout if isinstance(row["prompt"], list)]
+    found = (pattern.search(message["content"]) for chat in chats for message in chat)
+    if first := next(filter(None, found), None):
+        print(f"A message has the text {first[0]!r}: the model reads it as the special token.")
+
+
 def _tokens_of_all(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
     """prompt_tokens of each prompt: texts all at once, which is many times as fast."""
     if all(isinstance(prompt, str) for prompt in prompts):
         with contextlib.suppress(Exception):
-            ids = tokenizer(prompts).input_ids
+            ids = _text_tokens(tokenizer, prompts)
             if all(ids):
                 return ids
     # One by one: so that an error names its prompt.
@@ -453,8 +503,7 @@ def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[T
 
 def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run."""
-    # A special token is no text: as a stop string it is another EOS.
-    special = {str(x): i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
+    special = special_tokens(tokenizer)  # as a stop string, such a token is another EOS
     ids = [special[string] for string in config.stop if string in special]
     strings = [string for string in config.stop if string not in special]
     return {
@@ -481,23 +530,30 @@ def stop_criteria(tokenizer: Tokenizer, strings: list[str]) -> StopStringCriteri
             f"--stop {strings}: can't be found with this tokenizer: {first_line(e)}"
         ) from e
     # It would take the name of a special token for text: "<|pad|>" would end at the string ">".
-    special = [i for i, x in tokenizer.added_tokens_decoder.items() if x.special]
+    special = [*special_tokens(tokenizer).values()]
     criteria.embedding_vec = criteria.embedding_vec.clone()  # the library uses it for others too
     criteria.embedding_vec[special] = -1
     return criteria
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text and id of each special token: BOS, EOS, those of chat templates, ..."""
+    return {str(x): i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
 
 
 def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> list[str]:
     """The text of each completion, B strings, without EOS and padding, with its stop string."""
     rollout, length = on_cpu(rollout), rollout.completion_mask.shape[1]
     num_tokens = rollout.completion_mask.sum(1).tolist()
-    texts = []
+    special, texts = set(special_tokens(tokenizer).values()), []
     for row, real, n, finished in zip(
         rollout.tokens, rollout.attention_mask, num_tokens, rollout.finished.tolist(), strict=True
     ):
-        prompt, ids = row[:-length][real[:-length]].tolist(), row[-length:][:n].tolist()
+        # Special tokens of a completion stay: a reward must see a <think> that is one.
+        prompt = [i for i in row[:-length][real[:-length]].tolist() if i not in special]
+        ids = row[-length:][:n].tolist()
         text = text_after(tokenizer, prompt, ids[:-1] if finished else ids)
-        if finished and stop:  # by EOS, which is no text, or by the end of a stop string
+        if finished and stop and ids[-1] not in special:  # maybe the end of a stop string
             whole = text_after(tokenizer, prompt, ids)
             text = whole if any(string in whole for string in stop) else text
         texts.append(text)
@@ -508,10 +564,9 @@ def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -
     """The text of the completion's ids. They are decoded together with the prompt: SentencePiece
     tokenizers drop the space in front of the first word of what they decode.
     """
-    before = tokenizer.decode(prompt, skip_special_tokens=True)
-    text = tokenizer.decode(prompt + completion, skip_special_tokens=True)
+    before, text = tokenizer.decode(prompt), tokenizer.decode(prompt + completion)
     if not text.startswith(before):  # a character whose bytes begin in the prompt
-        before, text = "", tokenizer.decode(completion, skip_special_tokens=True)
+        before, text = "", tokenizer.decode(completion)
     return text[len(before) :]
 
 

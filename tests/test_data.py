@@ -10,7 +10,8 @@ from small import byte_tokenizer, letter_tokenizer, task_of
 from tokenizers import normalizers, processors
 
 import grpo
-from plumbing.data import Task, encode_prompts, prompt_batch
+from plumbing import data
+from plumbing.data import Task, encode_prompts, prompt_batch, read_prompts
 from plumbing.errors import InputError
 
 CHAT_TEMPLATE = (
@@ -106,7 +107,9 @@ def test_without_the_library_datasets_the_command_that_installs_it_is_named(monk
         ('["prompt"]', 'line 1: no key "prompt"'),
         ('{"prompt": 5}', "line 1"),
         ('{"prompt": ""}', "line 1"),
-        ('{"prompt": [{"role": "user"}]}', "line 1"),
+        ('{"prompt": [{"role": "user"}]}', 'line 1: a message has no "content"'),
+        ('{"prompt": [{"content": "a"}]}', 'line 1: a message has no "role"'),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "line 1: .* no text"),
     ],
 )
 def test_a_fault_in_a_file_is_named_with_its_line(text, fault, tmp_path):
@@ -259,17 +262,51 @@ def test_prompts_are_padded_on_the_left_and_masked():
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]] and ids[1, 2] == ids[0, 0] + 3
 
 
-def test_a_chat_prompt_gets_exactly_one_bos_and_opens_the_assistants_turn():
-    """Both the template and the tokenizer write a BOS."""
+BEGUN = [message("q"), message("So", "assistant")]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", "<s>a"),
+        ("<s>a", "<s>a"),
+        ("a</s>", "<s>a</s>"),  # one that the text holds itself
+        ([message("a")], "<s>[user]a;[assistant]"),
+        ([message("<s>a", "system")], "<s>[system]<s>a;[assistant]"),
+        ([message("<s>a", "")], "<s>a;[assistant]"),
+        (BEGUN, "<s>[user]q;[assistant]So"),
+        ([message([{"type": "text", "text": "a"}, "b"])], "<s>[user]ab;[assistant]"),
+        ([message("q") | {"tool_calls": None}], "<s>[user]q;[assistant]"),
+        ([CALL, message("3", "tool")], "<s>[assistant];(1)[tool]3;[assistant]"),
+        ([message("")], "<s>[user];[assistant]"),
+    ],
+)
+def test_a_prompt_has_one_bos_no_eos_and_opens_or_continues_the_assistants_turn(
+    prompt, expected, tmp_path
+):
+    """Of a tokenizer that adds BOS and EOS, with a template that writes BOS."""
     tokenizer = byte_tokenizer()
-    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", CHAT_TEMPLATE
-    bos = tokenizer.bos_token_id
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{% if m.role %}[{{ m.role }}]{% endif %}{{ m.content }};"
+        "{% if m.tool_calls is defined %}({{ m.tool_calls | length }}){% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    ids, _ = encode_prompts(tokenizer, [{"prompt": [message("a")]}])
-    assert (ids == bos).sum() == 1 and tokenizer.decode(ids[0]).endswith("[assistant]")
-    assert encode_prompts(tokenizer, [{"prompt": "a"}])[0][0, 0] == bos
+    ends = [(str(x), tokenizer.convert_tokens_to_ids(str(x))) for x in ("<s>", "</s>")]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=ends
+    )
+    (row,) = read_prompts(write(tmp_path / "p.jsonl", [{"prompt": prompt}]))
+    ids, _ = encode_prompts(tokenizer, [row])
+    assert tokenizer.decode(ids[0]) == expected
+    assert data._tokens_of_all(tokenizer, [row["prompt"]]) == ids.tolist()
+
+
+def test_the_text_of_a_special_token_in_a_message_is_reported(tmp_path, capsys):
+    for text, reported in (("a<|endoftext|>b", True), ("a<|endof|>b", False)):
+        rows_of(write(tmp_path / "p.jsonl", [{"prompt": [message(text)]}]), chat=True)
+        assert ("reads it as the special token" in capsys.readouterr().out) == reported
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def test_a_reward_at_fault_is_named_in_one_line(reward, fault):
         ([1], [71, 72], 256, "hi"),
         ([1], [71, 72, 13], 13, "hi"),  # a point, which the generation_config may make an EOS
         ([65, 127], [102, 65, 66], 256, "\ufffdbc"),  # an é that begins in the prompt
+        ([256, 65], [256, 71, 72, 13], 13, "<|endoftext|>hi"),  # a tag may be a special token
     ],
 )
 def test_the_text_of_a_completion_ends_before_eos_and_padding(prompt, completion, eos, text):
