@@ -130,18 +130,25 @@ def half_precision_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
     """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
     keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
     """
-    rounded = {id(p): nn.Parameter(p.to(half), requires_grad=False) for p in model.parameters()}
+    floats = [p for p in model.parameters() if p.is_floating_point()]  # adapters have indices too
+    rounded = {id(p): nn.Parameter(p.to(half), requires_grad=False) for p in floats}
     copied = copy.deepcopy(model, memo=rounded)
+    backbone = base_model(copied).base_model
+    width = backbone.config.get_text_config().hidden_size
     for module in copied.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.shape[1:] == (base_model(copied).config.get_text_config().hidden_size,):
-                setattr(module, name, buffer.to(half))  # positions, added to the hidden states
-    backbone = base_model(copied).base_model
+            # Positions, added to the hidden states; matrices that an adapter (VeRA) doesn't train.
+            is_one = buffer.shape[1:] == (width,) or type(module).__name__ == "BufferDict"
+            if is_one and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(half)
     if backbone._supports_sdpa:  # the fastest for one token at a time, on every device
         backbone.set_attn_implementation("sdpa")
-    # DoRA looks at the weights of the layers that it adapts.
-    is_dora = any("magnitude" in name for name, _ in copied.named_parameters())
-    packs = backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and not is_dora
+    # Adapters look at the weights of the layers that they adapt; plain LoRA alone doesn't.
+    adapters = [module for module in copied.modules() if hasattr(module, "base_layer")]
+    plain = all(
+        type(a).__name__ == "Linear" and getattr(a, "lora_variant", None) == {} for a in adapters
+    )
+    packs = backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and plain
     if packs and half == torch.bfloat16:
         for module in list(copied.modules()):
             for name, child in module.named_children():

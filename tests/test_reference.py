@@ -16,6 +16,7 @@ import ppo
 import rloo
 from common import ValueModel, disable_dropout, reference
 from plumbing import models
+from plumbing.decoding import half_precision_copy
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values
 from plumbing.models import add_adapter, load_causal, load_tokenizer
@@ -119,6 +120,26 @@ def test_a_new_adapter_changes_nothing_and_is_on_all_layers_but_the_head(name, l
     assert len(adapted) == layers and not any("lm_head" in name for name in adapted)
     assert {m.scaling["default"] for m in adapted.values()} == {32 / rank}
     assert {m.lora_A["default"].weight.shape[0] for m in adapted.values()} == {rank}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Lora", {"use_dora": True}),
+        ("Lora", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
+        ("Vera", {"target_modules": ["q_proj"]}),
+        ("UniLora", {"theta_d_length": 64}),
+        ("Shira", {"init_weights": False}),
+        ("Hira", {}),
+    ],
+)
+def test_adapters_that_look_at_weights_or_hold_buffers_and_indices_decode_in_bfloat16(
+    kind, options
+):
+    options = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    policy = train(get_peft_model(small_llama(), getattr(peft, f"{kind}Config")(**options))).eval()
+    rounded = half_precision_copy(policy, torch.bfloat16)
+    assert 0 < (logprobs(rounded) - logprobs(policy)).abs().mean() < 0.1
 
 
 def test_the_value_model_of_an_adapted_policy_trains_its_own_adapter_over_the_same_base(policy):
