@@ -29,6 +29,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config  # noqa: E402
 
+from plumbing.memory import LIBRARIES, estimate  # noqa: E402
 from tools import fit  # noqa: E402
 
 # glibc: every block of 64 kB or more comes from the system and goes back to it.
@@ -92,20 +93,13 @@ def measure(model: str, script: str, flags: str) -> dict[str, float]:
             )
             lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         found[name] = max(json.loads(line).get("memory/peak_gb", 0.0) for line in lines)
-    parts = fit.estimate(script, fit.config_of(script, own, "cpu"), longest)
-    estimates = {"estimate": parts["peak"] / 1e9, "in_use_estimate": in_use(parts) / 1e9}
+    config = fit.config_of(script, own, "cpu")
+    counts = fit.counts_of(config, longest)
+    # In use are what tensors take on a GPU, and a CPU's libraries.
+    on_cpu = estimate(counts, config, longest)["peak"]
+    in_use = estimate(counts, config, longest, 2**30)["peak"] + LIBRARIES
+    estimates = {"estimate": on_cpu / 1e9, "in_use_estimate": in_use / 1e9}
     return {name: round(x, 3) for name, x in (found | estimates).items()}
-
-
-def in_use(parts: dict[str, float]) -> float:
-    """The estimate for a GPU, and a CPU's libraries."""
-    return fit.peak(parts, "cuda") + fit.LIBRARIES
-
-
-def estimate(script: str, flags: list[str], device: str, prompt_tokens: int) -> float:
-    """The peak by tools/fit.py, in GB."""
-    config = fit.config_of(script, flags, device)
-    return fit.estimate(script, config, prompt_tokens)["peak"] / 1e9
 
 
 def measured_table(results: dict[str, dict[str, float]]) -> str:
@@ -133,9 +127,11 @@ def estimated_table(models: Sequence[str] = tuple(MODELS)) -> str:
             cells = []
             for script, flags in METHODS.values():
                 own = ["--model", f"{folder}/{name}", *shlex.split(f"{flags} {GPU_FLAGS}")]
-                peak = estimate(script, own, "cuda", GPU_PROMPT)
-                fits = fit.devices_for(peak, "cuda")
-                cells.append(f"{peak:.1f} ({fits[0] if fits else 'none'})")
+                config = fit.config_of(script, own, "cuda")
+                counts = fit.counts_of(config, GPU_PROMPT)
+                found = {gb: fit.on_gpu(counts, config, GPU_PROMPT, gb)[1] for gb in fit.DEVICES_GB}
+                fitting = [gb for gb, parts in found.items() if fit.fits(parts, gb)]
+                cells.append(str(fitting[0]) if fitting else "none")
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

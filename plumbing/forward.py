@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from common import Rollout, ValueModel, at_least_float32, base_model, token_entropy, token_logprobs
 from plumbing.models import logits_from, mask_is_known, model_inputs
 
-CHUNK = 2**23  # logits at a time: 32 MB in float32, on CUDA 16 times as much
+CHUNK = 2**23  # logits at a time, at least: 32 MB in float32
 
 
 def completion_logprobs(
@@ -236,9 +237,8 @@ def _score_in_chunks(
     The logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens at
     a time, and made again in the backward pass instead of being kept for it.
     """
-    on_cuda = hidden.device.type == "cuda"
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    size = max(1, (CHUNK * 16 if on_cuda else CHUNK) // vocab_size)  # tokens
+    size = max(1, chunk_size(device_memory(hidden.device)) // vocab_size)  # tokens
     chunks = []
     for some_hidden, some_tokens in zip(hidden.split(size), tokens.split(size), strict=True):
         scored = (model, some_hidden, some_tokens, temperature, entropy_grad)
@@ -248,6 +248,22 @@ def _score_in_chunks(
         else:
             chunks.append(_score_tokens(*scored))
     return torch.cat(chunks, dim=1)
+
+
+def chunk_size(memory: int | None) -> int:
+    """Logits at a time, on a GPU with so many bytes of memory or, without, on a CPU: at 24 bytes
+    each, with what is computed from them, they take a twentieth of a GPU's memory at most.
+    """
+    if memory is None:
+        return CHUNK
+    largest = memory // (20 * 24)
+    return min(16 * CHUNK, max(CHUNK, 2 ** (largest.bit_length() - 1)))
+
+
+@functools.cache
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a GPU; None for a CPU, which shares its own."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
 def _score_tokens(

@@ -1,0 +1,228 @@
+"""The memory that a run takes, by its parts: tools/fit.py prints them, a run chooses limits by them.
+
+  weights      of the policy, the value model and a reward model, each in its own precision
+  gradients    4 bytes for each weight that trains
+  moments      8 bytes for each weight that trains: Adam's
+  reference    a copy of the policy's weights; none with a new LoRA adapter or --kl_coef 0
+  KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in bfloat16)
+  decoding     what is made of the logits of a token, and a bfloat16 copy of the weights
+  prefill      what one layer makes of the prompts of the rows that are decoded together
+  activations  what one micro-batch keeps for its backward pass, counted in a forward pass with fake
+               tensors, which have a size and hold nothing
+  logits       of a chunk of tokens: logits, log-softmax and their gradients
+
+Rollout and update don't overlap: on a GPU the larger of the two counts. Log-probs without gradient
+take less than an update. A CPU's allocator keeps what is freed, in pieces that seldom fit what
+comes next: there the two add up and take 1.3 times their size, and the libraries take 0.45 GB.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+
+from common import ValueModel, base_model, disable_dropout
+from plumbing.forward import chunk_size
+from plumbing.models import add_adapter, mask_is_known, model_inputs
+
+LIBRARIES = 0.45e9  # of torch and transformers, on a CPU
+KEPT = 1.3  # what a CPU's allocator holds of memory that comes and goes: benchmarks/memory.json
+CONTEXT = 0.8e9  # of CUDA, its libraries and their workspaces
+FRAGMENTS = 1.1  # what a GPU's allocator holds, over what tensors take
+DRAWN = 16  # bytes of a logit while a token is drawn: in bfloat16, in float32, and its weight twice
+SCORED = 24  # bytes of a logit while a log-prob is computed, and its gradient
+SMALLEST = {"rollout_batch_size": 32, "micro_batch_tokens": 1024}
+LARGEST = {"rollout_batch_size": 1024, "micro_batch_tokens": 16384}  # more is hardly faster
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the formula has to know of the models of a run: bytes, but for `trained`."""
+
+    weights: float  # of all models but the reference
+    reference: float
+    decoding_copy: float
+    trained: int  # weights
+    states: int  # of a token in the KV cache
+    layers: int  # of one model
+    hidden_size: int
+    models: int  # that train
+    vocab_size: int
+    casts: float = 0.0  # that autocast makes of weights, and keeps for the backward pass
+    kept: float = 0.0  # of a token, by all models that train, for the backward pass
+
+
+def count(
+    config: Any,
+    model: PretrainedConfig,
+    prompt_tokens: int,
+    judge: PretrainedConfig | None = None,
+) -> Counts:
+    """Counts of a run with the flags `config`, the policy `model` and the reward model `judge`,
+    from configs alone. Raises InputError where the model takes no adapter.
+    """
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(copy.deepcopy(model), dtype=torch.float32)
+        shape = policy.config.get_text_config()
+        if config.lora_r > 0:
+            policy = add_adapter(policy, config.lora_r)
+        models = [policy]
+        if config.script == "ppo":
+            models.append(ValueModel.on_backbone_of(policy))
+        judges = []
+        if judge is not None:
+            judges.append(AutoModelForSequenceClassification.from_config(judge))
+    if config.disable_dropout:
+        disable_dropout(*models)
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    precision = 2 if config.bf16 else 4
+    num_weights = _count(policy)
+    has_copy = config.kl_coef > 0 and config.lora_r == 0
+    length = prompt_tokens + config.max_new_tokens
+    found = Counts(
+        weights=4.0 * (_count(*models) + _count(*judges)),
+        reference=4.0 * num_weights * has_copy,
+        decoding_copy=2.0 * num_weights * bool(config.bf16),
+        trained=_count(*models, trained=True),
+        states=2 * shape.num_hidden_layers * heads * head_size * precision,
+        layers=shape.num_hidden_layers,
+        hidden_size=shape.hidden_size,
+        models=len(models),
+        vocab_size=shape.vocab_size,
+    )
+    # What is kept of one row and of two: the difference is proportional to the rows, the rest is
+    # what autocast has made of the weights.
+    one, two = (sum(_kept(model, rows, length, config) for model in models) for rows in (1, 2))
+    return dataclasses.replace(found, casts=2.0 * one - two, kept=(two - one) / length)
+
+
+def _count(*models: nn.Module, trained: bool = False) -> int:
+    """The number of weights, those shared by several models once."""
+    weights = {id(p): p for model in models for p in model.parameters()}
+    return sum(p.numel() for p in weights.values() if p.requires_grad or not trained)
+
+
+def _kept(model: nn.Module, rows: int, length: int, config: Any) -> int:
+    """Bytes that the forward pass over tokens (rows, length) keeps for the backward pass."""
+    backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model
+    backbone.train()
+    if config.bf16 and config.device == "cpu":  # as in set_up_training
+        backbone.set_attn_implementation("eager")
+    kept, alive = {}, []  # a storage that is freed would lend its address to the next one
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        alive.append(x.untyped_storage())
+        kept[alive[-1]._cdata] = alive[-1].nbytes()
+        return x
+
+    with FakeTensorMode():
+        _replace_by_fakes(backbone)
+        own = {p.untyped_storage()._cdata for p in backbone.parameters()}
+        tokens = torch.zeros(rows, length, dtype=torch.long)
+        inputs = model_inputs(backbone, tokens, tokens + 1, use_cache=False)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=bool(config.bf16))
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+        with autocast, saved, mask_is_known(no_padding=False):
+            backbone(**inputs)
+    return sum(size for storage, size in kept.items() if storage not in own)
+
+
+def _replace_by_fakes(model: nn.Module) -> None:
+    """Weights and buffers on the CPU: attention on "meta" keeps other things."""
+    for module in model.modules():
+        for named in (module._parameters, module._buffers):
+            for name, x in named.items():
+                if x is not None:
+                    there = torch.zeros(x.shape, dtype=x.dtype)
+                    is_weight = isinstance(x, nn.Parameter)
+                    named[name] = nn.Parameter(there, x.requires_grad) if is_weight else there
+
+
+def estimate(
+    counts: Counts, config: Any, prompt_tokens: int, memory: int | None = None
+) -> dict[str, float]:
+    """Bytes by part of a run on a GPU with so many bytes of memory; without, on a CPU. "peak" is
+    what tensors take at the same time, "needed" the memory that the run fits into.
+    """
+    parts = {"weights": counts.weights, "gradients": 4.0 * counts.trained}
+    parts |= {"moments": 8.0 * counts.trained, "reference": counts.reference}
+    parts |= _rollout(counts, config, prompt_tokens)
+    parts |= _update(counts, config, prompt_tokens, memory)
+    there = parts["weights"] + parts["moments"] + parts["reference"]
+    rollout = parts["KV cache"] + parts["decoding"] + parts["prefill"]
+    update = parts["activations"] + parts["logits"]
+    if memory is None:
+        peak = needed = there + parts["gradients"] + KEPT * (rollout + update) + LIBRARIES
+    else:
+        peak = there + max(rollout, parts["gradients"] + update)
+        needed = FRAGMENTS * peak + CONTEXT
+    return parts | {"peak": peak, "needed": needed}
+
+
+def _rollout(counts: Counts, config: Any, prompt_tokens: int) -> dict[str, float]:
+    """The parts of a rollout or an evaluation, whichever decodes more rows at a time."""
+    rows = prompts = 0
+    for all_prompts, each in (
+        (config.prompts_per_step, config.num_generations),
+        (config.num_eval_prompts, config.eval_generations),
+    ):
+        together = max(1, min(all_prompts, config.rollout_batch_size // each))
+        prompts, rows = max(prompts, together), max(rows, together * each)
+    of_prompt_token = counts.kept / counts.layers + counts.states
+    return {
+        "KV cache": float(rows * (prompt_tokens + config.max_new_tokens) * counts.states),
+        "decoding": float(DRAWN * rows * counts.vocab_size + counts.decoding_copy),
+        "prefill": prompts * prompt_tokens * of_prompt_token,
+    }
+
+
+def _update(
+    counts: Counts, config: Any, prompt_tokens: int, memory: int | None
+) -> dict[str, float]:
+    """The parts of the widest micro-batch. Its rows are a random choice: each may have a prompt of
+    its own, and only where there are more rows than prompts is one read for several rows.
+    """
+    new, num_prompts = config.max_new_tokens, config.prompts_per_step
+    rows = num_prompts * config.num_generations // config.num_mini_batches
+    if (limit := config.micro_batch_tokens) is not None:
+        fit = limit // (prompt_tokens + new)
+        shared = (limit - num_prompts * prompt_tokens) // new
+        rows = max(1, min(rows, fit if fit < num_prompts else shared))
+    checkpointed = config.gradient_checkpointing
+    read = rows if checkpointed else min(rows, num_prompts)  # prompts
+    tokens = read * prompt_tokens + rows * new
+    kept = counts.kept * tokens
+    if checkpointed:  # one layer at a time, and what goes into each, in float32
+        inputs = 4 * counts.hidden_size * counts.layers * counts.models
+        kept = kept / counts.layers + inputs * tokens
+    elif read < rows:  # the keys and values of prompts are repeated: twice, about, as heads are too
+        kept += 2 * counts.models * (rows - read) * prompt_tokens * counts.states
+    logits = min(rows * new * counts.vocab_size, chunk_size(memory))
+    return {"activations": kept + counts.casts, "logits": float(SCORED * logits)}
+
+
+def largest_limits(counts: Counts, config: Any, prompt_tokens: int, memory: int) -> dict[str, int]:
+    """rollout_batch_size and micro_batch_tokens: the largest powers of 2 with which the run fits
+    into a GPU with so many bytes of memory, from SMALLEST to LARGEST, whatever `config` has.
+    """
+    limits = dict(SMALLEST)
+    for name, largest in LARGEST.items():
+        while limits[name] < largest:
+            tried = limits | {name: 2 * limits[name]}
+            parts = estimate(counts, dataclasses.replace(config, **tried), prompt_tokens, memory)
+            if parts["needed"] > memory:
+                break
+            limits = tried
+    return limits
