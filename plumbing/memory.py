@@ -1,4 +1,4 @@
-"""The memory that a run takes, by its parts: tools/fit.py prints them, a run chooses limits by them.
+"""The memory that a run takes, by its parts, and the limits with which it fits a GPU.
 
   weights      of the policy, the value model and a reward model, each in its own precision
   gradients    4 bytes for each weight that trains
