@@ -229,7 +229,8 @@ TABLES = ("csv", "parquet")
 
 def _from_json_lines(path: str, flag: str, form: str) -> Iterator[tuple[int, Any]]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        # "sig": without the byte order mark that some editors write at the start.
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{flag} {path}: can't be read ({first_line(e)})") from e
     for number, line in enumerate(lines, 1):
@@ -367,7 +368,7 @@ def text_or_file(value: str | None, flag: str) -> str | None:
             raise InputError(f"{flag} {value}: there is no such file")
         return value
     try:
-        return Path(value).read_text(encoding="utf-8").removesuffix("\n")
+        return Path(value).read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{flag} {value}: can't be read ({first_line(e)})") from e
 

@@ -1,4 +1,4 @@
-"""The two errors that a run ends with, each shown as one line."""
+"""The errors that a run ends with, each shown as one line."""
 
 import importlib
 import sys
@@ -14,9 +14,35 @@ class Fault(Exception):
     """The run can't go on: one line that says what happened and what helps. Exit code 1."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + number
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for messages of one line."""
     return (str(error).strip().split("\n") or [""])[0]
+
+
+def described(error: BaseException) -> str:
+    """Kind and first line of an error of other people's code, "KeyError: 'x'", for messages."""
+    kind, text = type(error).__name__, first_line(error)
+    return f"{kind}: {text}" if text else kind
+
+
+# On CUDA not only OutOfMemoryError: so says the driver, and so say the libraries that find no room
+# for what they need themselves. On a CPU and on MPS torch raises a RuntimeError too.
+NO_MEMORY = ("out of memory", "allocate memory", "enough memory", "bad_alloc", "_ALLOC_FAILED")
+NO_MEMORY += ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, in whatever words, says that there is no memory left."""
+    found = isinstance(error, RuntimeError) and any(x in str(error) for x in NO_MEMORY)
+    return found or isinstance(error, MemoryError)
 
 
 def optional_library(name: str, message: str) -> ModuleType:
@@ -28,11 +54,25 @@ def optional_library(name: str, message: str) -> ModuleType:
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run the main() of a tool without torch: bad input is one line and exit code 2."""
+    """Run a main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A character that the terminal lacks is shown as its number, and ends no run.
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
-    except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except (InputError, Fault) as e:
+        code, message = 2 if isinstance(e, InputError) else 1, f"error: {e}"
+    except Interrupted as e:
+        code, message = e.code, str(e)
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        code, message = 130, "interrupted"
+    except Exception as e:
+        if not is_out_of_memory(e):
+            raise
+        # In a run: see Run.__exit__.
+        code, message = 1, f"error: {described(e).rstrip('.')}: choose a smaller model"
+    else:
+        return
+    print(message, file=sys.stderr)
+    raise SystemExit(code)

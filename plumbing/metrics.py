@@ -338,6 +338,6 @@ def sample_records(
         records.append({"prompt": row["prompt"], "completion": text, "score": finite})
         prompt = " ".join(text_of(row["prompt"]).split())
         prompt = prompt if len(prompt) <= 45 else f"... {prompt[-41:]}"
-        line = textwrap.shorten(f"{prompt} \N{RIGHTWARDS ARROW} {text}", 90, placeholder=" ...")
+        line = textwrap.shorten(f"{prompt} -> {text}", 90, placeholder=" ...")
         lines.append(f"  {value:5.2f}  {line}")
     return records, lines

@@ -35,7 +35,16 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from plumbing.config import CHECKPOINT, holds_run
-from plumbing.errors import Fault, InputError, first_line, optional_library
+from plumbing.errors import (
+    Fault,
+    InputError,
+    Interrupted,
+    described,
+    first_line,
+    is_out_of_memory,
+    optional_library,
+    run_tool,
+)
 from plumbing.metrics import Evaluation, Meter, Metrics, headline, sample_records
 from plumbing.tokens import token_records
 
@@ -47,14 +56,6 @@ except ImportError:  # Windows
 FILES = ("metrics", "samples", "tokens")  # .jsonl
 FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
 warned""".split()  # of a checkpoint
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the step is finished and saved. Exit code 128 + the signal's number."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.code = 128 + number
 
 
 class Run:
@@ -345,12 +346,9 @@ def _explain(error: BaseException | None, before: str, after: str) -> None:
 
     What is none of ours is left to be shown with its traceback.
     """
-    # On a CPU and on MPS torch reports it as a RuntimeError.
-    reported = ("allocate memory", "backend out of memory")
-    plain = isinstance(error, RuntimeError) and any(x in str(error) for x in reported)
-    if plain or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if is_out_of_memory(error):
         remedy = "lower --micro_batch_tokens, and --rollout_batch_size if there is one"
-        raise Fault(f"{before}{first_line(error).rstrip('.')}; {remedy}{after}")
+        raise Fault(f"{before}{described(error).rstrip('.')}; {remedy}{after}")
     if isinstance(error, KeyboardInterrupt):
         raise Interrupted(signal.SIGINT, f"{before}interrupted{after}")
     if isinstance(error, (InputError, Fault, Interrupted)):
@@ -541,20 +539,7 @@ def run_main(main: Callable[[], None]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
     # Of decoding.py, which asks whether a forward pass waits for the device.
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-    try:
-        main()
-    except (InputError, Fault) as e:
-        code, message = 2 if isinstance(e, InputError) else 1, f"error: {e}"
-    except torch.OutOfMemoryError as e:  # in a run: see Run.__exit__
-        code, message = 1, f"error: {first_line(e)} Choose a smaller model"
-    except Interrupted as e:
-        code, message = e.code, str(e)
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted"
-    else:
-        return
-    print(message, file=sys.stderr)
-    raise SystemExit(code)
+    run_tool(main)
 
 
 def keep_freed_memory() -> None:

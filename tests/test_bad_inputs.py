@@ -1,11 +1,13 @@
 """A bad input ends with exit code 2, a fault with 1, both with one line and without a traceback."""
 
 import contextlib
+import io
 import json
 import shutil
 import sys
 from contextlib import nullcontext as nothing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -251,10 +253,11 @@ def fails(name: str, at_call: int, error: Exception):
 
 FULL = torch.OutOfMemoryError("CUDA out of memory.\nlines that nobody reads")
 FULL_CPU = RuntimeError("[enforce fail] can't allocate memory\nlines that nobody reads")
+FULL_CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
 FAULTS = [
     ("--reward reward.py:from_call_6", nothing(), 2, "the reward function from_call_6 raised"),
     ("", fails("sample", 4, FULL), 1, "CUDA out of memory; lower --micro_batch_tokens"),
-    ("", fails("policy_loss", 7, FULL), 1, "CUDA out of memory; lower --micro_batch_tokens"),
+    ("", fails("policy_loss", 7, FULL_CUBLAS), 1, "cublasCreate; lower --micro_batch_tokens"),
     ("", fails("masked_whiten", 2, FULL_CPU), 1, "[enforce fail] can't allocate memory"),
 ]
 SLOWER = [pytest.param(*fault, marks=pytest.mark.slow) for fault in FAULTS[1:]]
@@ -281,6 +284,33 @@ def test_after_a_fault_the_run_is_saved_and_resumed_ends_as_if_nothing_had_been(
     assert run("ppo", f"{flags} --output_dir whole") == (0, [])
     weights = [Path(name, "model/model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL_CUBLAS,
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("MPS backend out of memory (allocated: 1 GB)"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_memory_that_is_missing_in_whatever_words_is_one_line_that_says_what_helps(error, run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MAINS, "ppo", Mock(side_effect=error))
+        has_one_line(run("ppo", ""), 1, "choose a smaller model")
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run_main(Mock(side_effect=RuntimeError("shapes differ")))
+
+
+def test_a_character_that_the_terminal_lacks_is_shown_as_its_number(monkeypatch):
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="cp1252"))
+    run_main(lambda: print("é \u2192 \ud800", flush=True))
+    assert terminal.getvalue() == b"\xe9 \\u2192 \\ud800\n"
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,12 @@ def message(content: str, role: str = "user") -> dict:
 
 
 def test_json_lines_are_read_with_all_their_columns(tmp_path):
-    # A line separator of Unicode ends no line of JSON.
+    # A line separator of Unicode ends no line of JSON, and a byte order mark is no part of it.
     rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": [message("c")]}]
-    assert rows_of(write(tmp_path / "p.jsonl", rows), chat=True) == rows
+    path = write(tmp_path / "p.jsonl", rows)
+    for mark in (b"", b"\xef\xbb\xbf"):
+        Path(path).write_bytes(mark + Path(path).read_bytes())
+        assert rows_of(path, chat=True) == rows
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_evaluate_takes_a_column_that_the_prompts_of_the_task_lack(model, tmp_pa
     flags = f"--model {model} --eval_prompts {tmp_path}/q.jsonl --device cpu {template}"
     evaluate.main(flags.split())
     printed = capsys.readouterr().out
-    assert "2 prompts: eval/reward -0.0" in printed and "yy \N{RIGHTWARDS ARROW} " in printed
+    assert "2 prompts: eval/reward -0.0" in printed and "yy -> " in printed
 
 
 # --- outgrow.py: the same job for verl ---

@@ -75,7 +75,7 @@ def extremes(scores: torch.Tensor, prompts: list, texts: list[str]) -> list[str]
     for title, some in (("lowest", order[:4]), ("highest", order[::-1][:4])):
         lines.append(f"{title}:")
         for i in some:
-            line = f"{text_of(prompts[i])} \N{RIGHTWARDS ARROW} {texts[i]}"
+            line = f"{text_of(prompts[i])} -> {texts[i]}"
             line = textwrap.shorten(line, 200, placeholder=" ...")
             lines.append(f"  {scores[i].item():7.3g}  {line}")
     return lines
