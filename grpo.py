@@ -15,7 +15,7 @@ commands.
 
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
-[6] MaxRL, arXiv 2602.02710.
+[6] Tajwar et al. 2026, arXiv 2602.02710.
 
   python grpo.py                 # sums 46% -> 98% right, greedy 54% -> 99%, a minute on a CPU
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
