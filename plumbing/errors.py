@@ -23,14 +23,19 @@ class Interrupted(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for messages of one line."""
-    return (str(error).strip().split("\n") or [""])[0]
+    """The first line of an error's text, for messages of one line: with the next lines where it
+    ends in a colon, for then it only announces the reason.
+    """
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    lines = lines or [type(error).__name__]
+    ends = [number for number, line in enumerate(lines, 1) if not line.endswith(":")]
+    return " ".join(lines[: min(ends, default=None)]).rstrip(":")
 
 
 def described(error: BaseException) -> str:
     """Kind and first line of an error of other people's code, "KeyError: 'x'", for messages."""
-    kind, text = type(error).__name__, first_line(error)
-    return f"{kind}: {text}" if text else kind
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
 
 
 # On CUDA not only OutOfMemoryError: so says the driver, and so say the libraries that find no room

@@ -89,12 +89,13 @@ def pick_device(name: str | None) -> torch.device:
     """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     kinds = [kind for kind, there in present.items() if there] + ["cpu"]
+    name, found = name or kinds[0], f"this machine, with this torch, has {', '.join(kinds)}"
     try:
-        device = torch.empty(0, device=name or kinds[0]).device
-    except (AssertionError, RuntimeError):  # no such device; without CUDA, torch asserts
-        device = None
-    if device is None or device.type not in kinds:
-        raise InputError(f"--device {name}: this machine, with this torch, has {', '.join(kinds)}")
+        device = torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as e:  # no such device, an old driver, one that is busy
+        raise InputError(f"--device {name}: {found}: {first_line(e)}") from e
+    if device.type not in kinds:
+        raise InputError(f"--device {name}: {found}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -250,13 +251,14 @@ def from_hub_or_folder(
     is_model = auto_class is not AutoTokenizer
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     options |= changes  # of the model's config, or of how it is loaded
+    own_code = {"trust_remote_code": False}  # without it transformers would ask at the terminal
 
     def load(path: str) -> tuple[Any, list[str]]:
         if is_model:
-            model, info = auto_class.from_pretrained(path, **options)
+            model, info = auto_class.from_pretrained(path, **options, **own_code)
             # Of another shape: only where the caller takes them for missing.
             return model, sorted({*info["missing_keys"], *(x[0] for x in info["mismatched_keys"])})
-        tokenizer = auto_class.from_pretrained(path)
+        tokenizer = auto_class.from_pretrained(path, **own_code)
         if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
             raise OSError("its tokenizer files are missing")
         return tokenizer, []
@@ -276,8 +278,12 @@ def from_hub_or_folder(
     except InputError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError and others here
-        kind = auto_class.__name__.removeprefix("Auto")
-        raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {first_line(e)}") from e
+        kind, reason = auto_class.__name__.removeprefix("Auto"), first_line(e)
+        if "trust_remote_code" in str(e):
+            reason = (
+                "it needs its own code, which is never run here; choose one that transformers has"
+            )
+        raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {reason}") from e
 
 
 def _cached_folder(name: str) -> str | None:

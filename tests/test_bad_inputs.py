@@ -25,6 +25,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
+from plumbing.errors import first_line
 from plumbing.run import run_main
 from tools import inspect_reward, plot
 
@@ -311,6 +312,22 @@ def test_a_character_that_the_terminal_lacks_is_shown_as_its_number(monkeypatch)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="cp1252"))
     run_main(lambda: print("é \u2192 \ud800", flush=True))
     assert terminal.getvalue() == b"\xe9 \\u2192 \\ud800\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "Error(s) in loading:\n\tsize mismatch\nmore",
+            "Error(s) in loading: size mismatch",
+        ),
+        ("a:\n\n b:\nc:\nd\ne", "a: b: c: d"),
+        ("says no more:", "says no more"),
+        ("\n", "ValueError"),
+    ],
+)
+def test_an_error_in_a_message_of_one_line_is_never_cut_off_at_a_colon(text, line):
+    assert first_line(ValueError(text)) == line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which model is the reference; adapters (LoRA), merged ones too; loading models."""
 
 import copy
+import json
 import sys
 from types import SimpleNamespace
 
@@ -252,6 +253,31 @@ def test_a_device_that_is_not_there_is_refused():
         with pytest.raises(InputError, match=name):
             models.pick_device(name)
     assert models.pick_device("cpu") == torch.device("cpu")
+
+
+def test_a_device_that_is_busy_or_too_old_says_so(monkeypatch):
+    def empty(*args: object, device: str) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(InputError, match=r"^--device cuda: .* cuda, cpu: .* devices are busy$"):
+        models.pick_device(None)
+
+
+@pytest.mark.parametrize("load", [load_causal, load_tokenizer])
+def test_a_checkpoint_with_its_own_code_is_refused_in_one_line_and_nobody_is_asked(
+    load, tmp_path, monkeypatch
+):
+    save_model(tmp_path, small_gpt2(vocab_size=20), letter_tokenizer())
+    own = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
+    for file in ("config.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text(json.dumps(own | {"model_type": "own"}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    with pytest.raises(InputError, match=r"needs its own code, which is never run here[^\n]*$"):
+        load(str(tmp_path))
+    assert not (tmp_path / "has_run").exists()
 
 
 def test_a_model_without_gradient_checkpointing_is_refused_in_one_line(small_model, monkeypatch):

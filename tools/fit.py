@@ -39,7 +39,8 @@ def counts_of(config: Any, prompt_tokens: int) -> Counts:
 
 def _read_config(name: str, flag: str) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(str(TINY) if name == "tiny" else name)
+        folder = str(TINY) if name == "tiny" else name
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else it would ask
     except (OSError, ValueError) as e:
         raise InputError(f"{flag} {name}: its config can't be read ({first_line(e)})") from e
 
