@@ -19,10 +19,15 @@ import typing
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal
 
 from plumbing.errors import InputError, first_line
 from plumbing.models import adapter_base, fast_at_bfloat16, fast_at_float16, pick_device
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
@@ -365,6 +370,7 @@ def check_folder(config: TrainConfig) -> None:
             if not (config.resume or config.overwrite):
                 remedy = "give --resume, --overwrite or another --output_dir"
                 raise InputError(f"{folder} already holds a run: {remedy}")
+            open_metrics(folder).close()
             if config.resume:
                 _check_settings(config, folder / "config.json")
             if config.overwrite:
@@ -382,6 +388,29 @@ def holds_run(folder: Path) -> bool:
     if not (folder / "metrics.jsonl").exists():
         raise InputError(f"--output_dir {folder}: holds something that is not a run")
     return (folder / "metrics.jsonl").stat().st_size > 0 or (folder / CHECKPOINT).exists()
+
+
+def open_metrics(folder: Path) -> BinaryIO:
+    """metrics.jsonl, to be appended to. Raises InputError while another process has it open so.
+
+    The lock is the system's: it ends with its process, even if that is killed. Forked processes
+    don't inherit it. Windows has no such lock.
+    """
+    path = folder / "metrics.jsonl"
+    file = path.open("ab")
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # With --overwrite another process may have renamed the folder just now.
+        is_free = os.path.samefile(path, file.fileno())
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        is_free = False
+    except OSError:  # a file system without locks
+        is_free = True
+    if not is_free:
+        remedy = "wait until it has ended, or give another --output_dir"
+        raise InputError(f"{folder}: another process has a run there: {remedy}")
+    return file
 
 
 def _check_settings(config: TrainConfig, path: Path) -> None:

@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 import warnings
 import zlib
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from plumbing.config import CHECKPOINT, holds_run
+from plumbing.config import CHECKPOINT, holds_run, open_metrics
 from plumbing.errors import (
     Fault,
     InputError,
@@ -83,28 +84,42 @@ class Run:
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         self.history, self.warned = [], set()  # metrics of this process; warnings given
         self.saved_step: int | None = None  # of the newest checkpoint
-        self.signal: int | None = None  # the number of the one that has come
+        self.process = os.getpid()  # not that of what a reward forks
         # Before, not after: Ctrl-C in the middle of a step must find it noted.
         self.optimizer.register_step_pre_hook(self._note_move)
         _check_trackers(config)
-        folder = self.folder
-        state = self._resume() if config.resume and (folder / CHECKPOINT).exists() else None
         try:
-            if not config.resume and holds_run(folder):
-                _move_old_run(folder, config.overwrite)
-            folder.mkdir(parents=True, exist_ok=True)
-            # First metrics.jsonl, which marks the folder as a run's.
-            ends = state or dict.fromkeys(FILES, 0)
-            self.files = {x: _opened(folder / f"{x}.jsonl", ends[x]) for x in FILES}
+            self.files = self._open_files()
             settings = {"script": config.script} | asdict(config)
-            write_text(folder / "config.json", json.dumps(settings, indent=2))
+            write_text(self.folder / "config.json", json.dumps(settings, indent=2))
         except OSError as e:
-            raise InputError(f"--output_dir {folder}: can't be written ({e.strerror})") from e
-        self.trackers = _start_trackers(folder, config, self.first_step)
+            fault = f"--output_dir {self.folder}: can't be written ({e.strerror})"
+            raise InputError(fault) from e
+        self.trackers = _start_trackers(self.folder, config, self.first_step)
         print(self._description())
 
+    def _open_files(self) -> dict[str, BinaryIO]:
+        """The files of the records, in a folder of this run alone. With --resume they end where the
+        checkpoint does, which is put back. Raises InputError.
+        """
+        folder, resume = self.folder, self.config.resume
+        holds_run(folder)  # or something else, which is refused
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = open_metrics(folder)  # the first file, which marks the folder as a run's
+        if holds_run(folder) and not resume:
+            _move_old_run(folder, metrics, self.config.overwrite)
+            folder.mkdir()
+            metrics = open_metrics(folder)
+        state = self._resume() if resume and (folder / CHECKPOINT).exists() else None
+        files = {name: (folder / f"{name}.jsonl").open("ab") for name in FILES[1:]}
+        files["metrics"] = metrics  # opened once: its lock ends where any handle of it is closed
+        for name, file in files.items():
+            file.truncate(state[name] if state else 0)
+            file.seek(0, os.SEEK_END)
+        return files
+
     def __enter__(self) -> Run:
-        self._watch_signals()
+        signals.watch()
         options = {"initial": self.first_step, "desc": self.config.script, "dynamic_ncols": True}
         self.bar = tqdm(total=self.config.num_steps, **options)
         self._note_state(self.first_step)
@@ -218,10 +233,10 @@ class Run:
         self._note_state(steps_done)
         self.bar.update()
         last = steps_done == self.config.num_steps
-        if steps_done % self.config.save_every == 0 or last or self.signal is not None:
+        if steps_done % self.config.save_every == 0 or last or signals.seen is not None:
             self._write_checkpoint()
-        if self.signal is not None:
-            raise Interrupted(self.signal, "interrupted")
+        if signals.seen is not None:
+            raise Interrupted(signals.seen, "interrupted")
 
     def _note_state(self, step: int) -> None:
         """Note what, with the weights, makes the state of the run after `step` steps."""
@@ -275,7 +290,9 @@ class Run:
     # --- The end ---
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        self._restore_signals()
+        if os.getpid() != self.process:  # a reward has forked and failed; the run is its parent's
+            return
+        signals.restore()
         self.bar.close()
         failure = ""
         try:
@@ -308,24 +325,6 @@ class Run:
 
             draw([self.folder], self.folder / "curve.png")
 
-    def _watch_signals(self) -> None:
-        """Ctrl-C and SIGTERM: the first lets a step end and be saved, the second ends the run."""
-        self.handlers = {}  # what each signal did before
-        with contextlib.suppress(ValueError):  # only the main thread may
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[number] = signal.signal(number, self._note_signal)
-
-    def _note_signal(self, number: int, frame: object) -> None:
-        self.signal = number
-        self._restore_signals()
-        # print may be what the signal interrupts, and can't be called again from within.
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
-
-    def _restore_signals(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
     def _description(self) -> str:
         """What this run is, and every setting that has a value."""
         config, data = self.config, self.data
@@ -355,13 +354,68 @@ def _explain(error: BaseException | None, before: str, after: str) -> None:
         error.args = (f"{before}{error}{after}",)
 
 
+# --- Signals ---
+
+
+class Signals:
+    """Ctrl-C and SIGTERM: the first lets a step end and be saved, the second ends the run."""
+
+    def __init__(self) -> None:
+        self.seen: int | None = None  # the number of the one that has come
+        self.before: dict[int, Any] = {}  # what they did before the run
+        self.masks = threading.local()
+
+    def watch(self) -> None:
+        self.seen = None
+        with contextlib.suppress(ValueError):  # only the main thread may
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen = number
+        self.restore()
+        # print may be what the signal interrupts, and can't be called again from within.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self.before = {}
+
+    # Processes that a reward forks would inherit the handler, take note of the SIGTERM by which a
+    # pool ends them, and go on: the pool waits for ever. No signal may come in between either.
+
+    def before_fork(self) -> None:
+        self.masks.old = signal.pthread_sigmask(signal.SIG_BLOCK, self.before)
+
+    def after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.masks.old)
+
+    def after_fork_in_child(self) -> None:
+        interrupt = self.before.get(signal.SIGINT)
+        self.restore()
+        if interrupt is not None:  # a terminal sends Ctrl-C to all: the first is for the run alone
+            signal.signal(signal.SIGINT, lambda *args: signal.signal(signal.SIGINT, interrupt))
+        self.after_fork()
+        torch.set_num_threads(1)  # OpenMP would wait for ever for threads that weren't forked
+
+
+signals = Signals()
+if hasattr(os, "register_at_fork"):  # Windows doesn't fork
+    hooks = {"before": signals.before_fork, "after_in_parent": signals.after_fork}
+    os.register_at_fork(**hooks, after_in_child=signals.after_fork_in_child)
+
+
 # --- Files ---
 
 
-def _move_old_run(folder: Path, overwrite: bool) -> None:
+def _move_old_run(folder: Path, metrics: BinaryIO, overwrite: bool) -> None:
     """Rename the run that the folder holds. Raises InputError where that isn't asked for."""
     if not overwrite:  # begun since the flags were checked
         raise InputError(f"{folder} already holds a run, which has just begun")
+    if os.name == "nt":  # Windows renames no folder whose files are open
+        metrics.close()
     old = Path(f"{folder}.old")
     if old.exists():
         shutil.rmtree(old)
@@ -374,14 +428,6 @@ def write_text(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text + "\n", encoding="utf-8")
     new.replace(path)
-
-
-def _opened(path: Path, length: int) -> BinaryIO:
-    """The file, cut to the length that it had at a checkpoint, to be appended to."""
-    file = path.open("ab")
-    file.truncate(length)
-    file.seek(length)
-    return file
 
 
 def _close(file: BinaryIO) -> None:

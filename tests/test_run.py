@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import multiprocessing
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +22,14 @@ from transformers import GPT2LMHeadModel
 
 import grpo
 import ppo
-from plumbing.config import parse_flags
+from plumbing.config import open_metrics, parse_flags
+from plumbing.run import signals
 from tools import plot
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 1
 --prompts_per_step 4 --num_generations 2 --max_new_tokens 4 --num_eval_prompts 2 --save_every 2
 --device cpu --bf16 false""".split()
+FORK = multiprocessing.get_context("fork")
 REWARD = """
 def divides_by_zero(completions, **columns):
     return 1 / 0
@@ -138,6 +142,33 @@ def test_a_run_that_began_while_this_one_was_loading_is_left_alone(run, monkeypa
     assert len(lines_of("run/metrics.jsonl")) == 2 and not Path("run.old").exists()
 
 
+def holds(folder, ready):
+    file = open_metrics(Path(folder))
+    ready.set()
+    time.sleep(600)
+    file.close()
+
+
+def test_a_folder_has_one_run_at_a_time_and_one_that_was_killed_blocks_nobody(run):
+    run()
+    ready = FORK.Event()
+    other = FORK.Process(target=holds, args=("run", ready), daemon=True)
+    other.start()
+    assert ready.wait(60)
+    before = contents(".")
+    for flag in ("--overwrite", "--resume"):
+        code, text = run(flag)
+        assert code == 2 and "run: another process has a run there: wait" in text
+        assert contents(".") == before
+    shutil.rmtree("run/checkpoint")
+    Path("run/metrics.jsonl").write_text("")  # as if the other one had just begun
+    code, text = run()
+    assert code == 2 and "run: another process has a run there: wait" in text
+    other.kill()
+    other.join()
+    assert run()[0] == 0
+
+
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):
     code, text = run("--reward", "more.py:length_of_prompt", script=grpo)
     samples = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
@@ -196,6 +227,44 @@ def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(run):
     saved = len(lines_of("run/metrics.jsonl"))
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
     assert f"run is saved up to step {saved}, --resume goes on from there" in errors
+
+
+def sends_itself(*numbers):
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def uses_two_threads():
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    torch.ones(10**6).sin().sum()
+
+
+@pytest.mark.parametrize(
+    ("work", "args", "code"),
+    [
+        (time.sleep, [60], -signal.SIGTERM),  # ended by `terminate`, as a pool does
+        (sends_itself, [signal.SIGINT], 0),  # Ctrl-C, which a terminal sends to all processes
+        (sends_itself, [signal.SIGINT] * 2, 1),
+        (uses_two_threads, [], 0),  # which OpenMP would wait for
+    ],
+)
+def test_a_process_that_a_reward_forks_can_be_ended_and_doesnt_hang(work, args, code, capfd):
+    num_threads = torch.get_num_threads()
+    signals.watch()
+    try:
+        torch.set_num_threads(2)
+        uses_two_threads()
+        process = FORK.Process(target=work, args=args, daemon=True)
+        process.start()
+        if work is time.sleep:
+            process.terminate()
+        process.join(60)
+        assert process.exitcode == code and signals.seen is None
+        assert "finishing what is begun" not in capfd.readouterr().err
+    finally:
+        process.kill()
+        signals.restore()
+        torch.set_num_threads(num_threads)
 
 
 def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):
