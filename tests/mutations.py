@@ -201,7 +201,7 @@ MUTATIONS = [
     ("_check_settings", "if script != config.script:", "if False:", "a run of another script is resumed"),
     ("Run._resume", "self.optimizer.load_state_dict(state[\"optimizer\"])", "pass", "a resumed run starts with a new optimiser"),
     ("Run._resume", "generator.set_state(its_state)", "pass", "a resumed run draws the first random numbers again"),
-    ("_opened", "    file.truncate(length)\n", "", "lines after the checkpoint stay"),
+    ("Run._open_files", "            file.truncate(state[name] if state else 0)\n", "", "lines after the checkpoint stay"),
     ("read_state", "if checksum.to_bytes(4, \"big\") != file.read():", "if False:", "a damaged checkpoint is used"),
     ("Run.__init__", "register_step_pre_hook", "register_step_post_hook", "an interrupt within the optimiser saves half an update"),
     ("generate", "drawn_mask = completion_mask(ends, [1])", "drawn_mask = completion_mask(ends, [1]).cpu()", "a mask on the CPU"),

@@ -26,7 +26,7 @@ FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread 
 --output_dir run""".split()
 LORA, DROPOUT = ["--lora_r", "2"], ["--disable_dropout", "false"]
 FREE = """resume overwrite output_dir device eval_every save_every report_to micro_batch_tokens
-rollout_batch_size gradient_checkpointing""".split()
+rollout_batch_size cuda_graphs gradient_checkpointing""".split()
 
 
 @pytest.fixture
