@@ -6,7 +6,9 @@ on and those held out. Rewards have TRL's signature.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import difflib
 import functools
 import importlib.util
@@ -17,7 +19,8 @@ import random
 import re
 import string
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +32,7 @@ from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout
-from plumbing.errors import InputError, first_line, optional_library
+from plumbing.errors import InputError, described, first_line, is_out_of_memory, optional_library
 from plumbing.forward import on_cpu, to
 from plumbing.models import context_length, eos_token_ids
 
@@ -590,22 +593,43 @@ def load_reward(
     if not path or not name:
         known = ", ".join(ready_made)
         raise InputError(f"{flag} {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
-    if not Path(path).is_file():
+    file = Path(path).resolve()
+    if not file.is_file():
         raise InputError(f"{flag} {spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    if module_spec is None:
+    if file.suffix != ".py":
         raise InputError(f"{flag} {spec}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up by name
     try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
-        fault = f"{path} fails on import: {type(e).__name__}: {first_line(e)}"
-        raise InputError(f"{flag} {spec}: {fault}") from e
+        module = _import_file(file, file.stat().st_mtime_ns)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # sys.exit() too
+        raise InputError(f"{flag} {spec}: {path} fails on import: {described(e)}") from e
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path} has no function {name}")
     return function
+
+
+@functools.lru_cache
+def _import_file(file: Path, mtime: int) -> ModuleType:
+    """Import a file, once for all its functions: it may load a model.
+
+    Its folder comes into sys.path, and it keeps its own name: so it can import its neighbours, and
+    the processes that it spawns can import it.
+    """
+    if str(file.parent) not in sys.path:
+        sys.path.insert(1, str(file.parent))  # after the folder of the script, which comes first
+    importlib.invalidate_caches()
+    name, found = file.stem, None
+    with contextlib.suppress(ImportError, ValueError):  # a name with a dot; __main__
+        found = importlib.util.find_spec(name)
+    if found is None or found.origin != str(file):
+        print(f"{file.name}: Python has another module {name}. If it spawns processes, rename it.")
+        name = re.sub(r"\W", "_", str(file))
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_answers(name: str, verifier: RewardFunction, rows: list[dict]) -> None:
@@ -639,38 +663,84 @@ def _call_reward(
     reward: RewardFunction, rows: list[dict], texts: list[str], ids: list | None
 ) -> Tensor:
     """Call a reward function with TRL's keyword arguments: (B,) float32, NaN where it gave None."""
-    name = getattr(reward, "__name__", type(reward).__name__)
+    what = f"the reward function {getattr(reward, '__name__', type(reward).__name__)}"
+    try:
+        values = reward(**_reward_arguments(reward, rows, texts, ids))
+        if inspect.isawaitable(values) or hasattr(values, "__aiter__"):
+            values = _event_loop().run_until_complete(_awaited(values))
+        if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+            kind = type(values).__name__
+            raise InputError(f"{what} must return a list of numbers or None, not a {kind}")
+        # Here the code of a generator runs.
+        values = list(values.detach() if isinstance(values, Tensor) else values)
+        if any(map(inspect.isawaitable, values)):
+            values = _event_loop().run_until_complete(_all_awaited(values))
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # time-outs and cancelled tasks are no Exception
+        if is_out_of_memory(e):
+            raise
+        raise InputError(f"{what} raised {described(e)}{_place(e, reward)}") from e
+    known = [value is not None for value in values]
+    try:
+        scores = torch.tensor([math.nan if v is None else float(v) for v in values])
+    except Exception as e:  # of tensors, tables, ...
+        raise InputError(f"{what} must return a list of numbers or None ({first_line(e)})") from e
+    if len(known) != len(texts):
+        raise InputError(f"{what} returned {len(known)} values for {len(texts)} completions")
+    for value, there, text in zip(scores.tolist(), known, texts, strict=True):
+        if there and not math.isfinite(value):
+            raise InputError(f"{what} returned {value} for {text[:60]!r}")
+    return scores
+
+
+def _reward_arguments(
+    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list | None
+) -> dict[str, list]:
+    """The keyword arguments that a reward function takes, of B rows and their completions. All are
+    copies: a reward that appends to a prompt would change the data.
+    """
+    rows = [copy.deepcopy(row) for row in rows]
     prompts = [row["prompt"] for row in rows]
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     keys = sorted({key for row in rows for key in row} - {"prompt"})
-    columns = {key: [row.get(key) for row in rows] for key in keys}
-    arguments = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
-    if ids is None:
-        del arguments["completion_ids"]
-    try:
-        parameters = inspect.signature(reward).parameters.values()
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-        values = reward(**arguments)
-    except (InputError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as e:
-        fault = f"{type(e).__name__}: {first_line(e)}"
-        raise InputError(f"the reward function {name} raised {fault}") from e
-    try:
-        values = list(values)
-        known = [value is not None for value in values]
-        scores = torch.tensor([math.nan if v is None else float(v) for v in values])
-    except (TypeError, ValueError, OverflowError) as e:
-        fault = f"must return a list of numbers or None ({first_line(e)})"
-        raise InputError(f"the reward function {name} {fault}") from e
-    if len(known) != len(texts):
-        fault = f"returned {len(known)} values for {len(texts)} completions"
-        raise InputError(f"the reward function {name} {fault}")
-    for value, there, text in zip(scores.tolist(), known, texts, strict=True):
-        if there and not math.isfinite(value):
-            raise InputError(f"the reward function {name} returned {value} for {text[:60]!r}")
-    return scores
+    arguments = {key: [row.get(key) for row in rows] for key in keys}
+    arguments |= {"prompts": prompts, "completions": completions}
+    arguments.pop("completion_ids", None)
+    if ids is not None:
+        arguments["completion_ids"] = [list(row) for row in ids]
+    parameters = inspect.signature(reward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The one in which all rewards are awaited: connections that they keep open belong to it."""
+    return asyncio.new_event_loop()
+
+
+async def _awaited(values: Any) -> Any:
+    """What a coroutine returns or an asynchronous generator yields."""
+    if inspect.isawaitable(values):
+        return await values
+    return [value async for value in values]
+
+
+async def _all_awaited(values: list) -> list:
+    """The values, some of which are coroutines: they wait at the same time."""
+    waiting = [value for value in values if inspect.isawaitable(value)]
+    found = iter(await asyncio.gather(*waiting))
+    return [next(found) if inspect.isawaitable(value) else value for value in values]
+
+
+def _place(error: BaseException, reward: RewardFunction) -> str:
+    """Where in its own file a reward raised the error: " (rewards.py, line 3)", or nothing."""
+    file = getattr(sys.modules.get(getattr(reward, "__module__", "")), "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""

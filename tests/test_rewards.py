@@ -1,8 +1,10 @@
 """Rewards: by name and from files, TRL's signature, verifiers, the built-in tasks, inspection."""
 
+import asyncio
 import json
 import re
 import sys
+from asyncio import CancelledError
 
 import pytest
 import torch
@@ -67,6 +69,20 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
     assert scores[:3] == [11, 1, 10] and scores[3] != scores[3]
 
 
+def raises(error):
+    def reward(completions):
+        raise error
+
+    return reward
+
+
+def awaited(reward):
+    async def awaited_reward(completions):
+        return reward(completions)
+
+    return awaited_reward
+
+
 @pytest.mark.parametrize(
     ("reward", "fault"),
     [
@@ -79,12 +95,58 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda **kw: [1e39] * 4, "returned inf"),
         (lambda **kw: [10**400] * 4, "must return a list of numbers"),
         (lambda **kw: 1.0, "must return a list"),
+        (lambda **kw: "1111", "must return a list of numbers or None, not a str"),
+        (lambda **kw: {1: 1, 2: 2, 3: 3, 4: 4}, "must return a list .* not a dict"),
+        (lambda **kw: torch.ones(4, 2), "must return a list of numbers"),
+        (lambda **kw: (1 / 0 for _ in range(4)), "raised ZeroDivisionError: division by zero"),
+        (raises(CancelledError()), r"raised CancelledError \(test_rewards.py, line \d+\)"),
+        (raises(GeneratorExit("late")), "raised GeneratorExit: late"),  # no Exception
+        (awaited(raises(TimeoutError("late"))), "raised TimeoutError: late"),
+        (awaited(raises(SystemExit(1))), "raised SystemExit: 1"),
     ],
 )
 def test_a_reward_at_fault_is_named_in_one_line(reward, fault):
     with pytest.raises(InputError, match=fault) as error:
         scored(reward)
     assert "\n" not in str(error.value)
+
+
+def test_what_a_reward_changes_is_a_copy():
+    def reward(prompts, completions, completion_ids, n, **kwargs):
+        changed.extend([prompts[0], completions[0], completion_ids[0], n[0]])
+        for x in changed:
+            x.append({"role": "assistant", "content": "?"})
+        return list(map(len, prompts))
+
+    changed, rows = [], [{"prompt": [{"role": "user", "content": "q"}], "n": [1]}]
+    for _ in range(2):  # of the four completions of the prompt, one
+        assert scored(reward, reward, rows=rows, weights=[1, 1]) == [4, 2, 2, 2]
+    assert rows == [{"prompt": [{"role": "user", "content": "q"}], "n": [1]}]
+
+
+def test_rewards_may_be_generators_and_coroutines_which_wait_at_the_same_time():
+    started, loops = [], set()
+
+    async def slow(text):  # waits until all four do
+        loops.add(asyncio.get_running_loop())
+        started.append(text)
+        while len(started) % 4:
+            await asyncio.sleep(0.001)
+        return len(text)
+
+    async def whole_batch(completions):
+        return await asyncio.wait_for(asyncio.gather(*map(slow, completions)), 60)
+
+    async def one_by_one(completions):
+        for text in completions:
+            yield len(text)
+
+    coroutines = lambda completions: list(map(slow, completions))  # noqa: E731
+    generator = lambda completions: map(len, completions)  # noqa: E731
+    for reward in (whole_batch, coroutines, one_by_one, generator):
+        assert scored(reward) == [1, 2, 1, 2]
+    assert len(started) == 8
+    assert len(loops) == 1, "connections that are kept open belong to the loop that made them"
 
 
 # --- The text that is scored ---
@@ -127,14 +189,42 @@ def test_a_ready_made_reward_is_taken_by_its_name(name, columns, expected):
     assert reward(prompts=["x"] * 2, completions=messages, **columns) == expected
 
 
-def test_a_reward_is_loaded_from_a_file(tmp_path):
-    """Also one with dataclasses: they look up their module where annotations are texts."""
-    (tmp_path / "mine.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass Kept:\n    x: int = 1\n"
-        "def f(completions):\n    return [Kept().x] * 4\n"
-    )
-    assert scored(load_reward(f"{tmp_path}/mine.py:f", REWARDS)) == [1] * 4
+REWARD = """
+from __future__ import annotations
+from dataclasses import dataclass  # which looks up its module where annotations are texts
+from multiprocessing import get_context
+from neighbour_of_my_rewards import graded
+
+@dataclass
+class Verdict:
+    x: int = 1
+
+def grade(text):
+    return Verdict(graded(text))
+
+def parallel(completions):
+    with get_context(METHOD).Pool(1) as pool:
+        return [verdict.x for verdict in pool.map(grade, completions)]
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_rewards_processes_and_its_file_find_its_folder(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("my_rewards", "neighbour_of_my_rewards"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "neighbour_of_my_rewards.py").write_text("graded = len")
+    (tmp_path / "my_rewards.py").write_text(REWARD.replace("METHOD", repr(method)))
+    assert scored(load_reward(f"{tmp_path}/my_rewards.py:parallel", REWARDS)) == [1, 2, 1, 2]
+
+
+def test_a_file_with_two_rewards_runs_once_whatever_its_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "random.py").write_text("f = lambda completions: [1] * 4\ng = lambda: f")
+    first, second = (load_reward(f"{tmp_path}/random.py:{name}", REWARDS) for name in "fg")
+    assert scored(first) == [1] * 4 and second() is first
+    said = "random.py: Python has another module random. If it spawns processes, rename it.\n"
+    assert capsys.readouterr().out == said
 
 
 def test_a_reward_model_alone_needs_no_answers_and_with_a_function_is_added(tmp_path):
