@@ -7,6 +7,7 @@ on and those held out. Rewards have TRL's signature.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import copy
 import difflib
@@ -628,6 +629,8 @@ def _import_file(file: Path, mtime: int) -> ModuleType:
         name = re.sub(r"\W", "_", str(file))
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    # A pool that it keeps fails at the exit, with a traceback, where what it needs is gone first.
+    atexit.register(vars(module).clear)
     spec.loader.exec_module(module)
     return module
 

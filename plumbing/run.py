@@ -343,7 +343,7 @@ class Run:
 def _explain(error: BaseException | None, before: str, after: str) -> None:
     """Say what an error that ends a run left behind; raises what stands for it, if something does.
 
-    What is none of ours is left to be shown with its traceback.
+    What is none of ours is said here, and then shown with its traceback.
     """
     if is_out_of_memory(error):
         remedy = "lower --micro_batch_tokens, and --rollout_batch_size if there is one"
@@ -352,6 +352,8 @@ def _explain(error: BaseException | None, before: str, after: str) -> None:
         raise Interrupted(signal.SIGINT, f"{before}interrupted{after}")
     if isinstance(error, (InputError, Fault, Interrupted)):
         error.args = (f"{before}{error}{after}",)
+    elif error is not None:
+        print(f"{before}{described(error)}{after}", file=sys.stderr)
 
 
 # --- Signals ---

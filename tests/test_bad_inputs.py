@@ -287,6 +287,13 @@ def test_after_a_fault_the_run_is_saved_and_resumed_ends_as_if_nothing_had_been(
     assert weights[0] == weights[1]
 
 
+def test_an_error_that_is_none_of_ours_says_what_is_saved_before_its_traceback(run, capsys):
+    """The alarm of a reward, for example, that goes off after the reward has returned."""
+    with fails("sample", 2, GeneratorExit("late")), pytest.raises(GeneratorExit):
+        run("ppo", RUN)
+    assert "step 1: GeneratorExit: late; run is saved up to step 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "error",
     [
