@@ -703,7 +703,7 @@ def _reward_arguments(
     """The keyword arguments that a reward function takes, of B rows and their completions. All are
     copies: a reward that appends to a prompt would change the data.
     """
-    rows = [copy.deepcopy(row) for row in rows]
+    rows = [_copied(row) for row in rows]
     prompts = [row["prompt"] for row in rows]
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -719,6 +719,15 @@ def _reward_arguments(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
     return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+
+
+def _copied(value: Any) -> Any:
+    """copy.deepcopy, but faster for what JSON holds."""
+    if isinstance(value, dict):
+        return {key: _copied(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_copied(x) for x in value]
+    return value if isinstance(value, (str, int, float)) else copy.deepcopy(value)
 
 
 @functools.cache

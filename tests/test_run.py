@@ -46,6 +46,8 @@ def run(tmp_path, monkeypatch, capsys):
     Path(tmp_path, "more.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "reward", raising=False)  # of another test
 
     def run(*flags, script=ppo):
         code = 0
