@@ -2,7 +2,7 @@
 
   python benchmarks/seeds.py                 # 20 seeds, an hour and a half on two CPU cores
   python benchmarks/seeds.py --seeds 4242    # a seed on which no default was chosen
-  python benchmarks/seeds.py --table         # the table of docs/evidence.md, from seeds.json
+  python benchmarks/seeds.py --table         # a table of seeds.json
 
 A run that is in seeds.json is not repeated: to measure again, delete the file. Threads change the
 order in which floats are added, so a run on two threads is another run. A run passes if at the end
