@@ -246,19 +246,27 @@ def evaluate(
     metrics, K = {}, config.eval_generations
     samples = _samples(config, policy, task, rows, sampling | {"num_generations": K})
     greedy = _samples(config, policy, task, rows, sampling | {"num_generations": 1, "top_k": 1})
-    for kind, (_, scores, right) in (("", samples), ("_greedy", greedy)):
+    for kind, (_, scores, verdicts) in (("", samples), ("_greedy", greedy)):
         known = [value for value in scores if not math.isnan(value)]
         metrics[f"eval/reward{kind}"] = sum(known) / len(known) if known else None
+        right = None
+        if verdicts is not None:
+            judged = ~verdicts.isnan().any(1)  # prompts that have all their verdicts
+            right = verdicts[judged] if judged.any() else None
         metrics[f"eval/accuracy{kind}"], error = mean_and_error(right)
-        if not kind:
-            metrics["eval/accuracy_se"] = error
-            if K > 1:
-                metrics["eval/pass_at_k"] = None if right is None else pass_at_k(right, K)
+        if kind:
+            continue
+        metrics["eval/accuracy_se"] = error
+        if K > 1:
+            metrics |= {"eval/pass_at_k": None, "eval/best_of_k": None}
+        if K > 1 and right is not None:
+            metrics["eval/pass_at_k"] = pass_at_k(right, K)
+            metrics["eval/best_of_k"] = best_of_k(torch.tensor(scores).view(-1, K)[judged], right)
     names = ["eval/reward"]
     if metrics["eval/accuracy"] not in (None, metrics["eval/reward"]):
         names += ["eval/accuracy"]
     if metrics.get("eval/pass_at_k") is not None:
-        names += ["eval/pass_at_k"]
+        names += ["eval/pass_at_k", "eval/best_of_k"]
     texts, scores, _ = samples
     every_row = [row for row in rows for _ in range(K)]
     records, lines = sample_records(every_row, texts, scores)
@@ -268,8 +276,8 @@ def evaluate(
 def _samples(
     config: Any, policy: PreTrainedModel, task: Task, rows: list[dict], options: dict[str, Any]
 ) -> tuple[list[str], list[float], Tensor | None]:
-    """Complete rows: (texts, their scores, NaN for None, and the verdicts (N, K) of the prompts
-    that have them all; None where there are none).
+    """Complete rows: (texts, their scores, NaN for None, and the verdicts (N, K), NaN for None; or
+    None without a verifier).
     """
     # The random numbers are the same every time and not those of training: two evaluations differ
     # by the policy alone, and evaluating more often changes no run.
@@ -284,9 +292,7 @@ def _samples(
         right += [task.verify(part, part_texts, rollout)]
     if task.verifier is None:
         return texts, scores, None
-    verdicts = torch.cat(right)
-    verdicts = verdicts[~verdicts.isnan().any(1)]
-    return texts, scores, verdicts if len(verdicts) else None
+    return texts, scores, torch.cat(right)
 
 
 def mean_and_error(right: Tensor | None) -> tuple[float | None, float | None]:
@@ -312,6 +318,18 @@ def pass_at_k(right: Tensor, k: int) -> float:
         raise ValueError(f"pass@{k} needs {k} completions, here {n}")
     counts = (right > 0).sum(1).tolist()
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in counts) / len(counts)
+
+
+def best_of_k(scores: Tensor, right: Tensor) -> float:
+    """The accuracy of best-of-k sampling: of the k completions of a prompt, the one with the
+    highest score is the answer. Scores, NaN where unknown, and verdicts are (N, k).
+
+    This is what the reward can do without training. Completions that share the highest score
+    count equally.
+    """
+    scores = scores.nan_to_num(nan=-torch.inf)
+    best = (scores == scores.max(1, keepdim=True).values).double()
+    return ((right * best).sum(1) / best.sum(1)).mean().item()
 
 
 def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> str:

@@ -17,6 +17,7 @@ from plumbing.errors import Fault, InputError
 from plumbing.metrics import (
     Meter,
     Totals,
+    best_of_k,
     explained_variance,
     is_flat,
     mean_and_error,
@@ -225,6 +226,9 @@ def has_an_a(completions, **columns):
 def unknown_of_x(prompts, completions, **columns):
     return [None if p == "x" else float("a" in c) for p, c in zip(prompts, completions)]
 
+def longest(completions, **columns):
+    return [len(c) for c in completions]
+
 def unknown(completions, **columns):
     return [None] * len(completions)
 """
@@ -259,6 +263,7 @@ def test_of_k_completions_each_metric_is_what_its_definition_says(evaluated):
     assert metrics["eval/accuracy"] == metrics["eval/reward"] == pytest.approx(sum(means) / 7)
     assert metrics["eval/accuracy_se"] == pytest.approx(statistics.stdev(means) / 7**0.5)
     assert metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 7)
+    assert metrics["eval/best_of_k"] == pytest.approx(sum(map(max, right)) / 7), "reward = verifier"
 
 
 def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown(evaluated):
@@ -290,6 +295,21 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_right_one():
         assert pass_at_k(right, k) == pytest.approx(statistics.mean(found), abs=1e-12)
 
 
+def test_best_of_k_answers_with_the_highest_score_and_ties_count_equally():
+    nan = math.nan
+    scores = torch.tensor([[0.1, 0.9, 0.3], [2, 2, -5], [nan, -1, nan], [nan, nan, nan]])
+    right = torch.tensor([[1.0, 0, 1], [1, 0, 1], [0, 1, 0], [1, 1, 0]])
+    assert best_of_k(scores, right) == pytest.approx((0 + 1 / 2 + 1 + 2 / 3) / 4)
+
+
+def test_the_accuracy_of_the_best_of_k_is_by_the_reward_and_judged_by_the_verifier(evaluated):
+    metrics, texts = evaluated(4, reward="longest")
+    best = [[t for t in of_one if len(t) == max(map(len, of_one))] for of_one in texts]
+    right = [statistics.mean("a" in t for t in of_one) for of_one in best]
+    assert metrics["eval/best_of_k"] == pytest.approx(statistics.mean(right))
+    assert metrics["eval/accuracy"] < metrics["eval/pass_at_k"]
+
+
 def test_the_error_of_an_accuracy_is_that_of_a_mean_over_the_prompts():
     right = torch.tensor([[1.0], [0], [0], [1], [1]])
     expected = (0.6, (0.6 * 0.4 / 4) ** 0.5)
@@ -310,7 +330,8 @@ def test_the_tool_prints_what_a_run_logs_of_the_same_model(evaluated, tmp_path, 
     printed = capsys.readouterr().out
     for name in ("eval/reward", "eval/accuracy"):
         assert f"{name} {metrics[name]:.3f}, greedy {metrics[f'{name}_greedy']:.3f}" in printed
-    assert f"eval/pass_at_k {metrics['eval/pass_at_k']:.3f}" in printed
+    for name in ("eval/pass_at_k", "eval/best_of_k"):
+        assert f"{name} {metrics[name]:.3f}" in printed
     assert f"accuracy is {metrics['eval/accuracy_se']:.4f}" in printed
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     expected = [text for of_one in texts for text in of_one]
