@@ -110,8 +110,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def token_entropy(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) in nats: (..., V) -> (...)."""
-    logprobs = at_least_float32(logits).log_softmax(-1)
-    # A token of probability 0 must add 0, and 0 * -inf is NaN: so -inf becomes the lowest number.
+    return entropy_of(at_least_float32(logits).log_softmax(-1))
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """Entropy in nats of distributions with these log-probs: (..., V) -> (...)."""
+    # A token of probability 0 must add 0, and 0 * -inf is NaN. Where no gradient is needed, NaN is
+    # left out of the sum, which takes less memory than to make a number of -inf first.
+    if not logprobs.requires_grad:
+        return -logprobs.exp().mul_(logprobs).nansum(-1)
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from common import Rollout, ValueModel, at_least_float32, base_model, token_entropy, token_logprobs
+from common import Rollout, ValueModel, at_least_float32, base_model, entropy_of
 from plumbing.models import logits_from, mask_is_known, model_inputs
 
 CHUNK = 2**23  # logits at a time, at least: 32 MB in float32
@@ -30,13 +31,14 @@ def completion_logprobs(
     temperature: float,
     *,
     bf16: bool = False,
+    entropy: bool = True,
     entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature: (B, T).
 
-    The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask. The
-    logits are divided by the temperature because the tokens were drawn from that distribution.
-    bf16: under autocast.
+    The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask.
+    Without `entropy` the second is None: it costs more than the log-probs. The logits are divided
+    by the temperature because the tokens were drawn from that distribution. bf16: under autocast.
     """
     with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
         mask = on_cpu(rollout).completion_mask.bool()  # (B, T)
@@ -46,10 +48,11 @@ def completion_logprobs(
         row, column = (to(hidden.device, x) for x in mask.nonzero(as_tuple=True))
         tokens = rollout.tokens[:, -mask.shape[1] :][row, column]  # (n,)
         hidden = hidden[row, column]  # (n, D)
-        scores = _score_in_chunks(base_model(model), hidden, tokens, temperature, entropy_grad)
-        padded = scores.new_zeros(2, *mask.shape)
+        options = {"temperature": temperature, "entropy": entropy, "entropy_grad": entropy_grad}
+        scores = _score_in_chunks(base_model(model), hidden, tokens, **options)
+        padded = scores.new_zeros(len(scores), *mask.shape)
         padded[:, row, column] = scores  # (2, n) -> (2, B, T)
-    return padded[0], padded[1]
+    return padded[0], padded[1] if entropy else None
 
 
 def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool = False) -> Tensor:
@@ -66,10 +69,9 @@ def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool =
 
 def rollout_logprobs(model: nn.Module, rollout: Rollout, config: Any) -> Tensor:
     """completion_logprobs of a whole rollout without gradient: (B, T)."""
+    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": False}
     return _over_rollout(
-        lambda part: completion_logprobs(model, part, config.temperature, bf16=config.bf16)[0],
-        rollout,
-        config,
+        lambda part: completion_logprobs(model, part, **options)[0], rollout, config
     )
 
 
@@ -230,9 +232,9 @@ def _repeat_cache_rows(cache: DynamicCache, which: Tensor) -> None:
 
 
 def _score_in_chunks(
-    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, **options: object
 ) -> Tensor:
-    """Log-probs and entropies (2, n) of tokens (n,) from last hidden states (n, D).
+    """Log-probs and entropies (2, n), see _score_tokens, of tokens (n,) from states (n, D).
 
     The logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens at
     a time, and made again in the backward pass instead of being kept for it.
@@ -241,12 +243,11 @@ def _score_in_chunks(
     size = max(1, chunk_size(device_memory(hidden.device)) // vocab_size)  # tokens
     chunks = []
     for some_hidden, some_tokens in zip(hidden.split(size), tokens.split(size), strict=True):
-        scored = (model, some_hidden, some_tokens, temperature, entropy_grad)
+        score = partial(_score_tokens, model, some_hidden, some_tokens, **options)
         if torch.is_grad_enabled() and len(tokens) > size:
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            chunks.append(checkpoint(_score_tokens, *scored, **options))
+            chunks.append(checkpoint(score, use_reentrant=False, preserve_rng_state=False))
         else:
-            chunks.append(_score_tokens(*scored))
+            chunks.append(score())
     return torch.cat(chunks, dim=1)
 
 
@@ -267,9 +268,14 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def _score_tokens(
-    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+    model: PreTrainedModel,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: bool,
+    entropy_grad: bool,
 ) -> Tensor:
-    """Log-probs and entropies (2, n), the entropies without gradient unless `entropy_grad`."""
+    """Log-probs and, with `entropy`, entropies of tokens (n,): (2, n) or (1, n)."""
     # The head in float32. Logits rounded to bfloat16 put log-probs .001 to .002 nats off on average
     # and .1 or more where logits are large. On CUDA the head stays in bfloat16: there a float32
     # product takes many times as long.
@@ -279,5 +285,9 @@ def _score_tokens(
         logits = logits_from(model, hidden if on_cuda else hidden.to(weight.dtype))  # (n, V)
     logits = at_least_float32(logits)
     logits = logits if temperature == 1 else logits / temperature
-    entropy = token_entropy(logits if entropy_grad else logits.detach())
-    return torch.stack([token_logprobs(logits, tokens), entropy])
+    logprobs = logits.log_softmax(-1)  # (n, V), for both
+    scores = [logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)]
+    # Last, because checkpoint computes anew only up to what the backward pass needs.
+    if entropy:
+        scores.append(entropy_of(logprobs if entropy_grad else logprobs.detach()))
+    return torch.stack(scores)

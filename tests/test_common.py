@@ -104,8 +104,9 @@ def test_entropy_is_that_of_the_softmax_and_a_zero_probability_adds_nothing():
     logits = torch.tensor([[[0.7, 0.2, 0.08, 0.02]]]).log()
     expected = 0.7 * 0.35667 + 0.2 * 1.60944 + 0.08 * 2.52573 + 0.02 * 3.91202
     assert token_entropy(logits).item() == pytest.approx(expected, abs=1e-4)
-    impossible = torch.tensor([[[0.0, -torch.inf, 0.0]]])
-    assert token_entropy(impossible).item() == pytest.approx(math.log(2))
+    for needs_gradient in (False, True):
+        impossible = torch.tensor([[[0.0, -torch.inf, 0.0]]], requires_grad=needs_gradient)
+        assert token_entropy(impossible).item() == pytest.approx(math.log(2))
 
 
 # --- KL estimators: signs and expectations, not only non-negativity ---
