@@ -226,10 +226,10 @@ def main(args: list[str] | None = None) -> None:
             advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
             if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
                 mask = mask & rollout.finished.unsqueeze(1)
-            # What is read on the CPU is moved once, before the device has other work to do.
-            lengths = mask.sum(1).cpu()  # (B,) tokens
-            # Only these rows need a forward pass in the update.
-            has_gradient = ((advantages != 0) | (config.kl_coef + config.entropy_coef > 0)).cpu()
+            # What is read on the CPU is moved at once, before the device has other work to do: the
+            # tokens of each row, and which rows need a forward pass in the update.
+            has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)
+            lengths, has_gradient = torch.stack([mask.sum(1), has_gradient]).cpu()  # (B,)
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 

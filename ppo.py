@@ -52,6 +52,7 @@ from plumbing.forward import (
     micro_batches,
     rollout_logprobs,
     rollout_values,
+    to,
 )
 from plumbing.metrics import Meter, evaluate, explained_variance
 from plumbing.models import load_policy, set_up_training
@@ -182,9 +183,12 @@ def main(args: list[str] | None = None) -> None:
             #    GAE; whitening comes after the returns, because V must learn the real rewards.
             #    Whitened advantages have mean 0: tokens better than the rest become likelier.
             rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
-            advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
+            # Token by token, so on the CPU: on a GPU each small operation has to be launched.
+            here = torch.stack([rewards, old_values, mask]).cpu()  # moved at once
+            both = torch.stack(gae(*here, config.gamma, config.lam))
+            advantages, returns = to(mask.device, both)  # (B, T)
             advantages = masked_whiten(advantages, mask)
-            lengths = mask.sum(1).cpu()  # (B,) tokens; moved before the device has other work to do
+            lengths = here[2].sum(1)  # (B,) tokens
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 

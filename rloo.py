@@ -158,10 +158,10 @@ def main(args: list[str] | None = None) -> None:
                 kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
                 rewards = scores - config.kl_coef * kl.sum(1)
             advantages = rloo_advantages(rewards, G)  # (B,)
-            # What is read on the CPU is moved once, before the device has other work to do.
-            lengths = mask.sum(1).cpu()  # (B,) tokens
-            # Only these rows need a forward pass in the update.
-            has_gradient = ((advantages != 0) | has_bonus).cpu()  # (B,)
+            # What is read on the CPU is moved at once, before the device has other work to do: the
+            # tokens of each row, and which rows need a forward pass in the update.
+            has_gradient = (advantages != 0) | has_bonus
+            lengths, has_gradient = torch.stack([mask.sum(1), has_gradient]).cpu()  # (B,)
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes
 

@@ -130,12 +130,12 @@ def micro_batches(
     gradient is a sum over rows, so their order doesn't matter. That gradient checkpointing computes
     a prompt for each of its rows isn't counted: it keeps far less of a token.
 
-    Rows where `wanted` (B,) is False are left out, but for one if there is no other: the optimiser
+    Rows where `wanted` (B,) is 0 are left out, but for one if there is no other: the optimiser
     needs a gradient to make its step, and that of such a row is 0.
     """
     rows = torch.arange(len(rollout.tokens)) if rows is None else rows.cpu()
     if wanted is not None:
-        wanted = wanted.cpu()[rows]
+        wanted = wanted.cpu().bool()[rows]
         rows = rows[wanted] if wanted.any() else rows[:1]
     chosen = on_cpu(rollout)[rows]
     _, which, prompt_lengths = _distinct_prompts(chosen)
