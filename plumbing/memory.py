@@ -9,7 +9,7 @@
   prefill      what one layer makes of the prompts of the rows that are decoded together
   activations  what one micro-batch keeps for its backward pass, counted in a forward pass with fake
                tensors, which have a size and hold nothing
-  logits       of a chunk of tokens: logits, log-softmax and their gradients
+  logits       of a chunk of tokens: logits, log-softmax and their gradients, and the head's
 
 Rollout and update don't overlap: on a GPU the larger of the two counts. Log-probs without gradient
 take less than an update. A CPU's allocator keeps what is freed, in pieces that seldom fit what
@@ -56,6 +56,7 @@ class Counts:
     trained: int  # weights
     states: int  # of a token in the KV cache
     layers: int  # of one model
+    head: float  # bytes: its bfloat16 copy, its gradient before that is added up
     hidden_size: int
     models: int  # that train
     vocab_size: int
@@ -90,6 +91,7 @@ def count(
     precision = 2 if config.bf16 else 4
     num_weights = _count(policy)
     has_copy = config.kl_coef > 0 and config.lora_r == 0
+    of_head = (8 if config.bf16 else 4) if config.lora_r == 0 else 2 if config.bf16 else 0
     length = prompt_tokens + config.max_new_tokens
     found = Counts(
         weights=4.0 * (_count(*models) + _count(*judges)),
@@ -98,6 +100,7 @@ def count(
         trained=_count(*models, trained=True),
         states=2 * shape.num_hidden_layers * heads * head_size * precision,
         layers=shape.num_hidden_layers,
+        head=of_head * policy.get_output_embeddings().weight.numel(),
         hidden_size=shape.hidden_size,
         models=len(models),
         vocab_size=shape.vocab_size,
@@ -210,7 +213,7 @@ def _update(
     elif read < rows:  # the keys and values of prompts are repeated: twice, about, as heads are too
         kept += 2 * counts.models * (rows - read) * prompt_tokens * counts.states
     logits = min(rows * new * counts.vocab_size, chunk_size(memory))
-    return {"activations": kept + counts.casts, "logits": float(SCORED * logits)}
+    return {"activations": kept + counts.casts, "logits": SCORED * logits + counts.head}
 
 
 def largest_limits(counts: Counts, config: Any, prompt_tokens: int, memory: int) -> dict[str, int]:

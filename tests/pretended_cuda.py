@@ -19,11 +19,14 @@ from unittest import mock
 import torch
 import torch.nn.utils.clip_grad
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # the words of PyTorch
+FAKE_DEVICE = FakeTensor.device  # to PyTorch they lie on the CPU
 aten = torch.ops.aten
 # Operations whose kernel for CUDA has to know a number that is on the device.
 WAITING = [aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.bincount]
@@ -53,8 +56,9 @@ def fresh(result, args, kwargs):
 class Device:
     """The state of the pretended GPU."""
 
-    def __init__(self):
+    def __init__(self, fakes=None):
         self.waits, self.replays = Counter(), 0
+        self.fakes = fakes  # a FakeTensorMode, where the memory holds nothing
         self.graph = None  # that is being captured
         self.in_disorder = False  # a capture has failed, and the cache can't be emptied any more
         self.asked_for = False  # by the function of torch that is running
@@ -75,6 +79,19 @@ class Device:
                 warnings.warn(f"{name}: {SYNCHRONIZES}", stacklevel=2)
         self.waits[name] += 1
         self.busy = False
+
+    def fake(self, function, args, kwargs):
+        """The result of an operation on fake tensors; a question to the device is answered yes."""
+        if function.overloadpacket is aten._local_scalar_dense and args[0].dtype == torch.bool:
+            return True
+
+        def faked(x):
+            is_real = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+            return self.fakes.from_tensor(x) if is_real else x
+
+        args, kwargs = tree_map(faked, (args, kwargs))
+        with self.fakes, mock.patch.object(FakeTensor, "device", FAKE_DEVICE):
+            return function(*args, **kwargs)
 
 
 class Graph:
@@ -113,11 +130,15 @@ class Operations(TorchDispatchMode):
         there = [is_there(x) for x in given]
         if any(there):
             self.check(function, args, kwargs, given, there)
-        result = function(*args, **kwargs)
+        on_device = any(there) or (not given and gpu.asked_for)
+        if on_device and gpu.fakes is not None:
+            result = gpu.fake(function, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
         made = fresh(result, args, kwargs)
         if gpu.graph is not None:
             gpu.graph.steps.append((function, args, kwargs, made))
-        if any(there) or (not given and gpu.asked_for):
+        if on_device:
             gpu.busy |= function.overloadpacket not in WAITING
             for x in made:
                 x.untyped_storage().on_device = True
@@ -156,6 +177,8 @@ class Functions(TorchFunctionMode):
             return self.moved(*args, *([CPU] if function is Tensor.cpu else []), **kwargs)
         if function is Tensor.pin_memory:
             return args[0]
+        if function is Tensor.__deepcopy__ and gpu.fakes is not None and is_there(args[0]):
+            return args[0].clone()
         if function is Tensor.tolist and is_there(args[0]):
             gpu.wait("tolist")
         if function is Tensor.numpy and is_there(args[0]):
@@ -187,6 +210,9 @@ class Functions(TorchFunctionMode):
         on_device = was if device is None else device.type == "cuda"
         if on_device != was:
             self.gpu.wait(f"{'from' if was else 'to'} the device", not was and non_blocking)
+        if self.gpu.fakes is not None and on_device != was:
+            assert on_device, "fake tensors hold nothing that could be read"
+            tensor = self.gpu.fakes.from_tensor(tensor)
         result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy or on_device != was)
         result.untyped_storage().on_device = on_device
         self.gpu.busy &= on_device or not was  # what came from the device was waited for
@@ -213,9 +239,9 @@ ANSWERS |= {"get_rng_state_all": [], "set_rng_state_all": None, "current_device"
 
 
 @contextlib.contextmanager
-def pretended_cuda():
-    """torch with one GPU: gives its Device."""
-    gpu, autocast = Device(), torch.autocast
+def pretended_cuda(fake=False):
+    """torch with one GPU: gives its Device. With `fake`, its tensors hold nothing."""
+    gpu, autocast = Device(FakeTensorMode() if fake else None), torch.autocast
     groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
     def autocast_on_cpu(kind, *args, enabled=True, **kwargs):
@@ -269,6 +295,8 @@ def pretended_cuda():
         (torch.utils._foreach_utils, groups.__name__, groups_on_device),
         (torch.nn.utils.clip_grad, groups.__name__, groups_on_device),
     ]
+    if fake:
+        patches += [(FakeTensor, "device", property(lambda x: CUDA if is_there(x) else CPU))]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))

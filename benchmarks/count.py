@@ -1,0 +1,289 @@
+"""What a GPU would have to do, counted without one: kernels, bytes of logits, memory.
+
+  python benchmarks/count.py                 # five models; prints JSON, a line per model
+  python benchmarks/count.py --models gpt2
+
+The project's own functions decode some tokens and compute the gradient of a micro-batch on a
+pretended GPU (tests/pretended_cuda.py), whose tensors are fake: they have shape, type and device,
+and hold nothing. So nothing is computed, but every operation is seen. Views launch no kernel; any
+other operation counts as one, so the figures are a little too low. Models are built from configs.
+
+  graph          kernels of a token that are replayed as a CUDA graph
+  eager          kernels of a token that are launched one by one
+  draw           kernels of sampling.draw alone
+  draw_bytes     what it reads and writes, per row and vocabulary entry
+  scored_bytes   the same for log-probs without gradient, per token and vocabulary entry
+  trained_bytes  with gradient, forward and backward, logits in chunks
+  micro_batch    kernels of a micro-batch of 32 rows, forward and backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+
+from pretended_cuda import Graph, fresh, is_there, pretended_cuda, tensors_in  # noqa: E402
+
+import sampling  # noqa: E402
+from common import Rollout, disable_dropout  # noqa: E402
+from plumbing.forward import completion_logprobs  # noqa: E402
+
+# Of the published config.json files.
+QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
+MODELS = {
+    "gpt2": GPT2Config(),
+    "SmolLM2-135M": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+    "Qwen2.5-0.5B": Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        **QWEN,
+    ),
+    "Qwen3-0.6B": Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        **QWEN,
+    ),
+    "gemma-3-270m": Gemma3TextConfig(
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+    ),
+}
+VIEWS = set(
+    """view _unsafe_view expand transpose t permute slice select unsqueeze squeeze as_strided alias
+    detach split split_with_sizes unbind chunk lift_fresh empty empty_like new_empty unflatten
+    _reshape_alias diagonal unfold is_pinned""".split()
+)
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations on the device, and the memory that is taken at the same time."""
+
+    def __init__(self, vocab_size: int = 0, not_logits: int = 0) -> None:
+        super().__init__()
+        self.vocab_size, self.not_logits = vocab_size, not_logits
+        self.kernels = collections.Counter()  # by name
+        self.bytes = 0  # of logits, and what has their shape, that were read or written
+        self.now = self.peak = 0  # bytes
+        self.graphs: list[int] = []  # the kernels of each graph that was replayed
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in fresh(result, args, kwargs or {}):
+            if is_there(x):
+                self.take(x.untyped_storage())
+        if launches(function, args, kwargs, result):
+            self.kernels[function.overloadpacket.__name__] += 1
+            touched = [*tensors_in(args, *(kwargs or {}).values()), *tensors_in(result)]
+            self.bytes += sum(x.nbytes for x in touched if self.is_of_logits(x))
+        return result
+
+    def is_of_logits(self, x: Tensor) -> bool:
+        if x.dim() > 2:  # draw looks at blocks of 128 logits
+            return self.vocab_size <= x.shape[1:].numel() < self.vocab_size + 128
+        return x.dim() == 2 and x.shape[1] == self.vocab_size and x.shape[0] != self.not_logits
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.give_back, size)
+
+    def give_back(self, size: int) -> None:
+        self.now -= size
+
+
+def launches(function, args: tuple, kwargs: dict | None, result: object) -> bool:
+    """Whether an operation on the device launches a kernel."""
+    name = function.overloadpacket.__name__
+    if str(function).startswith("prim.") or name in VIEWS:
+        return False
+    return any(map(is_there, tensors_in(args, *(kwargs or {}).values(), result)))
+
+
+def attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """As PyTorch calls its memory-efficient kernel: a bool mask becomes a bias first, whose width
+    is a multiple of 8.
+    """
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            zero = torch.zeros((), dtype=q.dtype, device=q.device)
+            attn_mask = torch.where(attn_mask, zero, float("-inf")).to(q.dtype)
+        if attn_mask.shape[-1] % 8:
+            padded = F.pad(attn_mask, (0, 8 - attn_mask.shape[-1] % 8))
+            attn_mask = padded[..., : k.shape[2]]
+        attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if torch.is_autocast_enabled("cpu"):
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        attn_mask = attn_mask if attn_mask is None else attn_mask.bfloat16()
+    of_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return of_efficient(q, k, v, attn_mask, q.requires_grad, 0.0, is_causal, scale=scale)[0]
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[None]:
+    """A pretended GPU with fake tensors, that has the kernels of a real one."""
+    with (
+        pretended_cuda(fake=True),
+        mock.patch.object(F, "scaled_dot_product_attention", attention),
+    ):
+        yield
+
+
+def model_on_gpu(config: PretrainedConfig) -> nn.Module:
+    """A model of that config whose weights hold nothing."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    disable_dropout(model)
+    made = {}  # tied weights stay tied
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for name, x in tensors.items():
+                if not isinstance(x, Tensor):
+                    continue
+                if id(x) not in made:
+                    there = torch.zeros(x.shape, dtype=x.dtype, device="cuda")
+                    made[id(x)] = nn.Parameter(there) if isinstance(x, nn.Parameter) else there
+                tensors[name] = made[id(x)]
+    return model.eval()
+
+
+def count_decoding(model: nn.Module, rows: int, prompt_tokens: int, new_tokens: int) -> Counter:
+    """The operations of a rollout; at most 7 new tokens: at every eighth it reads from the GPU."""
+    ids = torch.arange(rows // 8).repeat_interleave(prompt_tokens).view(-1, prompt_tokens)
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    options = {"num_generations": 8, "eos_token_ids": [1], "pad_token_id": 0, "bf16": True}
+    with Counter() as counter, torch.no_grad():
+
+        def replay(graph: Graph) -> None:
+            counter.graphs.append(sum(launches(f, a, k, made) for f, a, k, made in graph.steps))
+
+        with mock.patch.object(Graph, "replay", replay):
+            sampling.generate(model, ids, mask, max_new_tokens=new_tokens, **options)
+    return counter
+
+
+def rollout_on_gpu(prompts: int, generations: int, prompt_tokens: int, new_tokens: int) -> Rollout:
+    """A rollout of these sizes, with one token of padding on each side; its copy on the CPU, by
+    which micro-batches are planned, is real.
+    """
+    ids = torch.arange(prompts).repeat_interleave(generations).unsqueeze(1)
+    ids = ids.repeat(1, prompt_tokens + new_tokens)
+    seen = torch.ones_like(ids, dtype=torch.bool)
+    seen[:generations, 0] = seen[0, -1] = False
+    drawn = seen[:, prompt_tokens:]
+    here = Rollout(ids, seen, drawn, torch.zeros(drawn.shape), drawn.all(1))
+    there = Rollout(*(getattr(here, name).to("cuda") for name in vars(here)))
+    there.copy_on_cpu = here
+    return there
+
+
+def count_update(model: nn.Module, rollout: Rollout) -> Counter:
+    """The operations of a micro-batch: the log-probs, and their gradient, in bfloat16."""
+    config = model.config.get_text_config()
+    with Counter(config.vocab_size, not_logits=config.hidden_size) as counter:
+        completion_logprobs(model.train(), rollout, 1.0, bf16=True)[0].sum().backward()
+
+    return counter
+
+
+@torch.no_grad()
+def count_scoring(model: nn.Module, rollout: Rollout) -> Counter:
+    """The operations of a forward pass without gradient, as of the reference."""
+    config = model.config.get_text_config()
+    with Counter(config.vocab_size, not_logits=config.hidden_size) as counter:
+        completion_logprobs(model.eval(), rollout, 1.0, bf16=True)
+    return counter
+
+
+def count_draw(vocab_size: int, rows: int) -> Counter:
+    """The operations that draw a token for each row from logits in bfloat16."""
+    logits = torch.zeros(rows, vocab_size, dtype=torch.bfloat16, device="cuda")
+    uniform = torch.zeros(rows, device="cuda")
+    with Counter(vocab_size) as counter, torch.no_grad():
+        sampling.draw(logits, uniform, 1.0)
+    return counter
+
+
+def count(config: PretrainedConfig) -> dict[str, int | float]:
+    """The figures of a model, as the head of this file explains them."""
+    vocab_size = config.get_text_config().vocab_size
+    with fake_gpu():
+        model = model_on_gpu(config)
+        fewer, more = (count_decoding(model, 64, 40, new_tokens) for new_tokens in (6, 7))
+        drawn = count_draw(vocab_size, rows := 64)
+        rollout = rollout_on_gpu(8, 4, 40, 60)
+        scored, trained = count_scoring(model, rollout), count_update(model, rollout)
+    entries = vocab_size * int(rollout.copy_on_cpu.completion_mask.sum())
+    return {
+        "graph": more.graphs[-1],
+        "eager": more.kernels.total() - fewer.kernels.total(),
+        "draw": drawn.kernels.total(),
+        "draw_bytes": round(drawn.bytes / rows / vocab_size, 1),
+        "scored_bytes": round(scored.bytes / entries, 1),
+        "trained_bytes": round(trained.bytes / entries, 1),
+        "micro_batch": trained.kernels.total(),
+    }
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    for name in parser.parse_args(args).models:
+        print(json.dumps({"model": name} | count(MODELS[name])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
