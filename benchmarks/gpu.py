@@ -5,11 +5,15 @@
   python benchmarks/gpu.py --draw        # that part of the page and its picture, from gpu.json
 
 In the order of what matters if the time runs out: do the tests pass on the device; how fast is a
-rollout, beside `model.generate` and the memory bandwidth; what do CUDA graphs and clear_cache
-change; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time goes.
-Each part runs in a process of its own, and is saved as soon as it is measured. One that fails
-leaves its error in the place of its figures.
-Models have random weights, so that nothing is downloaded and all completions have full length.
+rollout, beside `model.generate` and the least time; what the pieces of a rollout take; which
+micro_batch_tokens is best; is tools/fit.py right; a step beside TRL's, where TRL is installed;
+where the time goes.
+
+Nothing measured is lost. Each part runs in a process of its own with a limit of its own, after
+which the process and all that it has started are ended. Each measurement is a line of JSON, saved
+as soon as it is made; where one fails its error is saved, and the next one follows. cuDNN's
+attention is off for all systems: plumbing/models.py says why. Models have random weights, so that
+nothing is downloaded and all completions have full length.
 """
 
 from __future__ import annotations
@@ -19,15 +23,19 @@ import contextlib
 import gc
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -46,120 +54,191 @@ class Sizes:
 
     rows: tuple[int, ...]
     new_tokens: int
-    compiled_rows: int  # the number of rows at which model.generate is compiled as well
     step_rows: int
+    micro_batch_tokens: tuple[int, ...]
     model: dict[str, int]
+    rates: dict[str, int]  # sizes of what measures the device's rates
     tests: str = "cuda"  # pytest -k
     trl: bool = importlib.util.find_spec("trl") is not None
-    limit: float = 420.0  # seconds of all parts; no part is begun after it
 
 
-REAL = Sizes((32, 64, 128, 256, 512, 1024), 128, 256, 256, {})
-TINY = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2}
-REHEARSAL = Sizes((2, 4), 9, 4, 4, TINY, tests="greedy and gpt2", trl=False)
+REAL = Sizes(
+    (32, 64, 128, 256, 512, 1024), 128, 256, (1024, 4096, 16384), {},
+    {"matrix": 8192, "floats": 2**28},
+)  # fmt: skip
+REHEARSAL = Sizes(
+    (2, 4), 9, 4, (20, 100),
+    {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2}, {"matrix": 64, "floats": 2**16},
+    tests="greedy and gpt2", trl=False,
+)  # fmt: skip
+
+# What is measured: the row and the column of a table, and a function that returns a figure, or
+# several by their columns.
+Measurement = tuple[str, str, Callable[[], Any]]
 
 
 def job(path: str, rows: int, sizes: Sizes, **more: object) -> dict:
     """A job of speed.py: GPT-2, a quarter of the rows are prompts, four completions of each."""
-    shape = {"prompts": max(1, rows // 4), "generations": min(4, rows)}
-    return {"model": "gpt2", "path": path, "max_new_tokens": sizes.new_tokens} | shape | more
+    shape = {"prompts": max(1, rows // 4), "generations": min(4, rows), "kind": "rollout"}
+    shape |= {"model": "gpt2", "path": path, "max_new_tokens": sizes.new_tokens, "bf16": True}
+    return shape | more
 
 
 # --- The parts ---
 
 
-def tests(path: str, sizes: Sizes) -> dict:
+def tests(path: str, sizes: Sizes) -> Iterator[Measurement]:
     """The tests of the CUDA path, in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-k", sizes.tests, "tests/test_cuda.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    last = done.stdout.strip().splitlines()[-1]
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return {"result": last, "failed": failed}
+
+    def run() -> dict[str, str]:
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-k", sizes.tests]
+        command += ["tests/test_cuda.py"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        last = done.stdout.strip().splitlines()[-1].strip("= ")
+        return {"result": last, "failed": " ".join(failed)}
+
+    yield "pytest -m cuda", "", run
 
 
-def rollouts(path: str, sizes: Sizes) -> dict:
-    """Tokens per second, by the number of rows: ours, model.generate, and the floor."""
-    bandwidth, found = memory_bandwidth(), {}
+def rates(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """Of matrix products and of memory."""
+    yield "the device", "", lambda: speed.rates(**sizes.rates)
+
+
+def rollouts(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """Tokens per second, by the number of rows: ours, model.generate, and what the device's rates
+    of matrix products and of reading the weights allow.
+    """
+    rates = speed.rates(**sizes.rates)
     for rows in sizes.rows:
         wanted = job(path, rows, sizes)
-        systems = {"ours": {}, "ours, no CUDA graphs": {"static": False}, "model.generate": {}}
-        if rows == sizes.compiled_rows:
-            systems["model.generate, static cache, compiled"] = {"cache_implementation": "static"}
-        found[rows] = {}
-        for name, options in systems.items():
-            system = "ours" if name.startswith("ours") else "generate"
-            steps = speed.rollouts(wanted | {"options": options}, system, bf16=True)[1:]
-            best = max(step["tokens"] / step["rollout"] for step in steps)
-            found[rows][name] = round(best)
-        found[rows]["floor"] = round(rows * sizes.new_tokens / least_seconds(wanted, bandwidth))
-    return {"gb_per_s": round(bandwidth / 1e9), "tokens_per_s": found}
+        for name, system, options in (
+            ("ours", "ours", {}),
+            ("ours, no CUDA graphs", "ours", {"static": False}),
+            ("model.generate", "generate", {}),
+        ):
+            of_system = wanted | {"options": options}
+            yield f"{rows} rows", name, lambda s=system, w=of_system: tokens_per_second(w, s)
+        floor = speed.floor(wanted, rows * sizes.new_tokens, rates)["tokens_per_s"]
+        yield f"{rows} rows", "at most", lambda floor=floor: round(floor)
 
 
-def memory_bandwidth() -> float:
-    """Bytes per second, of a copy that reads and writes."""
-    x = torch.ones(2**26 if torch.cuda.mem_get_info()[0] > 2**32 else 2**18, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() * x.element_size() / speed.best_seconds(lambda: y.copy_(x))
+def compiled(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """model.generate with a static cache, which compiles the forward pass."""
+    wanted = job(path, sizes.step_rows, sizes, options={"cache_implementation": "static"})
+    row = f"{sizes.step_rows} rows"
+    yield row, "model.generate, compiled", lambda: tokens_per_second(wanted, "generate")
 
 
-def least_seconds(wanted: dict, bandwidth: float) -> float:
-    """What decoding takes if memory is all that costs: at each token every weight is read once, in
-    bfloat16, and the keys and values of all tokens so far.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(wanted["path"])
-    with torch.device("meta"):
-        num_weights = AutoModelForCausalLM.from_config(config).num_parameters()
-    rows, new = wanted["prompts"] * wanted["generations"], wanted["max_new_tokens"]
-    width = 2 * config.n_layer * config.n_embd * 2  # bytes of a token's keys and values
-    columns = sum(range(16, 16 + new))  # prompts have 16 tokens
-    return (2 * num_weights * new + rows * width * columns) / bandwidth
+def tokens_per_second(wanted: dict, system: str) -> int:
+    steps = speed.rollouts(wanted, system, bf16=True)[1:]
+    return round(max(step["tokens"] / step["rollout"] for step in steps))
 
 
-def memory(path: str, sizes: Sizes) -> dict:
-    """Peak memory of GRPO steps in GB, what tensors took and what was reserved for them, with
-    clear_cache between the phases and without; and what tools/fit.py expects.
+def pieces(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """What a rollout is made of: milliseconds, and kernels per token."""
+    from transformers import AutoModelForCausalLM
+
+    import sampling
+    from plumbing.decoding import half_precision_copy
+
+    model = AutoModelForCausalLM.from_pretrained(path).to(speed.device()).eval()
+    ids = torch.arange(sizes.step_rows).unsqueeze(1).repeat(1, 16) % 100
+
+    def decode(new_tokens: int, **options: object) -> None:
+        sampling.generate(
+            model, ids, ids > -1, max_new_tokens=new_tokens, eos_token_ids=[], pad_token_id=0,
+            bf16=True, **options,
+        )  # fmt: skip
+
+    def first_token(**options: object) -> float:
+        """Seconds from one new token to two: a forward pass, and a capture if there is one."""
+        one, two = (speed.best_seconds(lambda n=n: decode(n, **options)) for n in (1, 2))
+        return two - one
+
+    def draw(rows: int) -> float:
+        logits = torch.randn(rows, model.config.vocab_size, device=model.device).bfloat16()
+        uniform = torch.rand(rows, device=model.device)
+        return speed.best_seconds(lambda: sampling.draw(logits, uniform))
+
+    def per_token() -> float:
+        fewer, more = (len(kernels(lambda n=n: decode(n))) for n in (4, 7))
+        return (more - fewer) / 3
+
+    rows, ms = f"{sizes.step_rows} rows", lambda seconds: round(1000 * seconds, 3)
+    half = torch.bfloat16
+    yield (
+        rows,
+        "copy in bfloat16, ms",
+        lambda: ms(speed.best_seconds(lambda: half_precision_copy(model, half))),
+    )
+    yield rows, "capture, ms", lambda: ms(first_token() - first_token(static=False))
+    yield rows, "kernels per token", per_token
+    for number in sizes.rows:
+        yield f"{number} rows", "draw, ms", lambda number=number: ms(draw(number))
+
+
+def kernels(work: Callable[[], object]) -> list:
+    """What the device ran, without copies; where there is no device, the operations of the CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as record:
+        work()
+        speed.clock()
+    events = [event for event in record.events() if not event.name.startswith("Mem")]
+    on_device = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return on_device or events
+
+
+def micro_batches(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """A GRPO step by micro_batch_tokens."""
+    for tokens in sizes.micro_batch_tokens:
+        wanted = job(path, sizes.step_rows, sizes, script="grpo")
+        wanted["flags"] = {"micro_batch_tokens": tokens}
+        yield f"micro_batch_tokens {tokens}", "", lambda w=wanted: step_of(speed.ours, w)
+
+
+def memory(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """Peak memory of GRPO steps with clear_cache between the phases and without, and the estimate
+    of tools/fit.py.
     """
     import grpo
+    from plumbing.memory import estimate
+    from tools import fit
 
-    wanted = job(path, sizes.step_rows, sizes, script="grpo")
-    command = [sys.executable, "tools/fit.py", "--script", "grpo", "--model", str(path)]
-    command += [f"--prompts_per_step={wanted['prompts']}", "--prompt_tokens=16"]
-    command += [
-        f"--num_generations={wanted['generations']}",
-        f"--max_new_tokens={sizes.new_tokens}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    estimate = re.search(r"peak +([\d.]+) GB", done.stdout)[1]
+    tokens = max(sizes.micro_batch_tokens)
+    wanted = job(path, sizes.step_rows, sizes, script="grpo", flags={"micro_batch_tokens": tokens})
 
-    found, original = {}, grpo.clear_cache
-    for name, function in (("with clear_cache", original), ("without", lambda: None)):
-        begin()
-        grpo.clear_cache = function
+    def expected() -> dict[str, float]:
+        flags = [f"--model={path}", f"--prompts_per_step={wanted['prompts']}"]
+        flags += [f"--num_generations={wanted['generations']}", "--num_eval_prompts=1"]
+        flags += [f"--max_new_tokens={sizes.new_tokens}", f"--micro_batch_tokens={tokens}"]
+        config = fit.config_of("grpo", [*flags, f"--rollout_batch_size={sizes.step_rows}"], "cuda")
+        total = torch.cuda.mem_get_info()[1]
+        parts = estimate(fit.counts_of(config, 16), config, 16, total)
+        names = {"tensors_gb": "peak", "reserved_gb": "needed"}
+        return {name: round(parts[part] / 1e9, 3) for name, part in names.items()}
+
+    def without() -> dict[str, float]:
+        clear_cache, grpo.clear_cache = grpo.clear_cache, lambda: None
         try:
-            steps = speed.ours(wanted, bf16=True)
+            return step_of(speed.ours, wanted)
         finally:
-            grpo.clear_cache = original
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        figures = dict(zip(("allocated_gb", "reserved_gb"), (round(x / 1e9, 3) for x in peaks)))
-        found[name] = figures | {"estimate_gb": float(estimate), "step_s": seconds_of(steps)}
-    return found
+            grpo.clear_cache = clear_cache
+
+    yield "estimate", "", expected
+    yield "with clear_cache", "", lambda: step_of(speed.ours, wanted)
+    yield "without", "", without
 
 
-def begin() -> None:
-    """Free what the run before has left, and start to look for the peak anew."""
-    gc.collect()  # a run and its optimiser refer to each other
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-
-
-def steps(path: str, sizes: Sizes) -> dict:
-    """Seconds and memory of a step, with our default micro-batches and with all rows at once, as
-    TRL and a plain loop take them. Of PPO (four epochs) ours alone: TRL's needs an environment of
-    its own, see speed.py.
+def steps(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """A step with our default micro-batches and with all rows at once, as TRL and a plain loop take
+    them. Of PPO (four epochs) ours alone: TRL's needs an environment of its own, see speed.py.
+    TRL decodes with model.generate, its default; many of its users let vLLM do it.
     """
-    found, at_once = {}, {"micro_batch_tokens": sizes.step_rows * (sizes.new_tokens + 16)}
+    at_once = {"micro_batch_tokens": sizes.step_rows * (sizes.new_tokens + 16)}
     for script in ("grpo", "rloo", "ppo"):
         wanted = job(path, sizes.step_rows, sizes, script=script, trl_batch=sizes.step_rows)
         systems = {"ours": (speed.ours, {}), "ours, all rows at once": (speed.ours, at_once)}
@@ -167,149 +246,187 @@ def steps(path: str, sizes: Sizes) -> dict:
             systems["TRL, all rows at once"] = speed.trl_groups, {}
         if script == "grpo":
             systems["plain loop, all rows at once"] = speed.plain, {}
-        for name, (function, flags) in systems.items():
-            begin()
-            found[f"{script}, {name}"] = {
-                "step_s": seconds_of(function(wanted | {"flags": flags}, bf16=True)),
-                "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
-            }
-    return found
+        for name, (system, flags) in systems.items():
+            work = wanted | {"flags": flags}
+            yield f"{script}, {name}", "", lambda system=system, work=work: step_of(system, work)
 
 
-def seconds_of(steps: list[dict]) -> float:
-    """The fastest step but for the first, which warms up."""
-    return round(min(step["rollout"] + step["update"] for step in steps[1:]), 4)
-
-
-def profile(path: str, sizes: Sizes) -> dict:
-    """The share of the device's time of the ten dearest kernels of GRPO steps; without a device,
-    that of the CPU's time of its operations.
+def step_of(system: Callable[..., list[dict]], wanted: dict) -> dict[str, float]:
+    """Seconds of the fastest step but for the first, and the peak of all, in GB: what tensors took
+    at the same time, and what was reserved for them.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as record:
-        speed.ours(job(path, sizes.step_rows, sizes, script="grpo"), bf16=True)
-    # An operation also has the time of its kernels: either these or those count, not both.
-    events = record.key_averages()
-    kernels = [x for x in events if x.device_type == DeviceType.CUDA and not x.is_user_annotation]
-    costs = {x.key: x.self_device_time_total for x in kernels}
-    costs = costs or {x.key: x.self_cpu_time_total for x in events}
-    dearest = sorted(costs, key=costs.get, reverse=True)[:10]
-    return {key[:60]: round(costs[key] / sum(costs.values()), 3) for key in dearest}
+    gc.collect()  # a run and its optimiser refer to each other
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    steps = system(wanted, bf16=True)[1:]
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    found = {"step_s": round(min(step["rollout"] + step["update"] for step in steps), 4)}
+    return found | dict(zip(("tensors_gb", "reserved_gb"), (round(x / 1e9, 3) for x in peaks)))
 
 
-PARTS: dict[str, Callable[[str, Sizes], dict]] = {
-    "tests": tests,
-    "rollouts": rollouts,
-    "memory": memory,
-    "steps": steps,
-    "profile": profile,
+def profile(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """The share of the device's time of the ten dearest kernels of one GRPO step."""
+    flags = {"micro_batch_tokens": max(sizes.micro_batch_tokens)}
+    wanted = job(path, sizes.step_rows, sizes, script="grpo", flags=flags)
+
+    def shares() -> dict[str, float]:
+        speed.STEPS = 1
+        costs: dict[str, float] = {}
+        for event in kernels(lambda: speed.ours(wanted, bf16=True)):
+            name = event.name[:60]
+            costs[name] = costs.get(name, 0.0) + event.time_range.elapsed_us()
+        dearest = sorted(costs, key=costs.get, reverse=True)[:10]
+        return {name: round(costs[name] / sum(costs.values()), 3) for name in dearest}
+
+    yield "share of a GRPO step", "", shares
+
+
+def hang(path: str, sizes: Sizes) -> Iterator[Measurement]:
+    """For the rehearsal: one measurement, one that fails, and a child that never ends."""
+    yield "before", "", lambda: 1
+    yield "fails", "", lambda: 1 / 0
+    yield "never", "", lambda: subprocess.run(["sleep", "86399"])
+
+
+# Each with its limit in seconds: eight minutes together.
+PARTS: dict[str, tuple[Callable[[str, Sizes], Iterator[Measurement]], float]] = {
+    "tests": (tests, 90),
+    "rates": (rates, 15),
+    "rollouts": (rollouts, 100),
+    "pieces": (pieces, 30),
+    "micro_batches": (micro_batches, 50),
+    "memory": (memory, 40),
+    "steps": (steps, 80),
+    "compiled": (compiled, 45),
+    "profile": (profile, 30),
 }
+HANGS = {"hangs": (hang, 60)}
 
 
-def in_own_process(name: str, path: str, seconds: float) -> dict:
-    """A part on the GPU. One that hangs, or breaks the device, leaves the others alone."""
-    command = [sys.executable, str(Path(__file__)), "--part", name, str(path)]
+def run_part(name: str, path: str, sizes: Sizes) -> None:
+    """Print a line of JSON for each measurement of a part, as it is made, or its error."""
+
+    def say(record: dict) -> None:
+        print(json.dumps(record), file=sys.__stdout__, flush=True)
+
+    with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("always")
+        for row, column, work in (PARTS | HANGS)[name][0](path, sizes):
+            try:
+                found = work()
+                say({"row": row, "found": found if isinstance(found, dict) else {column: found}})
+            except Exception as e:  # the other measurements must not be lost
+                say({"error": f"{row}, {column}: {type(e).__name__}: {e}"[:300]})
+        for text in dict.fromkeys(str(w.message) for w in warned):
+            if "decoding without CUDA graphs" in text:  # else "ours" would be slow without a reason
+                say({"error": text})
+
+
+def in_own_process(limit: float, command: list[str], keep: Callable[[dict], None]) -> str:
+    """Run a part, keep its records as they come; what went wrong with the whole, or "". After
+    `limit` seconds it is ended with all that it has started.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit, end)
+    timer.start()
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(1, seconds))
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done within {seconds:.0f} seconds"}
-    if done.returncode != 0:
-        return {"error": f"exit code {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+        for line in process.stdout:
+            keep(json.loads(line))
+        code = process.wait()
+    finally:
+        timer.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it may have left behind
+    if late.is_set():
+        return f"not done within {limit:.0f} seconds"
+    return f"exit code {code}" if code else ""
 
 
-def run_part(name: str, path: str, sizes: Sizes) -> dict:
-    """A part, or its error in the place of its figures."""
-    try:
-        with warnings.catch_warnings():
-            # Else "ours" would be measured without graphs, and nobody would know.
-            warnings.filterwarnings("error", "decoding without CUDA graphs")
-            return PARTS[name](path, sizes)
-    except Exception as e:  # the other parts must not be lost
-        return {"error": f"{type(e).__name__}: {e}"[:300]}
-
-
-def measure(
-    sizes: Sizes, work: Callable[[str, str, float], dict], save: Callable[[dict], object]
-) -> dict:
-    """All parts, by work(name, path, seconds left), each saved with what came before it."""
-    started = time.perf_counter()
+def measure(sizes: Sizes, parts: dict, mode: list[str], save: Callable[[dict], object]) -> dict:
+    """All parts, saved after each measurement."""
     results = {"machine": speed.machine(), "new_tokens": sizes.new_tokens, "parts": {}}
     results["machine"]["cuda"] = torch.version.cuda
     with tempfile.TemporaryDirectory() as folder:
         path = speed.random_gpt2(Path(folder) / "gpt2", **sizes.model)
-        for name in PARTS:
+        for name, (_, limit) in parts.items():
             begun = time.perf_counter()
-            left = sizes.limit - (begun - started)
-            if left < 0:
-                found = {"error": f"not begun: {sizes.limit:.0f} seconds were over"}
-            else:
-                found = work(name, path, left)
-            found["seconds"] = round(time.perf_counter() - begun, 1)
-            results["parts"][name] = found
-            print(f"{name}: {json.dumps(found)}", flush=True)
+            part = results["parts"][name] = {"rows": {}, "errors": []}
+
+            def keep(record: dict, name: str = name, part: dict = part) -> None:
+                print(f"{name}: {json.dumps(record)}", flush=True)
+                if "error" in record:
+                    part["errors"].append(record["error"])
+                else:
+                    part["rows"].setdefault(record["row"], {}).update(record["found"])
+                save(results)
+
+            command = [sys.executable, str(Path(__file__)), *mode, "--part", name, str(path)]
+            if fault := in_own_process(limit, command, keep):
+                keep({"error": fault})
+            part["seconds"] = round(time.perf_counter() - begun, 1)
             save(results)
     return results
+
+
+def rehearse() -> None:
+    """All parts on a pretended GPU, and one that has to be ended in the middle."""
+    parts = HANGS | {name: (part, 10 * limit) for name, (part, limit) in PARTS.items()}
+    results = measure(REHEARSAL, parts, ["--rehearse"], save=lambda found: None)
+    print(section(results))
+    hangs = results["parts"].pop("hangs")
+    assert hangs["rows"] == {"before": {"": 1}}, hangs
+    assert len(hangs["errors"]) == 2 and "not done within" in hangs["errors"][1], hangs
+    left = subprocess.run(["pgrep", "-f", "sleep 86399"], capture_output=True, text=True)
+    assert not left.stdout, "a child of the part that was ended is still running"
+    for name, part in results["parts"].items():
+        assert part["rows"] and not part["errors"], (name, part)
 
 
 # --- The page ---
 
 
 def section(results: dict) -> str:
-    """The part of docs/performance.md, in Markdown."""
-    machine, parts = results["machine"], results["parts"]
+    """The part of docs/performance.md, in Markdown: a table for each part."""
+    machine = results["machine"]
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
-    lines = [f"{machine.get('gpu', 'No GPU')}, CUDA {machine['cuda']}, {versions}.", ""]
-    failed = [f"{name}: {part['error']}" for name, part in parts.items() if "error" in part]
-    lines += [f"- {line}" for line in failed] + ([""] if failed else [])
-    if "result" in parts.get("tests", {}):
-        names = ", ".join(f"`{name}`" for name in parts["tests"]["failed"])
-        failures = f"; failed: {names}" if names else ""
-        lines += [f"`pytest -m cuda`: {parts['tests']['result'].strip('= ')}{failures}.", ""]
-    if "tokens_per_s" in parts.get("rollouts", {}):
-        lines += rollout_table(parts["rollouts"])
-    for name, title in (("memory", "GRPO"), ("steps", "step")):
-        rows = {k: v for k, v in parts.get(name, {}).items() if isinstance(v, dict)}
-        columns = list(next(iter(rows.values()), {}))
-        if columns:
-            lines += [f"| {title} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-            lines += [
-                f"| {k} | {' | '.join(str(v[c]) for c in columns)} |" for k, v in rows.items()
-            ]
-            lines += [""]
-    shares = {k: v for k, v in parts.get("profile", {}).items() if k not in ("seconds", "error")}
-    if shares:
-        lines += ["Where the time of a GRPO step goes: "]
-        lines[-1] += "; ".join(f"`{name}` {share:.0%}" for name, share in shares.items()) + "."
+    lines = [
+        f"{machine.get('gpu', 'No GPU')}, CUDA {machine['cuda']}, {versions}. GPT-2 small with"
+    ]
+    lines[-1] += " random weights; cuDNN's attention is off for all systems."
+    for name, part in results["parts"].items():
+        lines += ["", f"**{name}**", ""]
+        lines += [f"- {error}" for error in part["errors"]]
+        columns = list(dict.fromkeys(x for row in part["rows"].values() for x in row))
+        if columns and len(part["rows"]) == 1:  # a list is easier to read
+            ((row, found),) = part["rows"].items()
+            lines += [f"{row}: " + "; ".join(f"{k} {v}".strip() for k, v in found.items()) + "."]
+        elif columns:
+            lines += ["", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+            for row, found in part["rows"].items():
+                cells = [str(found.get(column, "")) for column in columns]
+                lines += [f"| {row} | {' | '.join(cells)} |"]
+        if name == "rollouts" and columns:
+            lines += ["", "![Tokens per second against the number of rows](gpu.png)"]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def rollout_table(part: dict) -> list[str]:
-    found = {int(rows): systems for rows, systems in part["tokens_per_s"].items()}
-    names = list(dict.fromkeys(name for systems in found.values() for name in systems))
-    lines = [f"Tokens per second; the floor reads memory at {part['gb_per_s']:,} GB/s:", ""]
-    lines += [f"| rows | {' | '.join(names)} | ours / generate | floor / ours |"]
-    lines += ["|---" * (len(names) + 3) + "|"]
-    for rows, systems in found.items():
-        cells = [f"{systems[name]:,}" if name in systems else "" for name in names]
-        faster = systems["ours"] / max(1, systems["model.generate"])
-        cells += [f"{faster:.1f}", f"{systems['floor'] / max(1, systems['ours']):.1f}"]
-        lines += [f"| {rows} | {' | '.join(cells)} |"]
-    return [*lines, "", "![Tokens per second against the number of rows](gpu.png)", ""]
 
 
 def draw(part: dict, output: Path) -> None:
     """Tokens per second against rows, a line per system."""
     from matplotlib.figure import Figure
 
-    found = {int(rows): systems for rows, systems in part["tokens_per_s"].items()}
+    found = {int(row.split()[0]): x for row, x in part["rows"].items() if row.endswith(" rows")}
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="rows", ylabel="tokens per second")
     for name in dict.fromkeys(name for systems in found.values() for name in systems):
         points = [(rows, systems[name]) for rows, systems in found.items() if name in systems]
-        axes.plot(*zip(*points), "k--" if name == "floor" else "o-", label=name)
+        axes.plot(*zip(*points), "k--" if name == "at most" else "o-", label=name)
     axes.set_title("Rollout of GPT-2 small: tokens per second", fontsize=10)
     axes.set_xticks(list(found), [str(rows) for rows in found])
     axes.minorticks_off()
@@ -321,12 +438,6 @@ def draw(part: dict, output: Path) -> None:
 BEGIN, END = "<!-- made by benchmarks/gpu.py -->", "<!-- end of what gpu.py makes -->"
 
 
-def with_section(page: str, results: dict) -> str:
-    """The page with the part between the marks replaced."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n\n" + section(results) + "\n" + END + rest.split(END)[1]
-
-
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -335,38 +446,27 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--draw", action="store_true", help="write page and picture from gpu.json")
     parser.add_argument("--part", nargs=2, metavar=("NAME", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(args)
-    if options.rehearse:
+    if options.part and options.rehearse:
         from pretended_cuda import pretended_cuda
 
         torch.set_num_threads(1)
         speed.STEPS = 2
-        with pretended_cuda(), contextlib.redirect_stderr(sys.stdout):
-            results = measure(
-                REHEARSAL,
-                work=lambda name, path, seconds: run_part(name, path, REHEARSAL),
-                save=lambda found: None,
-            )
-        print(section(results))
-        if any("error" in part for part in results["parts"].values()):
-            raise SystemExit(1)
-        return
+        with pretended_cuda():
+            return run_part(*options.part, REHEARSAL)
     if options.part:
-        with contextlib.redirect_stdout(sys.stderr):
-            found = run_part(*options.part, REAL)
-        print(json.dumps(found))
-        return
+        return run_part(*options.part, REAL)
+    if options.rehearse:
+        return rehearse()
     if not options.draw:
         if not torch.cuda.is_available():
             sys.exit("error: no CUDA device is there; --rehearse runs without one")
-        measure(
-            REAL,
-            work=in_own_process,
-            save=lambda found: RESULTS.write_text(json.dumps(found) + "\n"),
-        )
+        measure(REAL, PARTS, [], lambda found: RESULTS.write_text(json.dumps(found) + "\n"))
     results = json.loads(RESULTS.read_text())
-    if "tokens_per_s" in results["parts"].get("rollouts", {}):
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    page = f"{before}{BEGIN}\n\n{section(results)}\n{END}{rest.split(END)[1]}"
+    PAGE.write_text(page, encoding="utf-8")
+    if results["parts"].get("rollouts", {}).get("rows"):
         draw(results["parts"]["rollouts"], PICTURE)
-    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

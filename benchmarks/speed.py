@@ -436,13 +436,13 @@ def summary(runs: list[dict]) -> dict:
     return {name: round(statistics.median(values), 4) for name, values in figures.items()}
 
 
-def rates() -> dict[str, float]:
+def rates(matrix: int = 1536, floats: int = 2**28) -> dict[str, float]:
     """What the machine does at best: matrix products in GFLOP/s, reading memory in GB/s."""
     found = {}
     for name, dtype in (("bf16_gflops", torch.bfloat16), ("fp32_gflops", torch.float32)):
-        a = torch.randn(1536, 1536, device=device()).to(dtype)
-        found[name] = 2 * 1536**3 / 1e9 / best_seconds(lambda a=a: a @ a)
-    big = torch.ones(2**28, device=device())
+        a = torch.randn(matrix, matrix, device=device()).to(dtype)
+        found[name] = 2 * matrix**3 / 1e9 / best_seconds(lambda a=a: a @ a)
+    big = torch.ones(floats, device=device())
     found["gb_per_s"] = big.numel() * 4 / 1e9 / best_seconds(big.sum)
     return {name: round(value) for name, value in found.items()}
 
