@@ -144,6 +144,9 @@ def load_task(
             ' --system_prompt "" makes messages of them.'
         )
     _check_prompts(config, policy, task)
+    if config.reward_model:
+        prompts = [row["prompt"] for row in task.train + task.heldout]
+        task.rewards[-1].check_prompts(prompts, config.max_new_tokens)
     _say_which_special_tokens_are_typed(task)
     return task
 
@@ -455,16 +458,21 @@ def _check_prompts(config: Any, policy: PreTrainedModel, task: Task) -> None:
     limit, new = context_length(policy), config.max_new_tokens
     if limit is not None and new >= limit:
         raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
-    vocab_size = policy.get_input_embeddings().weight.shape[0]
     prompts = [row["prompt"] for row in task.train + task.heldout]
     for prompt, ids in zip(prompts, _tokens_of_all(task.tokenizer, prompts), strict=True):
         if limit is not None and len(ids) + new > limit:
             fault = f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context"
             remedy = f"lower --max_new_tokens or shorten {str(prompt)[:60]!r}"
             raise InputError(f"{fault} of {limit}: {remedy}")
-        if max(ids) >= vocab_size:
-            fault = f"its tokenizer gives id {max(ids)}, and the model knows {vocab_size} tokens"
-            raise InputError(f"--model {config.model}: {fault}: they don't belong together")
+        check_ids(policy, max(ids), f"--model {config.model}")
+
+
+def check_ids(model: PreTrainedModel, largest: int, what: str) -> None:
+    """Check that the model knows the largest id of its tokenizer. Raises InputError."""
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if largest >= vocab_size:
+        fault = f"its tokenizer gives id {largest}, and the model knows {vocab_size} tokens"
+        raise InputError(f"{what}: {fault}: they don't belong together")
 
 
 def _say_which_special_tokens_are_typed(task: Task) -> None:

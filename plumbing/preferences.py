@@ -22,13 +22,16 @@ from common import base_model, disable_dropout, evaluating
 from plumbing.data import (
     PADDING,
     Prompt,
+    check_ids,
     decode,
     encode_prompts,
     pad_rows,
     prompt_batch,
     read_rows,
     split_prompts,
+    text_message,
     text_of,
+    without_second_bos,
 )
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.metrics import Evaluation, Metrics, Totals
@@ -75,18 +78,53 @@ def sequence_scores(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
         return model.score(last.to(next(model.score.parameters()).dtype))[:, 0]
 
 
-def text_ids(tokenizer: Tokenizer, prompt: Prompt, completion: Completion) -> list[int]:
+def text_ids(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    completion: Completion,
+    source: str = "--pairs",
+    ends_with_eos: bool = False,
+) -> list[int]:
     """The tokens of a prompt with its completion, as a reward model reads them: in its own chat
-    template where both are messages. Reward models are trained and asked with the same tokens.
+    template where both are messages, else as text, with EOS at the end if `ends_with_eos`. Reward
+    models are trained and asked with the same tokens. Raises InputError, which names the source.
     """
-    if isinstance(completion, str):
-        return tokenizer(text_of(prompt) + completion if prompt else completion).input_ids
-    messages = [*prompt, *completion]
-    if tokenizer.chat_template is None:
-        return tokenizer("\n".join(m["content"] for m in messages)).input_ids
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    # The template writes BOS itself; add_special_tokens would put a second one in front.
-    return tokenizer(text, add_special_tokens=False).input_ids
+    try:
+        if isinstance(completion, list) and tokenizer.chat_template is not None:
+            text = tokenizer.apply_chat_template(_joined(prompt, completion), tokenize=False)
+            # The template writes BOS itself; add_special_tokens would put a second one in front.
+            ids, ends_with_eos = tokenizer(text, add_special_tokens=False).input_ids, False
+        elif isinstance(completion, list):
+            ids = tokenizer("\n".join(m["content"] for m in _joined(prompt, completion))).input_ids
+        else:
+            ids = tokenizer(text_of(prompt) + completion if prompt else completion).input_ids
+    except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
+        fault = f"can't be tokenised ({type(e).__name__}: {first_line(e)})"
+        raise InputError(f"{source}: the text {str(completion)[:60]!a} {fault}") from e
+    ids, eos = without_second_bos(tokenizer, ids), tokenizer.eos_token_id
+    if ends_with_eos and eos is not None and ids[-1:] != [eos]:  # the text may hold one itself
+        ids = [*ids, eos]
+    if not ids:
+        raise InputError(f"{source}: the text {completion!r} has no tokens")
+    return ids
+
+
+def _joined(prompt: list[dict], completion: list[dict]) -> list[dict]:
+    """The messages of both; a last message of the assistant in the prompt is continued."""
+    if prompt and prompt[-1]["role"] == "assistant" == completion[0]["role"]:
+        content = prompt[-1]["content"] + completion[0]["content"]
+        return [*prompt[:-1], prompt[-1] | {"content": content}, *completion[1:]]
+    return [*prompt, *completion]
+
+
+def reads_eos(model: PreTrainedModel) -> bool:
+    """Whether plain text gets EOS at its end for this reward model: what its config.json says under
+    `ends_with_eos`, which reward_model.py writes. Without a word there it is so for a causal model,
+    because TRL and OpenRLHF train with EOS; others read the end that their tokenizer adds.
+    """
+    # The scores themselves don't tell: their spread is larger with EOS for models that were trained
+    # with it, but also for pretrained models that were not.
+    return bool(getattr(model.config, "ends_with_eos", hasattr(model, "score")))
 
 
 def longest_text(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
@@ -131,6 +169,7 @@ def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
         raise InputError(f"--model {name}: its checkpoint has no {lost[0]}")
     check_scores(model.eval(), "--model", name)  # while a new head is still random
     if missing:
+        model.config.ends_with_eos = False
         if any("SequenceClassification" in x for x in model.config.architectures or []):
             print(
                 f"{name}: a classifier of several labels; its head is replaced by one of one label."
@@ -141,6 +180,7 @@ def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
                 nn.init.zeros_(head.weight)
                 if head.bias is not None:
                     nn.init.zeros_(head.bias)
+    model.config.ends_with_eos = reads_eos(model)
     return add_adapter(model, lora_r, "SEQ_CLS") if lora_r > 0 else model
 
 
@@ -162,15 +202,41 @@ class RewardModel:
         check_scores(self.model.eval().requires_grad_(False).to(device), flag, name)
         self.tokenizer = load_tokenizer(name, flag)
         self.batch_size = batch_size
+        self.what = f"{flag} {name}"
+
+    def tokens(self, prompts: list[Prompt], completions: list[Completion]) -> list[list[int]]:
+        """What the model reads of each prompt with its completion. Raises InputError."""
+        eos, both = reads_eos(self.model), zip(prompts, completions, strict=True)
+        ids = [text_ids(self.tokenizer, p, c, self.what, eos) for p, c in both]
+        check_ids(self.model, max(map(max, ids)), self.what)
+        return ids
+
+    def check_prompts(self, prompts: list[Prompt], max_new_tokens: int) -> None:
+        """Check now that the model can read the prompts, with max_new_tokens more, and show how it
+        reads one. Raises InputError.
+        """
+        empty = [
+            "" if isinstance(p, str) else [{"role": "assistant", "content": ""}] for p in prompts
+        ]
+        ids = self.tokens(prompts, empty)
+        limit, longest = longest_text(self.model, self.tokenizer), max(map(len, ids))
+        if longest + max_new_tokens > limit:
+            fault = f"takes {limit} tokens, and a prompt has {longest} before {max_new_tokens} new"
+            raise InputError(f"{self.what}: {fault} ones: shorten it or lower --max_new_tokens")
+        shown = self.tokenizer.decode(ids[0])
+        print(f"The reward model reads the first prompt, with an empty completion, as {shown!r}.")
+        if isinstance(prompts[0], str) and not hasattr(self.model.config, "ends_with_eos"):
+            print(
+                "EOS is at its end because TRL and OpenRLHF train so; if this model was trained"
+                ' without, write "ends_with_eos": false into its config.json.'
+            )
 
     @torch.no_grad()
     def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
-        ids = [text_ids(self.tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
-        limit = longest_text(self.model, self.tokenizer)
-        if (longest := max(map(len, ids))) > limit:
-            fault = f"takes {limit} tokens, and a prompt with its completion has {longest}"
-            remedy = "shorten the prompts or lower --max_new_tokens"
-            raise InputError(f"the reward model {fault}: {remedy}")
+        ids, limit = self.tokens(prompts, completions), longest_text(self.model, self.tokenizer)
+        if (longest := max(map(len, ids))) > limit:  # it may need more tokens than the policy
+            fault = f"takes {limit} tokens, and a prompt with its completion has {longest} of them"
+            raise InputError(f"{self.what}: {fault}: begin anew with a lower --max_new_tokens")
         scores = []
         for start in range(0, len(ids), self.batch_size):
             rows = pad_rows(ids[start : start + self.batch_size], 0, "right", self.model.device)
@@ -178,6 +244,7 @@ class RewardModel:
         return scores
 
 
+KEYS = ("chosen", "rejected")
 PAIR_FORMAT = 'each line must be like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 # The pairs that the embedded model makes: completions of a prompt, pairs to train on, and the share
 # of their labels that are flipped, as people err.
@@ -213,13 +280,11 @@ def load_pairs(config: Any, tasks: ModuleType, model: nn.Module, tokenizer: Toke
         raise InputError(f"--max_length {config.max_length}: the model takes {limit} tokens")
     limit = min(limit, config.max_length or math.inf)
     source = "--pairs" if config.eval_pairs is None else "--eval_pairs"  # of those held out
-    train = _with_tokens(train, tokenizer, limit, "--pairs", "to train on")
-    heldout = _with_tokens(heldout, tokenizer, limit, source, "held out")
-    vocab_size = base_model(model).get_input_embeddings().weight.shape[0]
+    eos = reads_eos(base_model(model))
+    train = _with_tokens(train, tokenizer, eos, limit, "--pairs", "to train on")
+    heldout = _with_tokens(heldout, tokenizer, eos, limit, source, "held out")
     largest = max(max(p["chosen_ids"] + p["rejected_ids"]) for p in train + heldout)
-    if largest >= vocab_size:
-        fault = f"its tokenizer gives id {largest}, and the model knows {vocab_size} tokens"
-        raise InputError(f"--model {config.model}: {fault}: they don't belong together")
+    check_ids(base_model(model), largest, f"--model {config.model}")
     return Pairs(train, heldout[: config.num_eval_pairs], tokenizer)
 
 
@@ -246,25 +311,20 @@ def pair_of(row: object) -> dict:
     """
     if not isinstance(row, dict):
         raise ValueError("not an object with keys")
-    prompt = row.get("prompt") or ""
-    for key in ("prompt", "chosen", "rejected"):
-        if key not in row and key != "prompt":
-            raise ValueError(f'no key "{key}"')
-        # An answer may be empty, a whole text may not.
-        empty_is_fine = key == "prompt" or (prompt and row[key] == "")
-        if not _is_text_or_messages(row.get(key) or "") or not (row.get(key) or empty_is_fine):
-            raise ValueError(f'"{key}" is neither text nor messages, or is empty')
+    if lacks := [key for key in KEYS if key not in row]:
+        raise ValueError(f'no key "{lacks[0]}"')
+    prompt = _text_or_messages(row, "prompt", True) if row.get("prompt") else ""
+    # An answer may be empty, a whole text may not.
+    texts = [_text_or_messages(row, key, bool(prompt)) for key in KEYS]
     margin = row.get("margin")
     margin = 0.0 if margin is None else margin
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < 1e6:
         raise ValueError(f'"margin" is {margin!r}, and must be a number')
-    texts = [row["chosen"], row["rejected"]]
     if len({type(x) for x in texts}) == 2:
         raise ValueError('"chosen" and "rejected" must be both text or both messages')
     if isinstance(texts[0], list):
-        prompt, texts = _after_prompt(prompt, [_messages(text) for text in texts])
+        prompt, texts = _after_prompt(prompt, texts)
     elif isinstance(prompt, list):
-        prompt = _messages(prompt)
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     elif not prompt and texts[0] != texts[1]:
         length = [*(a == b for a, b in zip(*texts)), False].index(False)
@@ -272,9 +332,16 @@ def pair_of(row: object) -> dict:
     return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
 
 
-def _messages(value: list[dict]) -> list[dict[str, str]]:
-    """Role and content of each message, without what else a dataset keeps there."""
-    return [{key: m[key] for key in ("role", "content")} for m in value]
+def _text_or_messages(row: dict, key: str, may_be_empty: bool) -> Prompt:
+    """What a row has under a key; of messages role and content, without what else a dataset keeps
+    there. Raises ValueError.
+    """
+    value = row[key]
+    if isinstance(value, list) and value:
+        return [{k: m[k] for k in ("role", "content")} for m in map(text_message, value)]
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise ValueError(f'"{key}" is neither text nor messages, or is empty')
+    return value
 
 
 def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], list[list[dict]]]:
@@ -283,7 +350,7 @@ def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], 
     Many datasets have whole conversations, and the prompt beside them once more.
     """
     whole = any(text[0]["role"] in ("system", "user") for text in texts)
-    start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not prompt:  # what the two have in common, but for the last message
         same = [a == b for a, b in zip(texts[0][:-1], texts[1][:-1])]
         length = [*same, False].index(False)
@@ -299,15 +366,6 @@ def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], 
         if len(text) == len(start):
             raise ValueError("a conversation ends with its prompt")
     return texts[0][: len(start)], [text[len(start) :] for text in texts]
-
-
-def _is_text_or_messages(value: object) -> bool:
-    if isinstance(value, str):
-        return True
-    keys = ("role", "content")
-    return isinstance(value, list) and all(
-        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in keys) for m in value
-    )
 
 
 def _own_pairs(
@@ -351,12 +409,15 @@ def _own_pairs(
 
 
 def _with_tokens(
-    pairs: list[dict], tokenizer: Tokenizer, limit: float, source: str, which: str
+    pairs: list[dict], tokenizer: Tokenizer, eos: bool, limit: float, source: str, which: str
 ) -> list[dict]:
     """The pairs with their tokens, without those that teach nothing. Raises InputError."""
     kept, same, long = [], 0, 0
     for pair in pairs:
-        ids = {f"{key}_ids": _ids(tokenizer, pair, key, source) for key in KEYS}
+        ids = {
+            f"{key}_ids": text_ids(tokenizer, pair["prompt"], pair[key], source, eos)
+            for key in KEYS
+        }
         if ids["chosen_ids"] == ids["rejected_ids"]:
             same += 1  # the loss would be log 2 whatever the scores are
         elif max(map(len, ids.values())) > limit:
@@ -370,18 +431,6 @@ def _with_tokens(
         remedy = "; raise --max_length" if long else ""
         raise InputError(f"no pair is left {which}{remedy}")
     return kept
-
-
-def _ids(tokenizer: Tokenizer, pair: dict, key: str, source: str) -> list[int]:
-    try:
-        ids = text_ids(tokenizer, pair["prompt"], pair[key])
-    except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
-        fault = f"{type(e).__name__}: {first_line(e)}"
-        text = f"the text {str(pair[key])[:60]!a}"
-        raise InputError(f"{source}: {text} can't be tokenised ({fault}); leave it out") from e
-    if not ids:
-        raise InputError(f"{source}: the text {pair[key]!r} has no tokens; leave it out")
-    return ids
 
 
 def pair_batches(pairs: list[dict], max_tokens: int | None) -> list[list[dict]]:
@@ -456,9 +505,6 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
         raise Fault(f"{path} can't be written ({e.strerror}): make room for it") from e
     names = ["eval/accuracy", "eval/loss", "eval/calibration_error"]
     return Evaluation(metrics, names, *pair_records(rows, scores))
-
-
-KEYS = ("chosen", "rejected")
 
 
 def _share(differences: Tensor) -> float:

@@ -15,7 +15,7 @@ import ppo
 import reward_model
 import rloo
 from plumbing.errors import InputError
-from plumbing.preferences import RewardModel, pair_of, read_pairs, text_ids
+from plumbing.preferences import KEYS, RewardModel, pair_of, read_pairs, text_ids
 
 CPU = torch.device("cpu")
 
@@ -52,6 +52,8 @@ USER, GOOD, BAD, SYSTEM = (
         (("q ", [USER, GOOD], [USER, BAD]), ([USER], [GOOD], [BAD])),
         (("q", [SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]), ([SYSTEM, USER], [GOOD], [BAD])),
         (([USER], [USER | {"name": None}, GOOD], [USER, BAD]), ([USER], [GOOD], [BAD])),
+        (("q", [GOOD | {"content": [{"type": "text", "text": "a"}]}], [BAD]),
+         ([USER], [GOOD], [BAD])),
     ],
 )  # fmt: skip
 def test_each_format_of_trl_is_read(row, expected):
@@ -69,7 +71,7 @@ def test_each_format_of_trl_is_read(row, expected):
         ({"prompt": "q", "chosen": "a"}, 'no key "rejected"'),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, '"prompt" is neither'),
         ({"chosen": "a", "rejected": ""}, '"rejected" is neither'),
-        ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user"}]}, '"rejected" is neither'),
+        ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user"}]}, "has no .content"),
         ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "both text or both messages"),
         ({"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "don't begin with"),
         ({"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER]}, "ends with its prompt"),
@@ -138,7 +140,7 @@ def test_what_can_not_be_trained_on_is_refused_in_a_line(
     assert "\n" not in str(error.value)
 
 
-def judge(folder: Path, causal: torch.nn.Module) -> str:
+def judge(folder: Path, causal: torch.nn.Module, ends_with_eos: bool | None = False) -> str:
     """A reward model with a random head, whose pad is EOS, as on most checkpoints."""
     tokenizer = letter_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
@@ -146,6 +148,8 @@ def judge(folder: Path, causal: torch.nn.Module) -> str:
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     torch.nn.init.normal_(model.score.weight)
     model.config.pad_token_id = tokenizer.eos_token_id
+    if ends_with_eos is not None:
+        model.config.ends_with_eos = ends_with_eos
     return save_model(folder, model, tokenizer)
 
 
@@ -163,10 +167,70 @@ def test_a_score_is_that_of_the_text_alone_up_to_its_last_token_even_if_that_is_
     assert model(prompts, completions) == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 4) for value in expected}) == 5
     assert len(model(["a" * 60], ["bcde"])) == 1
-    with pytest.raises(
-        InputError, match="takes 64 tokens, and a prompt with its completion has 65"
-    ):
+    with pytest.raises(InputError, match=r"takes 64 tokens, .* has 65 of them: begin anew"):
         model(["a" * 60], ["bcdeb"])
+
+
+@pytest.mark.parametrize("hint", [None, True])
+def test_a_causal_reward_model_reads_text_with_one_eos_at_its_end_unless_its_config_says_no(
+    hint, tmp_path, capsys
+):
+    model = RewardModel(folder := judge(tmp_path / "judge", small_llama(vocab_size=20), hint), CPU)
+    expected = [score_by_hand(folder, text + "<eos>") for text in ("ab", "ab", "e")]
+    assert model(["a", "a", "e"], ["b", "b<eos>", ""]) == pytest.approx(expected, abs=1e-5)
+    model.check_prompts(["a"], 4)
+    assert ("TRL and OpenRLHF train so" in (out := capsys.readouterr().out)) == (hint is None)
+    assert "as 'a<eos>'" in out
+
+
+def test_a_reward_model_that_was_trained_with_eos_is_asked_with_eos_and_agrees(job, tmp_path):
+    """As TRL and OpenRLHF train: the texts end with EOS, and config.json says nothing of it."""
+    rows = [
+        row | {"chosen": f"b{row['rejected']}a", "rejected": f"a{row['rejected']}"}
+        for row in rows_of(300)
+    ]
+    texts = [{k: v if k == "prompt" else f"{v}<eos>" for k, v in row.items()} for row in rows]
+    folder = tmp_path / "run" / "model"
+    job(pairs=lines_of(tmp_path / "own.jsonl", texts), num_steps=60, eval_every=60)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    agreement = {}
+    for hint in (config.pop("ends_with_eos"), None):
+        path.write_text(json.dumps(config if hint is None else config | {"ends_with_eos": hint}))
+        model, prompts = RewardModel(str(folder), CPU), [row["prompt"] for row in rows[:100]]
+        chosen, rejected = (model(prompts, [row[k] for row in rows[:100]]) for k in KEYS)
+        agreement[hint] = sum(a > b for a, b in zip(chosen, rejected)) / 100
+    assert agreement[None] > 0.95 > 0.9 > agreement[False]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "template", "fault"),
+    [
+        (["a", "ab" * 30], None, "takes 64 tokens, and a prompt has 61 before 4 new ones: shorten"),
+        (["a", "a<new>"], None, "gives id 20, and the model knows 20 tokens"),
+        (["a", "\ud800"], None, "can't be tokenised"),
+        ([[USER], [SYSTEM]], "{{ raise_exception('no ' + messages[0].role) }}", "Error: no user"),
+        ([[USER] * 2], "{% for m in messages %}{{ m.content * 15 }}{% endfor %}" * 2, "has 60 bef"),
+    ],
+)
+def test_prompts_that_a_reward_model_can_not_read_are_refused_before_the_first_step(
+    prompts, template, fault, tmp_path
+):
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens("<new>")
+    tokenizer.chat_template = template
+    model = RewardModel(judge(tmp_path / "judge", small_llama(vocab_size=20), True), CPU)
+    model.tokenizer = tokenizer
+    with pytest.raises(InputError, match=f"^--reward_model .*{fault}") as error:
+        model.check_prompts(prompts, 4 if template is None else 5)
+    assert "\n" not in str(error.value)
+
+
+def test_a_last_message_of_the_assistant_is_continued_for_a_reward_model_too():
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}x{{ m.content }}z{% endfor %}"
+    ids = text_ids(tokenizer, [USER, GOOD], [BAD])
+    assert tokenizer.decode(ids) == "xqzxabz"
 
 
 def test_messages_go_through_the_template_and_get_no_second_bos():

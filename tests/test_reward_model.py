@@ -54,6 +54,7 @@ def with_a_head(folder: Path, dropout: float = 0.0) -> str:
     save_model(folder, small_llama(dropout, vocab_size=20), letter_tokenizer())
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     torch.nn.init.normal_(model.score.weight)
+    model.config.ends_with_eos = False
     return save_model(folder, model, letter_tokenizer())
 
 
