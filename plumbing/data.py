@@ -203,53 +203,57 @@ def read_prompts(
     """Rows from a file or a dataset: see read_rows. The key `prompt` of a row is its column of this
     name, or what the template makes of its columns. Raises InputError with the first bad row.
     """
-    rows = []
-    found, kind, remedy = read_rows(name, split, flag, ROW_FORMAT)
-    for number, row in found:
-        try:
-            rows.append(row | {"prompt": _prompt_of(row, template)})
-        except (ValueError, TypeError) as e:
-            raise InputError(f"{name}, {kind} {number}: {first_line(e)}{remedy}") from e
-    if not rows:
-        raise InputError(f"{name}: holds no prompts{remedy}")
-    return rows
+    return read_rows(
+        name, split, flag, ROW_FORMAT, lambda row: row | {"prompt": _prompt_of(row, template)}
+    )
 
 
 def read_rows(
-    name: str, split: str, flag: str, form: str
-) -> tuple[Iterator[tuple[int, Any]], str, str]:
+    name: str, split: str, flag: str, form: str, parse: Callable[[Any], dict]
+) -> list[dict]:
     """The rows of a file of JSON lines, or of what the library datasets reads: CSV and Parquet
     files, folders, and datasets on the hub, written NAME, NAME:SUBSET or NAME:SUBSET:SPLIT.
 
-    `split` is read where the name has none. Returns (number and row of each, "row" or "line", and
-    what an error about one should say: the form of a line of JSON). Raises InputError, also while
-    it is read.
+    `split` is read where the name has none; `parse` makes a row of what is there, or raises
+    ValueError. Raises InputError with the first bad row; `form` says what a line of JSON must be.
     """
     suffix = Path(name).suffix
     if suffix in (".jsonl", ".json", ".txt") or (Path(name).is_file() and suffix[1:] not in TABLES):
-        return _from_json_lines(name, flag, form), "line", f"; {form}"
-    return _from_datasets(name, split, flag), "row", ""
+        found, kind, remedy = _lines_of(name, flag), "line", f"; {form}"
+    else:
+        found, kind, remedy = _from_datasets(name, split, flag), "row", ""
+    rows = []
+    for number, row in found:
+        try:
+            rows.append(parse(_from_json(row) if kind == "line" else row))
+        except (ValueError, TypeError) as e:
+            raise InputError(f"{name}, {kind} {number}: {first_line(e)}{remedy}") from e
+    if not rows:
+        raise InputError(f"{name}: is empty{remedy}")
+    return rows
 
 
 TABLES = ("csv", "parquet")
 
 
-def _from_json_lines(path: str, flag: str, form: str) -> Iterator[tuple[int, Any]]:
+def _lines_of(path: str, flag: str) -> list[tuple[int, str]]:
+    """The lines that aren't blank, each with its number."""
     try:
         # "sig": without the byte order mark that some editors write at the start.
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{flag} {path}: can't be read ({first_line(e)})") from e
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                yield number, json.loads(line)
-        except (ValueError, RecursionError) as e:
-            fault = f"{path}, line {number}: not JSON ({first_line(e)})"
-            raise InputError(f"{fault}; {form}") from e
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _from_datasets(name: str, split: str, flag: str) -> Iterator[tuple[int, Any]]:
+def _from_json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not JSON ({first_line(e)})") from e
+
+
+def _from_datasets(name: str, split: str, flag: str) -> list[tuple[int, dict]]:
     remedy = "pip install datasets, or give a file of JSON lines"
     datasets = optional_library("datasets", f"{flag} {name}: {remedy}")
     datasets.disable_progress_bars()
@@ -270,7 +274,7 @@ def _from_datasets(name: str, split: str, flag: str) -> Iterator[tuple[int, Any]
         hint = "" if kind in TABLES else f" (split {options['split']})"
         # What it says of a damaged file is that "an error occurred".
         raise InputError(f"{flag} {name}{hint}: {first_line(e.__cause__ or e)}") from e
-    return enumerate(rows, 1)
+    return [*enumerate(rows, 1)]
 
 
 def _prompt_of(row: object, template: str | None) -> Prompt:

@@ -293,16 +293,7 @@ def read_pairs(name: str, split: str = "train", flag: str = "--pairs") -> list[d
     or messages, after a prompt or with it in them; a margin may be there. Raises InputError with
     the first bad one.
     """
-    pairs = []
-    found, kind, remedy = read_rows(name, split, flag, PAIR_FORMAT)
-    for number, row in found:
-        try:
-            pairs.append(pair_of(row))
-        except ValueError as e:
-            raise InputError(f"{name}, {kind} {number}: {first_line(e)}{remedy}") from e
-    if not pairs:
-        raise InputError(f"{name}: holds no pairs{remedy}")
-    return pairs
+    return read_rows(name, split, flag, PAIR_FORMAT, pair_of)
 
 
 def pair_of(row: object) -> dict:

@@ -125,7 +125,7 @@ BAD = [  # (script, flags, part of the line)
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: can't be read"),
     ("ppo", "--eval_prompts nowhere.jsonl", "--eval_prompts nowhere.jsonl: can't be read"),
-    ("ppo", "--prompts empty.jsonl", "holds no prompts"),
+    ("ppo", "--prompts empty.jsonl", "is empty; each line must be"),
     ("ppo", "--prompts no_json.jsonl", "no_json.jsonl, line 2: not JSON"),
     ("ppo", "--prompts no_prompt.jsonl", 'line 1: no key "prompt"'),
     ("ppo", "--prompts no_prompt.csv", 'row 1: no key "prompt"'),
@@ -166,7 +166,7 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", f"{RUN} --reward format_match", "'pattern'"),
     # Pairs
     ("reward_model", "--model small", "--pairs: is needed"),
-    ("reward_model", f"{PAIRS} empty.jsonl", "holds no pairs"),
+    ("reward_model", f"{PAIRS} empty.jsonl", "is empty; each line must be"),
     ("reward_model", f"{PAIRS} prompts.jsonl", 'line 1: no key "chosen"'),
     ("reward_model", f"{PAIRS} half_a_pair.jsonl", 'line 2: no key "rejected"'),
     ("reward_model", f"{PAIRS} pair_of_two_kinds.jsonl", "must be both text or both messages"),

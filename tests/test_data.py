@@ -103,7 +103,7 @@ def test_without_the_library_datasets_the_command_that_installs_it_is_named(monk
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", "holds no prompts"),
+        ("", "is empty; each line must be"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
         ("[" * 100_000, "line 1: not JSON"),
         ('{"prompt": "a"}\n\n{"text": "b"}', 'line 3: no key "prompt"'),
