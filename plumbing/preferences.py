@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -457,14 +456,9 @@ def pair_scores(
     return chosen, rejected, sum(map(len, ids))
 
 
-NUM_BINS = 5  # of the reliability curve, from 50% to 100%
-
-
 @torch.no_grad()
 def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
-    """How well the model judges the N held-out pairs. Writes the reliability curve beside the run's
-    records. Raises Fault where a score isn't finite.
-    """
+    """How well the model judges the N held-out pairs. Raises Fault where a score isn't finite."""
     rows = pairs.heldout
     lengths = torch.tensor([[len(p[f"{key}_ids"]) for p in rows] for key in KEYS])  # (2, N)
     order = lengths.amax(0).argsort().tolist()  # a batch is as wide as its longest text
@@ -477,25 +471,16 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
     if not scores.isfinite().all():
         raise Fault("the scores of held-out pairs are not finite: lower --learning_rate")
     margins, longer = scores[0] - scores[1], (lengths[0] - lengths[1]).double()
-    curve, error = reliability(margins)
     metrics = {
         "eval/accuracy": _share(margins),
         "eval/loss": -logsigmoid(margins).mean().item(),
         "eval/margin": margins.mean().item(),
         "eval/score_mean": scores.mean().item(),
         "eval/score_std": scores.std().item(),
-        "eval/calibration_error": error,
         "eval/longer_is_better": _share(longer),
         "eval/length_correlation": length_correlation(margins, longer),
     }
-    text = json.dumps(curve, indent=2)
-    path = Path(config.output_dir, "reliability.json")
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as e:
-        raise Fault(f"{path} can't be written ({e.strerror}): make room for it") from e
-    names = ["eval/accuracy", "eval/loss", "eval/calibration_error"]
-    return Evaluation(metrics, names, *pair_records(rows, scores))
+    return Evaluation(metrics, ["eval/accuracy", "eval/loss"], *pair_records(rows, scores))
 
 
 def _share(differences: Tensor) -> float:
@@ -512,26 +497,6 @@ def length_correlation(margins: Tensor, longer: Tensor) -> float:
     """
     size = margins.norm() * longer.norm()
     return (margins @ longer / size).item() if size > 0 else 0.0
-
-
-def reliability(margins: Tensor) -> tuple[list[dict[str, float]], float]:
-    """Whether the model is as often right as it says: margins (N,), chosen minus rejected, of which
-    sigmoid gives the probability -> (the reliability curve, the expected calibration error).
-
-    The curve has, for each bin of the confidence from 0.5 to 1 that isn't empty, the mean
-    confidence, the share of right pairs and their number. The error is the mean distance of the
-    two: Guo et al. 2017 (arXiv 1706.04599) eq. 3.
-    """
-    confidence = torch.sigmoid(margins.abs())
-    right = margins.sign() / 2 + 0.5
-    bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    curve, error = [], 0.0
-    for number in bins.unique().tolist():
-        here = bins == number
-        said, was = confidence[here].mean().item(), right[here].mean().item()
-        curve.append({"confidence": said, "accuracy": was, "pairs": int(here.sum())})
-        error += here.double().mean().item() * abs(said - was)
-    return curve, error
 
 
 def pair_records(pairs: list[dict], scores: Tensor) -> tuple[list[dict], list[str]]:

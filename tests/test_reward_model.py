@@ -24,7 +24,6 @@ from plumbing.preferences import (
     pair_batches,
     pair_scores,
     pair_warnings,
-    reliability,
 )
 from reward_model import preference_loss
 
@@ -252,22 +251,13 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(job, tmp_pat
     assert of_the_model(job(**flags, resume="true")) == of_the_model(whole), "nothing left to do"
 
 
-def test_the_reliability_curve_says_how_often_the_model_is_right_when_it_says_so():
-    said = torch.tensor([0.55, 0.55, 0.55, 0.95, 0.95, 0.95, 0.95], dtype=torch.float64)
-    sign = torch.tensor([1, -1, -1, 1, 1, 1, -1])
-    curve, error = reliability(sign * torch.log(said / (1 - said)))
-    assert list(curve[0].values()) == pytest.approx([0.55, 1 / 3, 3])
-    assert list(curve[1].values()) == pytest.approx([0.95, 3 / 4, 4]) and len(curve) == 2
-    assert error == pytest.approx(3 / 7 * (0.55 - 1 / 3) + 4 / 7 * 0.2)
-
-
 def test_an_evaluation_shows_what_length_alone_says_and_leaves_no_trace(tmp_path):
     folder = with_a_head(tmp_path / "m", dropout=0.5)
     model = AutoModelForSequenceClassification.from_pretrained(folder).train()
     lengths = ((3, 1), (1, 2), (2, 2), (5, 2))
     texts = {"prompt": "", "chosen": "", "rejected": "", "margin": 0.0}
     rows = [texts | {"chosen_ids": [1] * a, "rejected_ids": [2] * b} for a, b in lengths]
-    config = SimpleNamespace(micro_batch_tokens=10, bf16=False, output_dir=tmp_path)
+    config = SimpleNamespace(micro_batch_tokens=10, bf16=False)
     pairs = Pairs([], rows, letter_tokenizer())
     graphs = []
     model.score.register_forward_hook(lambda *args: graphs.append(args[-1].requires_grad))
@@ -278,7 +268,6 @@ def test_an_evaluation_shows_what_length_alone_says_and_leaves_no_trace(tmp_path
     s, n = torch.tensor([margins, [2.0, -1, 0, 3]], dtype=torch.float64)
     expected = (s * n).sum() / ((s**2).sum() * (n**2).sum()).sqrt()
     assert found.metrics["eval/length_correlation"] == pytest.approx(expected.item())
-    assert json.loads((tmp_path / "reliability.json").read_text()) == reliability(s)[0]
     model.score.weight.data.fill_(torch.nan)
     with pytest.raises(Fault, match="are not finite: lower --learning_rate"):
         evaluate_pairs(config, model, pairs)

@@ -37,7 +37,6 @@ OF_REWARD_MODELS = {
     "mean score; held out (dashed)": ["reward/mean", "eval/score_mean"],
     "correlation of score and length, held out": ["eval/length_correlation"],
 }
-RELIABILITY = "is it as often right as it says? (held out)"
 COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
 Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
 
@@ -84,7 +83,7 @@ def draw(folders: list[Path], output: Path) -> None:
         groups.setdefault(label_of(folder), []).append(read_metrics(folder))
     colours = line_colours(list(groups))
     of_reward_models = all("loss/pairs" in run for runs in groups.values() for run in runs)
-    panels = OF_REWARD_MODELS | {RELIABILITY: []} if of_reward_models else PANELS
+    panels = OF_REWARD_MODELS if of_reward_models else PANELS
     figure = library.Figure(figsize=(12, 6.2), layout="constrained")
     if any(len(runs) > 1 for runs in groups.values()):
         figure.suptitle("lines: means of the seeds; bands: lowest to highest", fontsize=11)
@@ -96,8 +95,6 @@ def draw(folders: list[Path], output: Path) -> None:
         axes.set_xlabel("step")
         for label, runs in groups.items():
             _draw_group(axes, label, runs, names, colours[label])
-        if title == RELIABILITY:
-            _draw_reliability(axes, folders, colours)
         if index == 1 and axes.lines:
             axes.legend(fontsize=8, frameon=False)
     try:
@@ -122,18 +119,6 @@ def _draw_group(axes: Any, label: str, runs: list[Curves], names: list[str], col
         if len(curves) > 1 and style == "-":
             band = (values.min(0), values.max(0))
             axes.fill_between(steps, *band, color=colour, alpha=0.2, lw=0)
-
-
-def _draw_reliability(axes: Any, folders: list[Path], colours: dict[str, str]) -> None:
-    """The reliability curves of runs of reward_model.py, and the line on which they should lie."""
-    axes.plot([0.5, 1], [0.5, 1], color="grey", lw=0.8)
-    axes.set_xlabel("probability that it gives")
-    for folder in folders:
-        path = Path(folder) / "reliability.json"
-        if path.exists():
-            curve = json.loads(path.read_text(encoding="utf-8"))
-            x, y = ([point[key] for point in curve] for key in ("confidence", "accuracy"))
-            axes.plot(x, y, "o-", lw=1.4, ms=4, color=colours[label_of(folder)])
 
 
 def main(args: list[str] | None = None) -> None:
