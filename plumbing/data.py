@@ -176,6 +176,8 @@ def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> 
             raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
         return rows
 
+    # What a tasks.py gives is checked as a file is.
+    _change_prompts(task, f"--task {config.task}: ", lambda row: _checked(row["prompt"], "prompt"))
     if config.prompts:
         rows = read(config.prompts, "train", "--prompts")
         task.train, task.heldout = (rows, []) if config.eval_prompts else split_prompts(rows)

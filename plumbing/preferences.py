@@ -99,12 +99,13 @@ def text_ids(
             ids = tokenizer(text_of(prompt) + completion if prompt else completion).input_ids
     except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
         fault = f"can't be tokenised ({type(e).__name__}: {first_line(e)})"
-        raise InputError(f"{source}: the text {str(completion)[:60]!a} {fault}") from e
+        text = f"{str(prompt)[:60]!a} with {str(completion)[:60]!a}"
+        raise InputError(f"{source}: {text} {fault}; leave it out") from e
     ids, eos = without_second_bos(tokenizer, ids), tokenizer.eos_token_id
     if ends_with_eos and eos is not None and ids[-1:] != [eos]:  # the text may hold one itself
         ids = [*ids, eos]
     if not ids:
-        raise InputError(f"{source}: the text {completion!r} has no tokens")
+        raise InputError(f"{source}: the text {completion!r} has no tokens; leave it out")
     return ids
 
 
@@ -223,6 +224,7 @@ class RewardModel:
             fault = f"takes {limit} tokens, and a prompt has {longest} before {max_new_tokens} new"
             raise InputError(f"{self.what}: {fault} ones: shorten it or lower --max_new_tokens")
         shown = self.tokenizer.decode(ids[0])
+        shown = shown if len(shown) <= 120 else f"{shown[:60]} ... {shown[-60:]}"
         print(f"The reward model reads the first prompt, with an empty completion, as {shown!r}.")
         if isinstance(prompts[0], str) and not hasattr(self.model.config, "ends_with_eos"):
             print(

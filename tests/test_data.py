@@ -10,6 +10,7 @@ from small import byte_tokenizer, letter_tokenizer, task_of
 from tokenizers import normalizers, processors
 
 import grpo
+import tasks
 from plumbing import data
 from plumbing.data import Task, encode_prompts, prompt_batch, read_prompts
 from plumbing.errors import InputError
@@ -120,6 +121,17 @@ def test_a_fault_in_a_file_is_named_with_its_line(text, fault, tmp_path):
     with pytest.raises(InputError, match=f"p.jsonl.*{fault}") as error:
         rows_of(tmp_path / "p.jsonl")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("part", "fits"), [({"type": "text", "text": "a"}, True), ({}, False)])
+def test_the_prompts_of_a_task_are_checked_as_those_of_a_file(part, fits, monkeypatch):
+    rows = [{"prompt": [message([part])]}]
+    monkeypatch.setitem(tasks.TASKS, "mine", lambda chat: Task(rows, rows, [tasks.brevity]))
+    if fits:
+        assert load(chat=True, task="mine").train == [{"prompt": [message("a")]}]
+    else:
+        with pytest.raises(InputError, match=r"^--task mine: a message has parts that are no text"):
+            load(chat=True, task="mine")
 
 
 @pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])

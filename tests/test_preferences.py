@@ -123,7 +123,7 @@ def test_held_out_pairs_share_no_prompt_with_the_others_or_are_those_that_are_na
         ({"max_length": 65}, "--max_length 65: the model takes 64 tokens"),
         ({"center_rewards_coef": -1}, "--center_rewards_coef -1.0: must be 0 or greater"),
         ({"model": "odd"}, "they don't belong together"),
-        ({"eval_pairs": "odd.jsonl"}, "--eval_pairs: the text .* can't be tokenised"),
+        ({"eval_pairs": "odd.jsonl"}, "--eval_pairs: 'c' with .* can't be tokenised"),
         # z is the largest id, and only in the held-out pairs.
         ({"model": "odd", "pairs": "b.jsonl", "eval_pairs": "z.jsonl"}, "don't belong together"),
     ],

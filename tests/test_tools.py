@@ -356,6 +356,10 @@ def test_a_chat_model_gets_its_template_for_messages(verl, outgrown, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     _, ids = read_by_verl(verl, outgrown("grpo", f"--model {model} --num_steps 1"), "val")
     assert {re.sub(r"\d", "N", tokenizer.decode(x)) for x in ids} == {"<user>N|<assistant>"}
+    begun = {"prompt": [{"role": "assistant", "content": "So"}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(begun)] * 9))
+    with pytest.raises(InputError, match="verl closes a last message of the assistant"):
+        outgrown("grpo", f"--model {model} --num_steps 1")
 
 
 @pytest.mark.slow

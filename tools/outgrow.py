@@ -304,6 +304,8 @@ def write(run: Path) -> Path:
     parts = {"train": [row for step in range(config.num_steps) for row in task.batch(step)]}
     parts["test"] = task.heldout[: config.num_eval_prompts]
     prompts = [row["prompt"] for row in task.train + task.heldout]
+    if any(isinstance(prompt, list) and prompt[-1]["role"] == "assistant" for prompt in prompts):
+        raise InputError("verl closes a last message of the assistant, which is continued here")
     is_text = isinstance(prompts[0], str)
     if any(isinstance(prompt, str) != is_text for prompt in prompts):
         raise InputError("some prompts are text and some messages: verl has one template for all")
