@@ -176,13 +176,11 @@ def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> 
             raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
         return rows
 
-    # What a tasks.py gives is checked as a file is.
-    _change_prompts(task, f"--task {config.task}: ", lambda row: _checked(row["prompt"], "prompt"))
     if config.prompts:
         rows = read(config.prompts, "train", "--prompts")
         task.train, task.heldout = (rows, []) if config.eval_prompts else split_prompts(rows)
-    elif template is not None:  # the prompts of the task itself
-        _change_prompts(task, "", lambda row: in_template(template, row))
+    else:  # those of the task itself, checked in the same way
+        _change_prompts(task, f"--task {config.task}: ", lambda row: _prompt_of(row, template))
     if config.eval_prompts:
         task.heldout = read(config.eval_prompts, "test", "--eval_prompts")
     if system is not None:
@@ -290,9 +288,11 @@ def _prompt_of(row: object, template: str | None) -> Prompt:
     # One column alone may hold messages, which the template {messages} leaves as they are.
     if template in (None, f"{{{names[0]}}}"):
         return _checked(row[names[0]], names[0])
-    if "prompt" in names:
-        row = row | {"prompt": _checked(row["prompt"], "prompt")}
-    return _checked(in_template(template, row), names[0])
+    prompt = _checked(row["prompt"], "prompt") if "prompt" in names else None
+    if isinstance(prompt, list):  # the last message is filled in
+        filled = template.format(**row | {"prompt": text_of(prompt)})
+        return [*prompt[:-1], prompt[-1] | {"content": filled}]
+    return _checked(template.format(**row), names[0])
 
 
 def _checked(prompt: object, name: str) -> Prompt:
@@ -344,20 +344,6 @@ def names_in(template: str) -> list[str]:
         fault = f"{{{bad[0]}}} names no column"
         raise InputError(f"--prompt_template: {fault}; a brace of the text is written {{{{")
     return names
-
-
-def in_template(template: str, row: dict) -> Prompt:
-    """The row's columns filled into the template; where its prompt is messages, the last message
-    is filled in. Raises ValueError.
-    """
-    prompt = row.get("prompt")
-    is_chat = isinstance(prompt, list) and "prompt" in names_in(template)
-    try:
-        filled = template.format(**row | ({"prompt": text_of(prompt)} if is_chat else {}))
-    except KeyError as e:
-        hint = _nearest(e.args[0], list(row))
-        raise ValueError(f"--prompt_template: no column {e.args[0]}{hint}") from e
-    return [*prompt[:-1], prompt[-1] | {"content": filled}] if is_chat else filled
 
 
 def after_system(system: str, prompt: Prompt) -> Prompt:

@@ -132,7 +132,11 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--prompts no_content.jsonl", 'a message has no "content"'),
     ("ppo", "--prompts chat.jsonl --model small --task sentiment", "no chat template"),
     ("ppo", "--system_prompt Hello", "no chat template; write the text into --prompt_template"),
-    ("ppo", "--prompt_template {question}", "no column question, there are prompt, answer"),
+    (
+        "ppo",
+        "--prompt_template {question}",
+        '--task add: no key "question", there are prompt, answer',
+    ),
     ("ppo", "--prompt_template Solve:", "names no column"),
     ("ppo", "--prompt_template templat.txt", "--prompt_template templat.txt: there is no such"),
     ("ppo", "--prompts no_answer.jsonl --prompt_template {promt}:", "did you mean prompt"),
