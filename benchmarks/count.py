@@ -242,7 +242,7 @@ def count_scoring(model: nn.Module, rollout: Rollout) -> Counter:
     """The operations of a forward pass without gradient, as of the reference."""
     config = model.config.get_text_config()
     with Counter(config.vocab_size, not_logits=config.hidden_size) as counter:
-        completion_logprobs(model.eval(), rollout, 1.0, bf16=True)
+        completion_logprobs(model.eval(), rollout, 1.0, bf16=True, entropy=False)
     return counter
 
 
