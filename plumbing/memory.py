@@ -91,7 +91,8 @@ def count(
     precision = 2 if config.bf16 else 4
     num_weights = _count(policy)
     has_copy = config.kl_coef > 0 and config.lora_r == 0
-    of_head = (8 if config.bf16 else 4) if config.lora_r == 0 else 2 if config.bf16 else 0
+    casts_head = config.bf16 and config.device != "cpu"
+    of_head = (4 + 4 * casts_head) if config.lora_r == 0 else 2 * casts_head
     length = prompt_tokens + config.max_new_tokens
     found = Counts(
         weights=4.0 * (_count(*models) + _count(*judges)),
