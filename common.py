@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 # --- The rollout ---
 
@@ -217,6 +218,53 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def store_in_bfloat16(model: nn.Module, device: torch.device) -> nn.Module:
+    """Store the frozen matrices of `model` in bfloat16, in place; returns it. It takes half of the
+    memory, and under autocast on `device` changes no result: there a matrix is rounded anyway.
+
+    Embeddings follow where bfloat16 holds them exactly, as in most checkpoints. In float32 stay
+    norms, biases, the head of a value or reward model and, on a CPU, that of a language model.
+    """
+    whole = base_model(model)
+    if not has_plain_adapters(model):
+        return model
+    backbone = set(whole.base_model.modules())
+    head = whole.get_output_embeddings() if device.type == "cuda" else None
+    owners = {}  # of each weight; a tied one has two
+    for module in whole.modules():
+        for p in module.parameters(recurse=False):
+            owners.setdefault(p, []).append(module)
+    for p, modules in owners.items():
+        known = all(m in backbone or m is head for m in modules)
+        kinds = {type(m) for m in modules}
+        frozen = p.dim() == 2 and p.dtype == torch.float32 and not p.requires_grad
+        if not (frozen and known and kinds <= {nn.Linear, Conv1D, nn.Embedding}):
+            continue
+        rounded = p.data.bfloat16()
+        if nn.Embedding in kinds and not (p.is_meta or torch.equal(rounded.float(), p.data)):
+            continue
+        p.data = rounded
+        for module in modules:
+            if type(module) is nn.Embedding:
+                module.register_forward_hook(_float32_under_autocast)
+    return model
+
+
+def has_plain_adapters(model: nn.Module) -> bool:
+    """Whether no adapter looks at the weights of the layer that it adapts, as DoRA does: plain LoRA
+    alone doesn't.
+    """
+    adapters = [module for module in model.modules() if hasattr(module, "base_layer")]
+    return all(
+        type(a).__name__ == "Linear" and getattr(a, "lora_variant", None) == {} for a in adapters
+    )
+
+
+def _float32_under_autocast(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    # Hidden states are summed up in float32; the copy that decodes is in half precision throughout.
+    return output.float() if torch.is_autocast_enabled(output.device.type) else output
+
+
 def disable_dropout(*models: nn.Module) -> int:
     """Switch every kind of dropout off for good; returns how many probabilities it has set to 0.
 
@@ -282,7 +330,9 @@ class ValueModel(nn.Module):
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)
-        return cls(backbone, width).to(model.device, model.dtype)
+        found = cls(backbone, width)
+        found.head.to(model.device, torch.promote_types(model.dtype, torch.float32))
+        return found
 
     def values(self, hidden: Tensor) -> Tensor:
         """Last hidden states (..., D) -> values (...)."""
@@ -291,10 +341,13 @@ class ValueModel(nn.Module):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
 
-def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
+def reference(
+    policy: nn.Module, kl_coef: float, bf16: bool = False
+) -> contextlib.AbstractContextManager:
     """The reference model that the KL is measured against: the one place that decides it.
 
     Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0.
+    bf16: it is used under autocast alone, and a copy is stored in bfloat16.
     """
     # Without a KL penalty no reference is needed.
     if kl_coef == 0:
@@ -304,7 +357,10 @@ def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextMa
         return AdapterOff(policy)
     # Else a frozen copy, taken after dropout is off: of all weights, or of a trained adapter alone.
     # A reload by name would miss any change made in memory, and the KL at step 0 would not be 0.
-    return contextlib.nullcontext(copy_of(policy).eval().requires_grad_(False))
+    copied = copy_of(policy).eval().requires_grad_(False)
+    return contextlib.nullcontext(
+        store_in_bfloat16(copied, base_model(policy).device) if bf16 else copied
+    )
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -173,7 +173,7 @@ def main(args: list[str] | None = None) -> None:
     if config.disable_dropout:
         disable_dropout(policy)
     set_up_training(config, policy)
-    ref = reference(policy, config.kl_coef)
+    ref = reference(policy, config.kl_coef, config.bf16)
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]

@@ -140,7 +140,7 @@ def main(args: list[str] | None = None) -> None:
     if config.disable_dropout:
         disable_dropout(policy, value_model)
     set_up_training(config, policy, value_model)
-    ref = reference(policy, config.kl_coef)
+    ref = reference(policy, config.kl_coef, config.bf16)
 
     # One optimiser for both models. Under an adapter the base model has nothing to train.
     parameters = [*policy.parameters(), *value_model.parameters()]

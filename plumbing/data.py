@@ -132,7 +132,7 @@ def load_task(
     if config.reward_model:
         from plumbing.preferences import RewardModel  # which most runs don't need
 
-        task.rewards.append(RewardModel(config.reward_model, policy.device))
+        task.rewards.append(RewardModel(config.reward_model, policy.device, bf16=config.bf16))
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")

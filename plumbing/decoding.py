@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 import common
-from common import base_model, clear_cache
+from common import base_model, clear_cache, has_plain_adapters
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.forward import to
 from plumbing.models import context_length, fast_at_bfloat16, mask_is_known, model_inputs
@@ -143,13 +143,8 @@ def half_precision_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
                 module._buffers[name] = buffer.to(half)
     if backbone._supports_sdpa:  # the fastest for one token at a time, on every device
         backbone.set_attn_implementation("sdpa")
-    # Adapters look at the weights of the layers that they adapt; plain LoRA alone doesn't.
-    adapters = [module for module in copied.modules() if hasattr(module, "base_layer")]
-    plain = all(
-        type(a).__name__ == "Linear" and getattr(a, "lora_variant", None) == {} for a in adapters
-    )
-    packs = backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device) and plain
-    if packs and half == torch.bfloat16:
+    packs = backbone.device.type == "cpu" and fast_at_bfloat16(backbone.device)
+    if packs and half == torch.bfloat16 and has_plain_adapters(copied):
         for module in list(copied.modules()):
             for name, child in module.named_children():
                 if type(child) in (nn.Linear, Conv1D):  # GPT-2's Conv1D: a transposed weight

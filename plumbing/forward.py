@@ -7,7 +7,6 @@ and logits are made for a part of the completion tokens at a time.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -241,9 +240,9 @@ def _score_in_chunks(
     """
     vocab_size = model.get_output_embeddings().weight.shape[0]
     size = max(1, chunk_size(device_memory(hidden.device)) // vocab_size)  # tokens
-    chunks = []
+    logits_of, chunks = _logits_of(model, hidden.device.type), []
     for some_hidden, some_tokens in zip(hidden.split(size), tokens.split(size), strict=True):
-        score = partial(_score_tokens, model, some_hidden, some_tokens, **options)
+        score = partial(_score_tokens, logits_of, some_hidden, some_tokens, **options)
         if torch.is_grad_enabled() and len(tokens) > size:
             chunks.append(checkpoint(score, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -267,8 +266,59 @@ def device_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
+def _logits_of(model: PreTrainedModel, device: str) -> Callable[[Tensor], Tensor]:
+    """The function from last hidden states (n, D) to logits (n, V), under autocast too in float32:
+    rounded to bfloat16 they put log-probs .001 to .002 nats off on average, and .1 or more where
+    logits are large.
+    """
+    head = model.get_output_embeddings()
+
+    def exact(hidden: Tensor) -> Tensor:
+        with torch.autocast(device, enabled=False):
+            return logits_from(model, hidden.to(head.weight.dtype))
+
+    if device != "cuda":
+        return exact
+    # There a product of float32 takes many times as long: so its factors are rounded, but not what
+    # comes out. PyTorch can do that from 2.8 on.
+    has_out_dtype = "dtype" in torch.ops.aten.mm.overloads()
+    if torch.is_autocast_enabled(device) and type(head) is nn.Linear and has_out_dtype:
+        weight = head.weight.bfloat16()  # once for all chunks
+        product = partial(linear_in_float32, weight=weight, bias=head.bias)
+        return partial(logits_from, model, head=product)
+    return partial(logits_from, model)
+
+
+def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer, weight (out, in) in bfloat16, from x (n, in) to (n, out) in float32."""
+    out = _ProductInFloat32.apply(x.bfloat16(), weight)
+    return out if bias is None else out + bias
+
+
+class _ProductInFloat32(torch.autograd.Function):
+    """x @ weight.T, x (n, in) and weight (out, in) in bfloat16, in float32: PyTorch has no
+    derivative for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _mm_to_float32(x, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.bfloat16()  # as under autocast
+        return grad @ weight, grad.T @ x if ctx.needs_input_grad[1] else None
+
+
+def _mm_to_float32(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.mm(a, b, out_dtype=torch.float32)
+
+
 def _score_tokens(
-    model: PreTrainedModel,
+    logits_of: Callable[[Tensor], Tensor],
     hidden: Tensor,
     tokens: Tensor,
     temperature: float,
@@ -276,14 +326,7 @@ def _score_tokens(
     entropy_grad: bool,
 ) -> Tensor:
     """Log-probs and, with `entropy`, entropies of tokens (n,): (2, n) or (1, n)."""
-    # The head in float32. Logits rounded to bfloat16 put log-probs .001 to .002 nats off on average
-    # and .1 or more where logits are large. On CUDA the head stays in bfloat16: there a float32
-    # product takes many times as long.
-    on_cuda = hidden.device.type == "cuda"
-    with contextlib.nullcontext() if on_cuda else torch.autocast(hidden.device.type, enabled=False):
-        weight = model.get_output_embeddings().weight
-        logits = logits_from(model, hidden if on_cuda else hidden.to(weight.dtype))  # (n, V)
-    logits = at_least_float32(logits)
+    logits = at_least_float32(logits_of(hidden))  # (n, V)
     logits = logits if temperature == 1 else logits / temperature
     logprobs = logits.log_softmax(-1)  # (n, V), for both
     scores = [logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)]

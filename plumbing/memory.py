@@ -32,7 +32,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from common import ValueModel, base_model, disable_dropout
+from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
 from plumbing.forward import chunk_size
 from plumbing.models import add_adapter, mask_is_known, model_inputs
 
@@ -78,30 +78,40 @@ def count(
         shape = policy.config.get_text_config()
         if config.lora_r > 0:
             policy = add_adapter(policy, config.lora_r)
+        device = torch.device(config.device)
+        if config.bf16:
+            store_in_bfloat16(policy, device)
         models = [policy]
         if config.script == "ppo":
             models.append(ValueModel.on_backbone_of(policy))
         judges = []
         if judge is not None:
             judges.append(AutoModelForSequenceClassification.from_config(judge))
+            if config.bf16:
+                store_in_bfloat16(judges[0].requires_grad_(False), device)
+        copies = []
+        if config.kl_coef > 0 and config.lora_r == 0:
+            with reference(policy, config.kl_coef, config.bf16) as copied:
+                copies.append(copied)
     if config.disable_dropout:
         disable_dropout(*models)
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     precision = 2 if config.bf16 else 4
-    num_weights = _count(policy)
-    has_copy = config.kl_coef > 0 and config.lora_r == 0
-    casts_head = config.bf16 and config.device != "cpu"
+    head = policy.get_output_embeddings().weight
+    casts_head = config.bf16 and config.device != "cpu" and head.element_size() == 4
     of_head = (4 + 4 * casts_head) if config.lora_r == 0 else 2 * casts_head
     length = prompt_tokens + config.max_new_tokens
     found = Counts(
-        weights=4.0 * (_count(*models) + _count(*judges)),
-        reference=4.0 * num_weights * has_copy,
-        decoding_copy=2.0 * num_weights * bool(config.bf16),
-        trained=_count(*models, trained=True),
+        weights=_bytes(*models, *judges),
+        reference=_bytes(*copies),
+        # It shares the weights that are in bfloat16.
+        decoding_copy=sum(2.0 * p.numel() for p in policy.parameters() if p.element_size() == 4)
+        * bool(config.bf16),
+        trained=sum(p.numel() for p in _weights(*models) if p.requires_grad),
         states=2 * shape.num_hidden_layers * heads * head_size * precision,
         layers=shape.num_hidden_layers,
-        head=of_head * policy.get_output_embeddings().weight.numel(),
+        head=of_head * head.numel(),
         hidden_size=shape.hidden_size,
         models=len(models),
         vocab_size=shape.vocab_size,
@@ -112,10 +122,13 @@ def count(
     return dataclasses.replace(found, casts=2.0 * one - two, kept=(two - one) / length)
 
 
-def _count(*models: nn.Module, trained: bool = False) -> int:
-    """The number of weights, those shared by several models once."""
-    weights = {id(p): p for model in models for p in model.parameters()}
-    return sum(p.numel() for p in weights.values() if p.requires_grad or not trained)
+def _weights(*models: nn.Module) -> list[nn.Parameter]:
+    """The weights of the models, those that several share once."""
+    return list({id(p): p for model in models for p in model.parameters()}.values())
+
+
+def _bytes(*models: nn.Module) -> float:
+    return float(sum(p.numel() * p.element_size() for p in _weights(*models)))
 
 
 def _kept(model: nn.Module, rows: int, length: int, config: Any) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.hub import cached_file, has_file
 
-from common import ValueModel, base_model
+from common import ValueModel, base_model, store_in_bfloat16
 from plumbing.errors import InputError, first_line, optional_library
 
 # Here, because all that runs a model imports this file. PyTorch takes cuDNN's attention on an H100,
@@ -119,9 +119,14 @@ def fast_at_float16(device: torch.device) -> bool:
 
 
 def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
-    """The policy that the flags name, on its device, and its tokenizer. Raises InputError."""
-    policy = load_causal(config.model, getattr(config, "lora_r", 0)).to(config.device)
-    return policy, load_tokenizer(config.model)
+    """The policy that the flags name, on its device, and its tokenizer. Raises InputError.
+
+    Under an adapter the weights of the base model are in bfloat16, if the flags ask for autocast.
+    """
+    policy = load_causal(config.model, getattr(config, "lora_r", 0))
+    if config.bf16:
+        store_in_bfloat16(policy, torch.device(config.device))
+    return policy.to(config.device), load_tokenizer(config.model)
 
 
 def load_causal(name: str, lora_r: int = 0) -> nn.Module:
@@ -338,10 +343,14 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
                 raise InputError(f"--gradient_checkpointing: {first_line(e)}") from e
 
 
-def logits_from(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V)."""
+def logits_from(
+    model: PreTrainedModel, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V), by its own
+    head or by `head`.
+    """
     config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden)
+    logits = (head or model.get_output_embeddings())(hidden)
     if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
         logits = logits * scale
     if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common import base_model, disable_dropout, evaluating
+from common import base_model, disable_dropout, evaluating, store_in_bfloat16
 from plumbing.data import (
     PADDING,
     Prompt,
@@ -189,7 +189,9 @@ class RewardModel:
 
     __name__ = "reward_model"
 
-    def __init__(self, name: str, device: torch.device, batch_size: int = 32) -> None:
+    def __init__(
+        self, name: str, device: torch.device, batch_size: int = 32, bf16: bool = False
+    ) -> None:
         flag = "--reward_model"
         if (Path(name) / "adapter_config.json").exists():
             raise InputError(f"{flag} {name}: is an adapter; its run has it merged, in model/")
@@ -199,7 +201,12 @@ class RewardModel:
             raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
         if missing:
             raise InputError(f"{flag} {name}: no reward model, its checkpoint has no {missing[0]}")
-        check_scores(self.model.eval().requires_grad_(False).to(device), flag, name)
+        check_scores(self.model.eval().requires_grad_(False), flag, name)
+        # BERT and its kin score in float32: see sequence_scores.
+        self.bf16 = bf16 and hasattr(self.model, "score")
+        if self.bf16:
+            store_in_bfloat16(self.model, device)
+        self.model.to(device)
         self.tokenizer = load_tokenizer(name, flag)
         self.batch_size = batch_size
         self.what = f"{flag} {name}"
@@ -238,11 +245,14 @@ class RewardModel:
         if (longest := max(map(len, ids))) > limit:  # it may need more tokens than the policy
             fault = f"takes {limit} tokens, and a prompt with its completion has {longest} of them"
             raise InputError(f"{self.what}: {fault}: begin anew with a lower --max_new_tokens")
-        scores = []
-        for start in range(0, len(ids), self.batch_size):
-            rows = pad_rows(ids[start : start + self.batch_size], 0, "right", self.model.device)
-            scores += sequence_scores(self.model, *rows).tolist()
-        return scores
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # little padding in a batch
+        device, scores = self.model.device, []
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            for start in range(0, len(ids), self.batch_size):
+                some = [ids[i] for i in order[start : start + self.batch_size]]
+                scores.append(sequence_scores(self.model, *pad_rows(some, 0, "right", device)))
+        found = dict(zip(order, torch.cat(scores).tolist(), strict=True))
+        return [found[i] for i in range(len(ids))]
 
 
 KEYS = ("chosen", "rejected")

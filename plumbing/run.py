@@ -508,7 +508,13 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
         # peft would ask the hub whether the vocabulary has grown: it hasn't.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
         tokenizer.save_pretrained(folder / "adapter")
-        model = copy.deepcopy(model).merge_and_unload()
+        # Copied to the CPU, where there is room, and in float32: in bfloat16, as the base may be,
+        # much of what the adapter adds would be rounded away.
+        memo = {}
+        for p in filter(Tensor.is_floating_point, model.parameters()):
+            precision = torch.promote_types(p.dtype, torch.float32)
+            memo[id(p)] = nn.Parameter(p.detach().to("cpu", precision, copy=True), False)
+        model = copy.deepcopy(model, memo).cpu().merge_and_unload()
     new = folder / "model.new"  # complete before it takes its name
     shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)

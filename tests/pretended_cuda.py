@@ -175,6 +175,8 @@ class Functions(TorchFunctionMode):
             return function(*args)
         if function in (Tensor.to, Tensor.cpu):
             return self.moved(*args, *([CPU] if function is Tensor.cpu else []), **kwargs)
+        if function is torch.mm and kwargs.pop("out_dtype", None):  # there is none on a CPU
+            args = [x.float() for x in args]
         if function is Tensor.pin_memory:
             return args[0]
         if function is Tensor.__deepcopy__ and gpu.fakes is not None and is_there(args[0]):
@@ -292,6 +294,7 @@ def pretended_cuda(fake=False):
         (torch.accelerator, "current_stream", lambda *args: stream),  # asked from 2.15 on
         (torch, "Generator", Generator),
         (torch, "autocast", autocast_on_cpu),
+        (torch, "is_autocast_enabled", lambda kind, ask=torch.is_autocast_enabled: ask("cpu")),
         (torch.utils._foreach_utils, groups.__name__, groups_on_device),
         (torch.nn.utils.clip_grad, groups.__name__, groups_on_device),
     ]

@@ -296,3 +296,23 @@ def test_under_autocast_the_logits_are_not_rounded_before_the_softmax(small_mode
     tokens = RAGGED.tokens[0, -RAGGED.completion_mask.shape[1] :][: len(hidden)]
     expected = token_logprobs(logits, tokens)
     assert torch.allclose(logprobs[0, : len(hidden)], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_in_float32_has_the_gradients_of_its_rounded_factors(bias, monkeypatch):
+    """A GPU's kernel; here a product of float32 is in its place."""
+    monkeypatch.setattr(forward, "_mm_to_float32", lambda a, b: a.float() @ b.float())
+    layer, x = torch.nn.Linear(16, 40, bias=bias), torch.randn(8, 16, requires_grad=True)
+    weights = torch.randn(8, 40).bfloat16().float()  # of the outputs
+    inputs = [x, *layer.parameters()]
+    out = forward.linear_in_float32(x, layer.weight.bfloat16(), layer.bias)
+    exact = torch.nn.functional.linear(
+        x.bfloat16().float(), layer.weight.bfloat16().float(), layer.bias
+    )
+    assert torch.equal(out, exact) and not torch.equal(out, layer(x))
+    pairs = zip(*(torch.autograd.grad((y * weights).sum(), inputs) for y in (out, exact)))
+    for gradient, expected in pairs:
+        assert gradient.dtype == torch.float32
+        assert torch.allclose(gradient, expected, rtol=2**-7, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(forward.linear_in_float32(x, layer.weight.bfloat16(), layer.bias), out)

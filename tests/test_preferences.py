@@ -14,6 +14,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
+from plumbing import preferences
 from plumbing.errors import InputError
 from plumbing.preferences import KEYS, RewardModel, pair_of, read_pairs, text_ids
 
@@ -231,6 +232,20 @@ def test_a_last_message_of_the_assistant_is_continued_for_a_reward_model_too():
     tokenizer.chat_template = "{% for m in messages %}x{{ m.content }}z{% endfor %}"
     ids = text_ids(tokenizer, [USER, GOOD], [BAD])
     assert tokenizer.decode(ids) == "xqzxabz"
+
+
+def test_in_bfloat16_the_scores_keep_their_order_and_are_rounded_alone(tmp_path, monkeypatch):
+    folder = judge(tmp_path / "judge", small_llama(vocab_size=20))
+    texts = ["abcdeabc", "b", "cadbe", "dbe<eos>", "ea", "cc"]
+    exact, rounded = (
+        RewardModel(folder, CPU, batch_size=2, bf16=bf16)([""] * 6, texts) for bf16 in (False, True)
+    )
+    error = [abs(x - y) for x, y in zip(exact, rounded, strict=True)]
+    assert 0 < max(error) < 0.05 * (max(exact) - min(exact))
+    widths, pad = [], preferences.pad_rows
+    monkeypatch.setattr(preferences, "pad_rows", lambda *a: widths.append(pad(*a)) or widths[-1])
+    assert RewardModel(folder, CPU, batch_size=2)([""] * 6, texts) == exact
+    assert [tokens.shape[1] for tokens, _ in widths[-3:]] == [2, 4, 8], "sorted by length"
 
 
 def test_messages_go_through_the_template_and_get_no_second_bos():

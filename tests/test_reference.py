@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import ppo
 import rloo
-from common import ValueModel, disable_dropout, reference
+from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
 from plumbing import models
 from plumbing.decoding import half_precision_copy
 from plumbing.errors import InputError
@@ -96,6 +96,92 @@ def test_of_a_new_adapter_it_is_the_base_model_and_costs_no_memory(policy):
             raise ZeroDivisionError
         assert policy.training and names_of_trained(policy) == trained
         assert not torch.allclose(logprobs(policy), expected, atol=1e-2)
+
+
+# --- Frozen weights in bfloat16 ---
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def bytes_by_kind(model: torch.nn.Module) -> dict[str, set[int]]:
+    """How many bytes a weight takes, of those that train and of each kind that is frozen."""
+    found, head = {}, base_model(model).get_output_embeddings()
+    for module in model.modules():
+        kind = "embedding" if isinstance(module, torch.nn.Embedding) else "matrix"
+        for p in module.parameters(recurse=False):
+            kind = "vector" if p.dim() == 1 else "head" if module is head else kind
+            found.setdefault("trained" if p.requires_grad else kind, set()).add(p.element_size())
+    return found
+
+
+def exact_in_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
+    """As if loaded from a checkpoint in bfloat16, as most are."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "exact", "device", "embedding", "head"),
+    [
+        (small_llama, True, GPU, {2}, {2}),
+        (small_llama, False, GPU, {4}, {2}),
+        (small_llama, True, CPU, {2}, {4}),
+        # Tied: its embeddings are its head as well. Those of positions aren't.
+        (small_gpt2, True, GPU, {2}, {2}),
+        (small_gpt2, False, GPU, {4}, {4}),
+        (small_gpt2, True, CPU, {2, 4}, {4}),
+    ],
+)
+def test_frozen_matrices_take_two_bytes_and_embeddings_where_nothing_is_lost(
+    make, exact, device, embedding, head
+):
+    model = exact_in_bfloat16(make()) if exact else make()
+    found = bytes_by_kind(store_in_bfloat16(add_adapter(model, 4), device))
+    expected = {"trained": {4}, "matrix": {2}, "vector": {4}, "embedding": embedding, "head": head}
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_under_autocast_a_base_in_bfloat16_changes_no_logprob_and_no_gradient(name, exact):
+    """To the bit: autocast rounds a matrix at every pass otherwise. So do reference and values."""
+    found, model = [], SMALL_MODELS[name]()
+    model = exact_in_bfloat16(model) if exact else model
+    for stored in (False, True):
+        torch.manual_seed(0)
+        policy = add_adapter(copy.deepcopy(model), 4)
+        policy = train(store_in_bfloat16(policy, CPU) if stored else policy)
+        value_model = ValueModel.on_backbone_of(policy)
+        torch.nn.init.constant_(value_model.head.weight, 0.1)
+        logprobs, _ = completion_logprobs(policy, RAGGED, 0.7, bf16=True)
+        values = completion_values(value_model, RAGGED, bf16=True)
+        (logprobs + values).sum().backward()
+        gradients = [
+            p.grad for m in (policy, value_model) for p in m.parameters() if p.requires_grad
+        ]
+        assert all(g.dtype == torch.float32 for g in gradients) and gradients[-1].abs().sum() > 0
+        with torch.no_grad(), reference(model.requires_grad_(True), 0.1, bf16=stored) as ref:
+            of_reference, _ = completion_logprobs(ref, RAGGED, 0.7, bf16=True)
+        found.append([logprobs, values, of_reference, *gradients])
+    for x, expected in zip(*found, strict=True):
+        assert torch.equal(x, expected)
+    shared = {p for p in policy.parameters() if not p.requires_grad}
+    assert {p for p in value_model.parameters() if not p.requires_grad} <= shared
+
+
+def test_the_merged_model_is_saved_in_float32_and_the_one_that_trains_stays_as_it_is(tmp_path):
+    policy = train(store_in_bfloat16(add_adapter(small_llama(vocab_size=20), 4), CPU))
+    before = copy.deepcopy(policy.state_dict())
+    save_trained(tmp_path, policy, letter_tokenizer())
+    assert all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())
+    layer = base_model(policy).model.layers[0].mlp.down_proj
+    added = (
+        layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    )
+    saved = load_causal(str(tmp_path / "model")).model.layers[0].mlp.down_proj.weight
+    assert torch.allclose(saved, layer.weight.float() + added, atol=1e-6)
 
 
 # --- Adapters ---

@@ -23,6 +23,7 @@ from small import (
     small_gpt2,
     small_llama,
 )
+from transformers import Qwen2Config
 
 import ppo
 from common import ValueModel
@@ -71,6 +72,21 @@ def test_rollout_and_update_share_a_gpus_memory_and_there_are_no_gradients_in_a_
         update = sum(parts[x] for x in ("gradients", "activations", "logits"))
         assert parts["peak"] == there + max(rollout, update)
         assert parts["needed"] > parts["peak"]
+
+
+@pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
+def test_seven_billion_weights_fit_24_gb_with_an_adapter_and_gradient_checkpointing(
+    script, tmp_path
+):
+    """Of Qwen2.5-7B. Its frozen weights are in bfloat16, and PPO's value model shares them."""
+    sizes = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
+    sizes |= {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    Qwen2Config(**sizes, tie_word_embeddings=False).save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--lora_r", "16", "--gradient_checkpointing"]
+    config = fit.config_of(script, [*flags, "--max_new_tokens", "256"], "cuda")
+    counts = fit.counts_of(config, 200)
+    assert 15.2e9 < counts.weights < 15.8e9 and counts.decoding_copy < 2e8
+    assert fit.fits(fit.on_gpu(counts, config, 200, 24)[1], 24)
 
 
 def test_a_run_takes_the_largest_limits_that_fit_its_gpu(model):
