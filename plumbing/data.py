@@ -32,10 +32,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common import Rollout
-from plumbing.errors import InputError, described, first_line, is_out_of_memory, optional_library
-from plumbing.forward import on_cpu, to
+from common import Rollout, evaluating
+from plumbing.errors import (
+    Fault,
+    InputError,
+    described,
+    first_line,
+    is_out_of_memory,
+    optional_library,
+)
+from plumbing.forward import completion_logprobs, on_cpu, to
 from plumbing.models import context_length, eos_token_ids
+from sampling import generate
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
 RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
@@ -507,7 +515,10 @@ def pad_rows(rows: list[list[int]], pad: int, side: str, device: Any) -> tuple[T
 
 
 def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run."""
+    """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run.
+    Raises InputError where the policy can't be sampled from and trained.
+    """
+    check_policy(config, policy)
     special = special_tokens(tokenizer)  # as a stop string, such a token is another EOS
     ids = [special[string] for string in config.stop if string in special]
     strings = [string for string in config.stop if string not in special]
@@ -524,6 +535,49 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "static": None if config.cuda_graphs else False,
         "stop": stop_criteria(tokenizer, strings) if strings else None,
     }
+
+
+def check_policy(config: Any, policy: PreTrainedModel) -> None:
+    """Check that the policy gives the same log-probs in every way in which a run calls it. Some
+    don't: BERT, and layers that need the cache of others (Gemma 3n). Raises InputError.
+    """
+    # Where dropout stays on, it changes them too.
+    no_dropout, model = getattr(config, "disable_dropout", False), f"--model {config.model}"
+    try:
+        with contextlib.nullcontext() if no_dropout else evaluating(policy):
+            off, largest = _deviation(config, policy)
+    except Fault as e:
+        raise InputError(f"{model}: can't be used, its weights are not finite") from e
+    except Exception as e:  # a model of another kind raises anything
+        if isinstance(e, InputError) or is_out_of_memory(e):
+            raise
+        fault = f"can't be sampled from with a key-value cache and trained ({described(e)})"
+        raise InputError(f"{model}: {fault}") from e
+    if not off <= 1e-3 * max(1, largest):
+        fault = f"its log-probs are {off:.2g} off when it is called in another way: not a causal"
+        remedy = "language model, or try another version of transformers"
+        raise InputError(f"{model}: {fault} {remedy}")
+
+
+@torch.no_grad()
+def _deviation(config: Any, policy: PreTrainedModel) -> tuple[float, float]:
+    """(The largest difference of log-probs between token by token, in one pass and without padding,
+    for prompts alone and for shared ones; the largest log-prob).
+    """
+    ids = torch.arange(1, 9).view(2, 4) % policy.get_input_embeddings().weight.shape[0]
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    options = {"max_new_tokens": 2, "eos_token_ids": [], "pad_token_id": PADDING}
+    options["static"] = None if config.cuda_graphs else False
+    drawn, read = [], []
+    for num_generations in (1, 2):
+        options["generator"] = torch.Generator(policy.device).manual_seed(0)
+        rollout = generate(policy, ids, mask, num_generations=num_generations, **options)
+        drawn += [rollout.logprobs, rollout.logprobs[:1]]
+        read += [completion_logprobs(policy, x, temperature=1.0)[0] for x in (rollout, rollout[:1])]
+    if config.bf16 or config.fp16:  # here they do differ, by rounding: that it can be done
+        generate(policy, ids, mask, bf16=config.bf16, fp16=config.fp16, **options)
+    drawn, read = torch.cat(drawn), torch.cat(read)
+    return (drawn - read).abs().max().item(), drawn.abs().max().item()
 
 
 def stop_criteria(tokenizer: Tokenizer, strings: list[str]) -> StopStringCriteria:

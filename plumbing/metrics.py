@@ -205,6 +205,11 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
     if deviation > (0.5 if bf16 else 0.01):
         text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
         found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
+    sampler_kl = now.get("val/sampler_kl", 0)
+    if sampler_kl > (0.01 if bf16 else 0.001):  # rounding explains less
+        text = f"sampling and training differ by {sampler_kl:.2g} nats per token, and should by"
+        remedy = "rounding alone: leave dropout off, try --bf16 false or another transformers"
+        found += [("sampler", f"{text} {remedy}")]
     flat = now.get("reward/frac_flat_groups", 0)
     if flat > 0.5:
         text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"

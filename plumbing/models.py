@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     PreTrainedModel,
     masking_utils,
 )
@@ -181,7 +180,7 @@ def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> n
 
 
 def _load_base(name: str) -> PreTrainedModel:
-    """Load a causal language model, and refuse what can't be trained rightly."""
+    """Load a causal language model, and refuse what is none. See also data.check_policy."""
     path = str(TINY) if name == "tiny" else name
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     model, missing = from_hub_or_folder(AutoModelForCausalLM, path, "--model")
@@ -190,52 +189,7 @@ def _load_base(name: str) -> PreTrainedModel:
         raise InputError(f"--model {name}: {fault}")
     if hasattr(model, "peft_config"):  # from the hub; loaded for inference only
         raise InputError(f"--model {name}: is an adapter, download it and give its folder")
-    if fault := _fault_of_forward(model.eval()):
-        raise InputError(f"--model {name}: {fault}")
-    return model
-
-
-@torch.no_grad()
-def _fault_of_forward(model: PreTrainedModel) -> str | None:
-    """Why the model's forward pass can't be trained with, by trying it; None if it can."""
-    # Two rows that differ in their last token only: earlier logits must not differ.
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.arange(8).remainder(vocab_size).repeat(2, 1)
-    tokens[1, -1] = (tokens[1, -1] + 1) % vocab_size
-    mask = torch.ones_like(tokens)
-    try:
-        logits = model(**model_inputs(model, tokens, mask)).logits
-        if logits.isnan().any():
-            return "can't be used, its weights are not finite"
-        backbone = model.base_model
-        hidden = backbone(**model_inputs(backbone, tokens, mask)).last_hidden_state
-        own = logits_from(model, hidden)
-        decodes = _decodes_from_its_cache(model, torch.stack([tokens[0], tokens[0].flip(0)]))
-    except Exception:  # a model of another kind raises anything
-        decodes = False
-    if not decodes:
-        return "can't be used, it doesn't decode with a key-value cache"
-    first, second = logits[:, :-1]
-    if (first - second).abs().max() > 1e-4 * logits.abs().max():  # BERT, for example
-        return "not a causal language model, its logits depend on later tokens"
-    if (own - logits).abs().max() > 1e-4 * logits.abs().max():
-        return "can't be used, its last layer makes logits in an unknown way"
-    return None
-
-
-def _decodes_from_its_cache(model: PreTrainedModel, tokens: Tensor) -> bool:
-    """Whether the logits after tokens (2, L) follow from the last tokens and the cache alone.
-
-    The rows of the cache are exchanged, and so must be the logits. A model that keeps a state
-    elsewhere (Mamba, RWKV) fails: finished rows couldn't be dropped from it.
-    """
-    mask, cache = torch.ones_like(tokens), DynamicCache(config=model.config)
-    options = {"cache": cache, "use_cache": True}
-    model(**model_inputs(model, tokens[:, :-1], mask[:, :-1], **options))
-    cache.batch_select_indices(torch.tensor([1, 0]))
-    last = model(**model_inputs(model, tokens.flip(0)[:, -1:], mask, **options)).logits[:, -1]
-    expected = model(**model_inputs(model, tokens, mask)).logits[:, -1].flip(0)
-    return bool((last - expected).abs().max() <= 1e-3 * expected.abs().max())
+    return model.eval()
 
 
 def load_tokenizer(name: str, flag: str = "--model") -> Tokenizer:

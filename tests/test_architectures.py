@@ -6,7 +6,9 @@ import transformers
 from small import letter_tokenizer, make_rollout, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import grpo
 from common import ValueModel, disable_dropout
+from plumbing.data import check_policy
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values, micro_batches
 from plumbing.models import load_causal
@@ -106,5 +108,5 @@ def test_a_model_that_cannot_be_supported_gets_one_line(name, kind, tmp_path):
     model = getattr(transformers, name + kind)(config)
     folder = save_model(tmp_path, model, letter_tokenizer())
     with pytest.raises(InputError) as error:
-        load_causal(folder)
+        check_policy(grpo.Config(model=folder), load_causal(folder))
     assert str(error.value).startswith(f"--model {folder}: ") and "\n" not in str(error.value)

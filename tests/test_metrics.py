@@ -194,6 +194,8 @@ def around(mean, spread):
         ([{}] * 11 + [INFINITE], "large KL", "the KL is inf"),
         ([{"val/ratio_max_dev_first": 0.02}], "ratio", "dropout"),
         ([{"val/ratio_max_dev_first": 0.009}], None, None),
+        ([{"val/sampler_kl": 0.005}], "sampler", "--bf16 false"),
+        ([{"val/sampler_kl": 0.0005}], None, None),
         ([{"reward/frac_flat_groups": 0.6}], "flat groups", "--num_generations"),
         ([{"length/truncated_frac": 0.6}], "truncated", "--max_new_tokens"),
         ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], None, None),
@@ -206,7 +208,7 @@ def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(st
     found = warnings_about(history, bf16=False)
     assert [kind for kind, _ in found] == [name] * (name is not None)
     assert all(remedy in text and "\n" not in text for _, text in found)
-    if name == "ratio":
+    if name in ("ratio", "sampler"):
         assert warnings_about(history, bf16=True) == [], "rounding moves it as far"
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from small import job_maker, letter_tokenizer, save_model, small_gpt2
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, GPT2Model
 
 import grpo
 import ppo
@@ -281,23 +281,46 @@ def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):
     assert chosen == [torch.device("cuda:1")]
 
 
-def test_a_model_with_weights_that_are_not_finite_or_a_head_of_its_own_is_refused(run, monkeypatch):
+def test_a_model_with_weights_that_are_not_finite_is_refused(run):
     model = small_gpt2(vocab_size=20)
     model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
     save_model(Path("nan"), model, letter_tokenizer())
     code, text = run("--model", "nan")
     assert code == 2 and "can't be used, its weights are not finite" in text
-    forward = GPT2LMHeadModel.forward
+
+
+CALLS = {  # the ways in which a model is called, by what its backbone's forward pass can see
+    "a head of its own": None,
+    "without a cache": lambda model, tokens, options: options.get("cache") is None,
+    "in training mode": lambda model, tokens, options: model.training,
+    "prompts that share a cache": lambda model, tokens, options: (
+        model.training and options.get("cache") is not None
+    ),
+    "token by token": lambda model, tokens, options: tokens.shape[1] == 1,
+    "with padding": lambda model, tokens, options: not options["attention_mask"].all(),
+    "with checkpointing": lambda model, tokens, options: (
+        model.training and model.gradient_checkpointing
+    ),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_model_that_computes_otherwise_in_one_way_of_calling_it_is_refused(way, run, monkeypatch):
+    kind = GPT2LMHeadModel if CALLS[way] is None else GPT2Model
+    forward = kind.forward
 
     @functools.wraps(forward)  # its arguments are looked at
-    def doubled(self, *args, **kwargs):
-        out = forward(self, *args, **kwargs)
-        out.logits = 2 * out.logits
+    def otherwise(self, input_ids, **options):
+        out = forward(self, input_ids, **options)
+        if CALLS[way] is None:
+            out.logits = 2 * out.logits
+        elif CALLS[way](self, input_ids, options):
+            out.last_hidden_state = out.last_hidden_state.flip(-1)
         return out
 
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", doubled)
-    code, text = run()
-    assert code == 2 and "its last layer makes logits in an unknown way" in text
+    monkeypatch.setattr(kind, "forward", otherwise)
+    code, text = run("--gradient_checkpointing", str(way == "with checkpointing"))
+    assert code == 2 and "off when it is called in another way" in text
 
 
 # --- Curves ---
