@@ -555,8 +555,8 @@ def check_policy(config: Any, policy: PreTrainedModel) -> None:
         raise InputError(f"{model}: {fault}") from e
     if not off <= 1e-3 * max(1, largest):
         fault = f"its log-probs are {off:.2g} off when it is called in another way: not a causal"
-        remedy = "language model, or try another version of transformers"
-        raise InputError(f"{model}: {fault} {remedy}")
+        causes = "language model, or its adapter or this version of transformers is at fault"
+        raise InputError(f"{model}: {fault} {causes}")
 
 
 @torch.no_grad()
