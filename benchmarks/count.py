@@ -37,16 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
-    GPT2Config,
     LlamaConfig,
     PretrainedConfig,
-    Qwen2Config,
     Qwen3Config,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), str(REPOSITORY / "tests")]
 
+import memory  # noqa: E402
 from pretended_cuda import Graph, fresh, is_there, pretended_cuda, tensors_in  # noqa: E402
 
 import sampling  # noqa: E402
@@ -54,9 +53,8 @@ from common import Rollout, disable_dropout  # noqa: E402
 from plumbing.forward import completion_logprobs  # noqa: E402
 
 # Of the published config.json files.
-QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
 MODELS = {
-    "gpt2": GPT2Config(),
+    "gpt2": memory.MODELS["gpt2"],
     "SmolLM2-135M": LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -66,14 +64,7 @@ MODELS = {
         num_key_value_heads=3,
         tie_word_embeddings=True,
     ),
-    "Qwen2.5-0.5B": Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        **QWEN,
-    ),
+    "Qwen2.5-0.5B": memory.MODELS["Qwen2.5-0.5B"],
     "Qwen3-0.6B": Qwen3Config(
         hidden_size=1024,
         intermediate_size=3072,
@@ -81,7 +72,7 @@ MODELS = {
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
-        **QWEN,
+        **memory.QWEN,
     ),
     "gemma-3-270m": Gemma3TextConfig(
         vocab_size=262144,

@@ -2,7 +2,7 @@
 
   python benchmarks/gpu.py               # writes gpu.json, and its part of docs/performance.md
   python benchmarks/gpu.py --rehearse    # on a CPU, tiny sizes and a pretended GPU; writes nothing
-  python benchmarks/gpu.py --draw        # that part of the page and its picture, from gpu.json
+  python benchmarks/gpu.py --draw        # that part of the page, from gpu.json
 
 In the order of what matters if the time runs out: do the tests pass on the device; how fast is a
 rollout, beside `model.generate` and the least time; what the pieces of a rollout take; which
@@ -42,7 +42,7 @@ from torch.autograd import DeviceType
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
-PAGE, PICTURE = REPOSITORY / "docs" / "performance.md", REPOSITORY / "docs" / "gpu.png"
+PAGE = REPOSITORY / "docs" / "performance.md"
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), str(REPOSITORY / "tests")]
 
 import speed  # noqa: E402
@@ -412,27 +412,7 @@ def section(results: dict) -> str:
             for row, found in part["rows"].items():
                 cells = [str(found.get(column, "")) for column in columns]
                 lines += [f"| {row} | {' | '.join(cells)} |"]
-        if name == "rollouts" and columns:
-            lines += ["", "![Tokens per second against the number of rows](gpu.png)"]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def draw(part: dict, output: Path) -> None:
-    """Tokens per second against rows, a line per system."""
-    from matplotlib.figure import Figure
-
-    found = {int(row.split()[0]): x for row, x in part["rows"].items() if row.endswith(" rows")}
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="rows", ylabel="tokens per second")
-    for name in dict.fromkeys(name for systems in found.values() for name in systems):
-        points = [(rows, systems[name]) for rows, systems in found.items() if name in systems]
-        axes.plot(*zip(*points), "k--" if name == "at most" else "o-", label=name)
-    axes.set_title("Rollout of GPT-2 small: tokens per second", fontsize=10)
-    axes.set_xticks(list(found), [str(rows) for rows in found])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(output, dpi=100)
 
 
 BEGIN, END = "<!-- made by benchmarks/gpu.py -->", "<!-- end of what gpu.py makes -->"
@@ -443,7 +423,7 @@ def main(args: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, a pretended GPU")
-    parser.add_argument("--draw", action="store_true", help="write page and picture from gpu.json")
+    parser.add_argument("--draw", action="store_true", help="write the page from gpu.json")
     parser.add_argument("--part", nargs=2, metavar=("NAME", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(args)
     if options.part and options.rehearse:
@@ -465,8 +445,6 @@ def main(args: list[str] | None = None) -> None:
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     page = f"{before}{BEGIN}\n\n{section(results)}\n{END}{rest.split(END)[1]}"
     PAGE.write_text(page, encoding="utf-8")
-    if results["parts"].get("rollouts", {}).get("rows"):
-        draw(results["parts"]["rollouts"], PICTURE)
 
 
 if __name__ == "__main__":

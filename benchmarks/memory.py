@@ -12,13 +12,13 @@ those runs, and writes estimates for popular models on a GPU into docs/performan
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
@@ -29,7 +29,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config  # noqa: E402
 
-from plumbing.memory import LIBRARIES, estimate  # noqa: E402
+from plumbing.memory import LIBRARIES, SMALLEST, estimate  # noqa: E402
 from tools import fit  # noqa: E402
 
 # glibc: every block of 64 kB or more comes from the system and goes back to it.
@@ -48,24 +48,27 @@ JOBS = [
 
 # Of the published config.json files: what the number of weights and the KV cache depend on.
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-QWEN = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
-LLAMA = {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256}
+SHAPE += ("num_key_value_heads",)
+QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
+LLAMA = {"head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
 MODELS = {
     "gpt2": GPT2Config(),
-    "Qwen2.5-0.5B": Qwen2Config(**dict(zip(SHAPE, (896, 4864, 24, 14))), **QWEN),
-    "Llama-3.2-1B": LlamaConfig(
-        **dict(zip(SHAPE, (2048, 8192, 16, 32))), **LLAMA, tie_word_embeddings=True
-    ),
-    "Qwen2.5-1.5B": Qwen2Config(**dict(zip(SHAPE, (1536, 8960, 28, 12))), **QWEN),
-    "Qwen2.5-3B": Qwen2Config(**dict(zip(SHAPE, (2048, 11008, 36, 16))), **QWEN),
+    "Qwen2.5-0.5B": Qwen2Config(**dict(zip(SHAPE, (896, 4864, 24, 14, 2))), **QWEN),
+    "Llama-3.2-1B": LlamaConfig(**dict(zip(SHAPE, (2048, 8192, 16, 32, 8))), **LLAMA),
+    "Qwen2.5-1.5B": Qwen2Config(**dict(zip(SHAPE, (1536, 8960, 28, 12, 2))), **QWEN),
+    "Qwen2.5-3B": Qwen2Config(**dict(zip(SHAPE, (2048, 11008, 36, 16, 2))), **QWEN),
+    "Qwen2.5-7B": Qwen2Config(**dict(zip(SHAPE, (3584, 18944, 28, 28, 4))), vocab_size=152064),
+    "Qwen2.5-14B": Qwen2Config(**dict(zip(SHAPE, (5120, 13824, 48, 40, 8))), vocab_size=152064),
+    "Qwen2.5-32B": Qwen2Config(**dict(zip(SHAPE, (5120, 27648, 64, 40, 8))), vocab_size=152064),
 }
+CHECKPOINTED = "--gradient_checkpointing"
 METHODS = {
-    "PPO": ("ppo", FULL),
     "GRPO": ("grpo", FULL),
-    "GRPO, `--kl_coef 0`": ("grpo", "--kl_coef 0"),
-    "PPO, `--lora_r 16`": ("ppo", ADAPTER),
-    "GRPO, `--lora_r 16`": ("grpo", ADAPTER),
-    "GRPO, `--lora_r 16 --gradient_checkpointing`": ("grpo", f"{ADAPTER} --gradient_checkpointing"),
+    f"GRPO, `{CHECKPOINTED}`": ("grpo", CHECKPOINTED),
+    f"PPO, `{CHECKPOINTED}`": ("ppo", CHECKPOINTED),
+    f"GRPO, `{ADAPTER}`": ("grpo", ADAPTER),
+    f"GRPO, `{ADAPTER} {CHECKPOINTED}`": ("grpo", f"{ADAPTER} {CHECKPOINTED}"),
+    f"PPO, `{ADAPTER} {CHECKPOINTED}`": ("ppo", f"{ADAPTER} {CHECKPOINTED}"),
 }
 GPU_PROMPT, GPU_FLAGS = 200, "--max_new_tokens 256"
 
@@ -117,22 +120,42 @@ def measured_table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def estimated_table(models: Sequence[str] = tuple(MODELS)) -> str:
-    """A row per model, a column per method: GB on a GPU, and the smallest one that it fits."""
-    lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+def estimates() -> dict[str, dict[str, tuple[float, int | None]]]:
+    """{method: {model: (GB that a GPU needs for the smallest limits, the smallest GPU)}}."""
+    found: dict[str, dict[str, tuple[float, int | None]]] = {method: {} for method in METHODS}
     with tempfile.TemporaryDirectory() as folder:
-        for name in models:
-            config = MODELS[name]
-            config.save_pretrained(Path(folder) / name)
-            cells = []
-            for script, flags in METHODS.values():
+        for name, model in MODELS.items():
+            model.save_pretrained(Path(folder) / name)
+            known = {}  # the counts are the same with gradient checkpointing
+            for method, (script, flags) in METHODS.items():
                 own = ["--model", f"{folder}/{name}", *shlex.split(f"{flags} {GPU_FLAGS}")]
                 config = fit.config_of(script, own, "cuda")
-                counts = fit.counts_of(config, GPU_PROMPT)
-                found = {gb: fit.on_gpu(counts, config, GPU_PROMPT, gb)[1] for gb in fit.DEVICES_GB}
-                fitting = [gb for gb, parts in found.items() if fit.fits(parts, gb)]
-                cells.append(str(fitting[0]) if fitting else "none")
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+                if (script, config.lora_r) not in known:
+                    known[script, config.lora_r] = fit.counts_of(config, GPU_PROMPT)
+                config = dataclasses.replace(config, **SMALLEST)
+                for gb in fit.DEVICES_GB:
+                    counts = known[script, config.lora_r]
+                    parts = estimate(counts, config, GPU_PROMPT, gb * 10**9)
+                    if fit.fits(parts, gb):
+                        break
+                gpu = gb if fit.fits(parts, gb) else None
+                found[method][name] = parts["needed"] / 1e9, gpu
+                print(f"{name}, {method}: {found[method][name]}", flush=True)
+    return found
+
+
+def estimated_tables(found: dict[str, dict[str, tuple[float, int | None]]]) -> str:
+    """A row per model: GB, and the smallest GPU; then a row per GPU: the largest model."""
+    head = [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    lines = ["Memory that a GPU needs, in GB, and the smallest one:", "", *head]
+    for name in MODELS:
+        cells = [f"{gb:.1f} ({gpu or 'none'})" for gb, gpu in (x[name] for x in found.values())]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "The largest of these models on a GPU:", "", *head]
+    for size in fit.DEVICES_GB:
+        fitting = [[m for m in MODELS if (x[m][1] or 999) <= size] for x in found.values()]
+        cells = [max(models, key=list(MODELS).index, default="none") for models in fitting]
+        lines.append(f"| {size} GB | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -159,7 +182,7 @@ def main() -> None:
         print(f"{name}: {results[name]}", flush=True)
         RESULTS.write_text(json.dumps(results) + "\n")
     print(measured_table(results))
-    write(PAGE, estimated_table())
+    write(PAGE, estimated_tables(estimates()))
 
 
 if __name__ == "__main__":

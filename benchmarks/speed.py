@@ -52,10 +52,6 @@ JOBS = {
     "rloo-chat": {"model": "chat", "prompts": 8, "generations": 4, "max_new_tokens": 128},
     "ppo-full": {"model": "full", "prompts": 16, "generations": 1, "max_new_tokens": 48},
 }
-CUDA_JOBS = {
-    "rollout-gpt2-cuda": {"model": "gpt2", "prompts": 32, "generations": 8, "max_new_tokens": 128},
-    "grpo-gpt2-cuda": {"model": "gpt2", "prompts": 32, "generations": 8, "max_new_tokens": 128},
-}
 
 
 def brief(completions: list, **columns) -> list[float]:
@@ -582,9 +578,8 @@ def main() -> None:
             results["jobs"] = before["jobs"]
     with tempfile.TemporaryDirectory() as folder:
         paths = prepare(Path(folder), args.chat_model)
-        jobs = JOBS | (CUDA_JOBS if torch.cuda.is_available() else {})
-        for name in args.jobs or jobs:
-            job, kind = jobs[name], name.split("-")[0]
+        for name in args.jobs or JOBS:
+            job, kind = JOBS[name], name.split("-")[0]
             if job["model"] not in paths or (kind == "ppo" and not args.ppo_python):
                 print(f"{name}: left out, it needs --chat_model or --ppo_python")
                 continue

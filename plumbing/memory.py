@@ -38,9 +38,11 @@ from plumbing.models import add_adapter, mask_is_known, model_inputs
 
 LIBRARIES = 0.45e9  # of torch and transformers, on a CPU
 KEPT = 1.3  # what a CPU's allocator holds of memory that comes and goes: benchmarks/memory.json
-CONTEXT = 0.8e9  # of CUDA, its libraries and their workspaces
+CONTEXT = 1.1e9  # of CUDA and its libraries, and the workspaces of captured graphs
 FRAGMENTS = 1.1  # what a GPU's allocator holds, over what tensors take
-DRAWN = 16  # bytes of a logit while a token is drawn: in bfloat16, in float32, and its weight twice
+# Bytes of a logit while a token is drawn: in float32, and its weight twice; in bfloat16, and once
+# more for the graphs of fewer rows.
+DRAWN = 16 + 4
 SCORED = 24  # bytes of a logit while a log-prob is computed, and its gradient
 SMALLEST = {"rollout_batch_size": 32, "micro_batch_tokens": 1024}
 LARGEST = {"rollout_batch_size": 1024, "micro_batch_tokens": 16384}  # more is hardly faster
@@ -118,7 +120,7 @@ def count(
     )
     # What is kept of one row and of two: the difference is proportional to the rows, the rest is
     # what autocast has made of the weights.
-    one, two = (sum(_kept(model, rows, length, config) for model in models) for rows in (1, 2))
+    one, two = (len(models) * _kept(policy, rows, length, config) for rows in (1, 2))
     return dataclasses.replace(found, casts=2.0 * one - two, kept=(two - one) / length)
 
 
@@ -132,8 +134,10 @@ def _bytes(*models: nn.Module) -> float:
 
 
 def _kept(model: nn.Module, rows: int, length: int, config: Any) -> int:
-    """Bytes that the forward pass over tokens (rows, length) keeps for the backward pass."""
-    backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model
+    """Bytes that the forward pass of the backbone over tokens (rows, length) keeps for the backward
+    pass.
+    """
+    backbone = base_model(model).base_model
     backbone.train()
     if config.bf16 and config.device == "cpu":  # as in set_up_training
         backbone.set_attn_implementation("eager")
