@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -33,8 +34,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from common import base_model, evaluating
 from plumbing.config import CHECKPOINT, holds_run, open_metrics
 from plumbing.errors import (
     Fault,
@@ -88,6 +91,7 @@ class Run:
         # Before, not after: Ctrl-C in the middle of a step must find it noted.
         self.optimizer.register_step_pre_hook(self._note_move)
         _check_trackers(config)
+        check_saving(config.model, self.model, data.tokenizer)
         try:
             self.files = self._open_files()
             settings = {"script": config.script} | asdict(config)
@@ -302,12 +306,12 @@ class Run:
                 failure = f"; saving to {self.folder} failed: {first_line(e)}"
         for file in self.files.values():
             _close(file)
-        if error is None and failure:
-            raise Fault(failure.removeprefix("; "))
         before, after = f"step {self.state['step']}: ", failure
         if self.saved_step is not None:
             saved = f"{self.folder} is saved up to step {self.saved_step}"
             after = f"; {saved}, --resume goes on from there{failure}"
+        if error is None and failure:
+            raise Fault(f"{before}the training is over{after}")
         _explain(error, before, after)
 
     def _save_at_exit(self, error: BaseException | None) -> None:
@@ -503,25 +507,84 @@ def _crc32(file: BinaryIO, size: int) -> int:
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    """Save folder/model; with an adapter merged into its base, and folder/adapter beside it."""
+    """Save folder/model; with an adapter merged into its base, and folder/adapter beside it.
+    Raises Fault where the merged model is another one.
+    """
+    expected = None
     if hasattr(model, "peft_config"):
         # peft would ask the hub whether the vocabulary has grown: it hasn't.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
         tokenizer.save_pretrained(folder / "adapter")
-        # Copied to the CPU, where there is room, and in float32: in bfloat16, as the base may be,
-        # much of what the adapter adds would be rounded away.
-        memo = {}
-        for p in filter(Tensor.is_floating_point, model.parameters()):
-            precision = torch.promote_types(p.dtype, torch.float32)
-            memo[id(p)] = nn.Parameter(p.detach().to("cpu", precision, copy=True), False)
-        model = copy.deepcopy(model, memo).cpu().merge_and_unload()
+        model, expected = _merged(model)
     new = folder / "model.new"  # complete before it takes its name
     shutil.rmtree(new, ignore_errors=True)
-    model.save_pretrained(new)
-    tokenizer.save_pretrained(new)
+    _write_model(new, model, tokenizer)
+    if expected is not None:
+        kind = type(model)
+        del model  # first: there may be no room for two of them
+        saved = kind.from_pretrained(new, dtype=torch.float32)
+        off = (_some_outputs(saved) - expected).abs().max()
+        if not off <= 1e-3 * expected.abs().max().clamp(min=1):
+            shutil.rmtree(new)
+            fault = f"merged into its model, the adapter gives logits that are {off:.2g} off"
+            remedy = f"load {folder}/adapter with peft.PeftModel, there is no {folder}/model"
+            raise Fault(f"{fault}: {remedy}")
     if (folder / "model").exists():
         shutil.rmtree(folder / "model")
     new.rename(folder / "model")
+
+
+def _merged(model: nn.Module) -> tuple[PreTrainedModel, Tensor]:
+    """A copy of the model with its adapter merged into it, and what it said before that."""
+    # Copied to the CPU, where there is room, and in float32: in bfloat16, as the base may be, much
+    # of what the adapter adds would be rounded away.
+    memo = {}
+    for p in filter(Tensor.is_floating_point, model.parameters()):
+        precision = torch.promote_types(p.dtype, torch.float32)
+        memo[id(p)] = nn.Parameter(p.detach().to("cpu", precision, copy=True), False)
+    copied = copy.deepcopy(model, memo).cpu()
+    expected, base = _some_outputs(copied), base_model(copied)
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if any(hasattr(layer, "base_layer") for layer in ends):
+        # Where embedding and head share their weights, merging would change both of them.
+        head = getattr(ends[1], "base_layer", ends[1])
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        base.config.get_text_config().tie_word_embeddings = False
+    return copied.merge_and_unload(), expected
+
+
+def _write_model(folder: Path, model: nn.Module, tokenizer: Any, **options: Any) -> None:
+    # transformers up to 5.20 saves no generation_config that has a temperature but no do_sample.
+    generation = getattr(model, "generation_config", None)
+    try:
+        model.generation_config = generation and GenerationConfig()
+        model.save_pretrained(folder, **options)
+    finally:
+        model.generation_config = generation
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json")
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _some_outputs(model: nn.Module) -> Tensor:
+    """What the model says to a few tokens: logits (1, 8, V), or (1, labels) of a classifier."""
+    tokens = torch.arange(8, device=model.device)
+    with evaluating(model):
+        tokens = tokens % base_model(model).get_input_embeddings().weight.shape[0]
+        return model(input_ids=tokens.unsqueeze(0)).logits
+
+
+def check_saving(name: str, model: nn.Module, tokenizer: Any) -> None:
+    """Save all but the weights, and merge each layer of an adapter. Raises InputError."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _write_model(Path(folder), base_model(model), tokenizer, state_dict={})
+        for layer in model.modules():
+            if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
+                copy.deepcopy(layer).merge()
+    except Exception as e:  # of whatever kind: after the training it would lose the model
+        raise InputError(f"--model {name}: can't be saved: {first_line(e)}") from e
 
 
 # --- Trackers ---

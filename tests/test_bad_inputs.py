@@ -325,6 +325,16 @@ def test_a_character_that_the_terminal_lacks_is_shown_as_its_number(monkeypatch)
     assert terminal.getvalue() == b"\xe9 \\u2192 \\ud800\n"
 
 
+def test_after_a_fault_of_saving_the_model_at_the_end_resume_saves_it(run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plumbing.run.save_model", Mock(side_effect=OSError("no space left")))
+        result = run("ppo", RUN)
+    has_one_line(result, 1, "the training is over; run is saved up to step 6, --resume goes on")
+    assert result[1][0].endswith("; saving to run failed: no space left")
+    assert run("ppo", f"{RUN} --resume") == (0, [])
+    assert Path("run/model/model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

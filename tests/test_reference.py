@@ -4,13 +4,14 @@ import copy
 import json
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import grpo
 import ppo
@@ -18,9 +19,10 @@ import rloo
 from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
 from plumbing import models
 from plumbing.decoding import half_precision_copy
-from plumbing.errors import InputError
+from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs, completion_values
 from plumbing.models import add_adapter, load_causal, load_tokenizer
+from plumbing.run import check_saving
 from plumbing.run import save_model as save_trained
 
 
@@ -277,6 +279,57 @@ def test_a_merged_model_says_the_same_without_the_adapter_which_trains_on(adapte
     assert torch.allclose(logprobs(merged), before, atol=1e-5)
     assert torch.equal(logprobs(adapted), before) and torch.equal(logprobs(policy), before)
     assert not torch.allclose(logprobs(policy.unload()), before, atol=1e-2)
+
+
+@pytest.mark.parametrize("layers", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_of_tied_embeddings_merges_into_the_same_model(layers, tmp_path):
+    tied = small_llama().config
+    tied.tie_word_embeddings = True
+    model = LlamaForCausalLM(tied)
+    policy = train(get_peft_model(model, LoraConfig(target_modules=layers, task_type="CAUSAL_LM")))
+    before = logprobs(policy.eval())
+    save_trained(tmp_path, policy, letter_tokenizer())
+    assert torch.allclose(logprobs(load_causal(str(tmp_path / "model"))), before, atol=1e-4)
+
+
+def test_a_merged_model_that_is_another_one_is_not_saved_and_the_adapter_is(
+    adapter, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", lambda model: small_gpt2())
+    with pytest.raises(Fault, match=r"load .*/adapter with peft\.PeftModel, there is no .*/model$"):
+        save_trained(tmp_path / "run", adapter[0], letter_tokenizer())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.6}, {"early_stopping": True}])
+def test_a_generation_config_that_transformers_refuses_is_saved_as_it_was(
+    settings, tmp_path, monkeypatch
+):
+    """By 5.0 to 5.20 where a flag has no effect, as temperature without do_sample."""
+
+    def save_pretrained(self, *args: object, **kwargs: object) -> None:
+        if settings.items() <= self.to_dict().items():
+            raise ValueError("GenerationConfig is invalid: ")
+        save(self, *args, **kwargs)
+
+    save = GenerationConfig.save_pretrained
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", save_pretrained)
+    model = small_gpt2(vocab_size=20)
+    model.generation_config.update(**settings)
+    check_saving("m", model, letter_tokenizer())
+    save_trained(tmp_path, model, letter_tokenizer())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config
+    assert settings.items() <= saved.to_dict().items() and saved.eos_token_id == 19
+
+
+def test_what_cannot_be_saved_is_refused_before_the_first_step(monkeypatch):
+    bias = LoraConfig(target_modules=["q_proj"], lora_bias=True)  # q_proj has none to merge it into
+    with pytest.raises(InputError, match=r"^--model m: can't be saved: Impossible to merge"):
+        check_saving("m", get_peft_model(small_llama(), bias), letter_tokenizer())
+    tokenizer = letter_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", Mock(side_effect=ValueError("odd")))
+    with pytest.raises(InputError, match=r"^--model m: can't be saved: odd$"):
+        check_saving("m", small_gpt2(), tokenizer)
 
 
 def test_an_adapter_has_its_own_tokenizer_or_else_that_of_its_base(adapter):
