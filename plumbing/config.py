@@ -111,7 +111,9 @@ class TrainConfig(BaseConfig):
         10, "over which the learning rate rises; then it falls to 0", least=0
     )
     micro_batch_tokens: int | None = _update(
-        help="most tokens per forward and backward pass, padding included", tiny=None, other=1024
+        help="most tokens per forward and backward pass, padding included; by memory on a GPU",
+        tiny=None,
+        other=1024,
     )
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
@@ -151,7 +153,9 @@ class TaskConfig(BaseConfig):
     stop: list[str] = _rollout([], "strings that end a completion, and belong to it")
     temperature: float = _rollout(1.0, "the policy is softmax(logits / temperature)", least=1e-3)
     rollout_batch_size: int = _rollout(
-        help="most rows decoded, or per forward pass without gradient", tiny=256, other=32
+        help="most rows decoded, or per forward pass without gradient; by memory on a GPU",
+        tiny=256,
+        other=32,
     )
     fp16: bool | None = _rollout(
         None, "decode in float16; default: on a GPU that is slow at bfloat16 (T4, V100)"
@@ -190,10 +194,13 @@ def parse_flags(config_class: type[BaseConfig], doc: str, args: list[str] | None
             learned = config.model == "tiny" and getattr(config, "reward_model", None) is not None
             setattr(config, name, value.learned if learned and value.learned else by_model)
     check_numbers(config)
-    if isinstance(config, TaskConfig):
-        check_groups(config)
     device = pick_device(config.device)
     config.device = str(device)
+    if isinstance(config, RunConfig) and device.type == "cuda" and config.model != "tiny":
+        for name in {*LIMITS} - {*given}:  # choose_limits fills them in, or --resume
+            setattr(config, name, None)
+    if isinstance(config, TaskConfig):
+        check_groups(config)
     by_device = config.bf16 is None
     if by_device:
         config.bf16 = fast_at_bfloat16(device)
@@ -319,7 +326,7 @@ def check_groups(config: TaskConfig) -> None:
     if group < smallest:
         why = "a completion is compared with the others of its prompt"
         raise InputError(f"--num_generations {group}: must be {smallest} or more, {why}")
-    most = config.rollout_batch_size
+    most = config.rollout_batch_size or sys.maxsize
     for name in ("num_generations", "eval_generations"):
         if most < (count := getattr(config, name, 0)):
             why = f"must hold the {count} completions of a prompt ({name})"
@@ -344,6 +351,7 @@ def check_groups(config: TaskConfig) -> None:
 
 # --- The folder of a run ---
 
+LIMITS = ("rollout_batch_size", "micro_batch_tokens")  # that change memory and speed
 CHECKPOINT = Path("checkpoint", "state.pt")  # in the folder of a run
 # The settings that a resumed run may change: where and how it runs. With another rollout_batch_size
 # other completions are drawn, but a run that is out of memory needs it. num_steps may not change:
@@ -423,8 +431,9 @@ def _check_settings(config: TrainConfig, path: Path) -> None:
     if script != config.script:
         raise InputError(f"--resume: {path.parent} holds a run of {script}.py")
     for name, value in dataclasses.asdict(config).items():
-        if name == "num_steps" and value is None:  # one pass over the pairs, counted at the start
-            config.num_steps = before.get(name)
+        # Found at the start of a run: one pass over the pairs, what a GPU's memory allows.
+        if value is None and name in ("num_steps", *LIMITS):
+            setattr(config, name, before.get(name))
             continue
         if name not in FREE_ON_RESUME and before.get(name) != value:
             has = f"the run in {path.parent} has {before.get(name)}"

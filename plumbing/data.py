@@ -69,6 +69,7 @@ class Task:
     name: str = "prompts"
     tokenizer: Tokenizer | None = None
     config: Any = None
+    longest_prompt: int = 0  # in tokens
 
     def batch(self, step: int) -> list[dict]:
         """The N rows of a step."""
@@ -465,6 +466,7 @@ def _check_prompts(config: Any, policy: PreTrainedModel, task: Task) -> None:
             remedy = f"lower --max_new_tokens or shorten {str(prompt)[:60]!r}"
             raise InputError(f"{fault} of {limit}: {remedy}")
         check_ids(policy, max(ids), f"--model {config.model}")
+        task.longest_prompt = max(task.longest_prompt, len(ids))
 
 
 def check_ids(model: PreTrainedModel, largest: int, what: str) -> None:

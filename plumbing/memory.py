@@ -234,11 +234,17 @@ def _update(
     return {"activations": kept + counts.casts, "logits": SCORED * logits + counts.head}
 
 
-def largest_limits(counts: Counts, config: Any, prompt_tokens: int, memory: int) -> dict[str, int]:
-    """rollout_batch_size and micro_batch_tokens: the largest powers of 2 with which the run fits
-    into a GPU with so many bytes of memory, from SMALLEST to LARGEST, whatever `config` has.
+def largest_limits(
+    counts: Counts,
+    config: Any,
+    prompt_tokens: int,
+    memory: int,
+    smallest: dict[str, int] = SMALLEST,
+) -> dict[str, int]:
+    """rollout_batch_size and micro_batch_tokens: the largest with which the run fits into a GPU
+    with so many bytes of memory, from `smallest` doubled up to LARGEST, whatever `config` has.
     """
-    limits = dict(SMALLEST)
+    limits = dict(smallest)
     for name, largest in LARGEST.items():
         while limits[name] < largest:
             tried = limits | {name: 2 * limits[name]}

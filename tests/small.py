@@ -221,7 +221,7 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
             args = ["--overwrite"]
             for name, value in ours.items():
                 values = value if isinstance(value, list) else [value]
-                args += [f"--{name}", *map(str, values)]
+                args += [] if value is None else [f"--{name}", *map(str, values)]
             script.main(args)
             text = (Path(ours["output_dir"]) / "metrics.jsonl").read_text()
             return [json.loads(line) for line in text.splitlines()]

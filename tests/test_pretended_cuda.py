@@ -1,6 +1,7 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU, and hardly wait."""
 
 import contextlib
+import json
 import warnings
 
 import pytest
@@ -174,6 +175,23 @@ def test_a_forward_pass_that_waits_is_decoded_without_graphs(waits, monkeypatch)
         assert gpu.replays == 0 and gpu.in_disorder == (waits == "while captured")
     told = [str(w.message).rpartition(":")[0] for w in warned]
     assert told == ["decoding without CUDA graphs, slowly: _local_scalar_dense"]
+
+
+@pytest.mark.parametrize(("free", "limits"), [(0, (32, 1024)), (4 * 10**9, (1024, 16384))])
+def test_the_limits_come_from_the_free_memory_and_a_resumed_run_keeps_them(
+    free, limits, make_job, monkeypatch, capsys
+):
+    run, flags = make_job(grpo), {"device": "cuda", "num_steps": 2, "save_every": 1}
+    names = ("rollout_batch_size", "micro_batch_tokens")
+    flags |= dict.fromkeys(names)  # not given
+    for memory, more in ((free, {}), (10**9, {"resume": True, "overwrite": False})):
+        with pretended_cuda():
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, x=memory: (x, 10**11))
+            run(**flags | more)
+        config = json.loads((run.folder / "config.json").read_text())
+        assert tuple(config[name] for name in names) == limits
+        printed = f"GB are free: --rollout_batch_size {limits[0]} --micro_batch_tokens {limits[1]}"
+        assert (printed in capsys.readouterr().out) == (more == {})
 
 
 def test_the_flag_cuda_graphs_switches_them_off(make_job):
