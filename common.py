@@ -346,8 +346,9 @@ def reference(
 ) -> contextlib.AbstractContextManager:
     """The reference model that the KL is measured against: the one place that decides it.
 
-    Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0.
-    bf16: it is used under autocast alone, and a copy is stored in bfloat16.
+    Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0. A
+    copy shares the weights that don't train. bf16: it is used under autocast alone, and a copy is
+    stored in bfloat16.
     """
     # Without a KL penalty no reference is needed.
     if kl_coef == 0:

@@ -124,7 +124,8 @@ def grpo_loss(
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)). Raises ValueError.
+    exact gradient; num_tokens likewise. A row without a token adds 0. Returns (scalar, clipped (B,
+    T)). Raises ValueError.
     """
     # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)

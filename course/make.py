@@ -1,184 +1,211 @@
-"""The starter repository of the assignment: the files of this one, without the solutions.
+"""Makes what students and Gradescope get: the files of this repository, without the solutions.
 
   python course/make.py OUT                                  # all problems, a first hint each
   python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
   python course/make.py OUT --hints 3                        # 0: none, 3: a recipe
+  python course/make.py autograder.zip --gradescope          # the grader, for Gradescope
 
-Points and hints are those of problems.py, expected curves those of benchmarks/learning.json.
+Problems and hints are those of problems.py, points those of the marks in tests/.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import ast
 import importlib.util
-import json
-import os
 import re
 import shutil
-import statistics
 import sys
+import textwrap
+import zipfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from pages import answer_sheet, chosen_labs, notebook, page
-from problems import BY_NAME, PROBLEMS, REPOSITORY, TESTS, Problem, without_solutions
+import pages
+from problems import BY_NAME, PROBLEMS, PROGRAM, REPOSITORY, SCRIPTS, NotFound, Problem, function_of
 
-COURSE = Path(__file__).parent
-FILES = """ppo.py grpo.py rloo.py reward_model.py common.py sampling.py tasks.py tools/plot.py
-tools/inspect_reward.py tools/look.py tools/look.html docs/metrics.md docs/debugging.md
-tiny/make.py tiny/temperature.py requirements.txt LICENSE""".split()
-FILES += sorted(f"plumbing/{path.name}" for path in (REPOSITORY / "plumbing").glob("*.py"))
-MODEL = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-         "tokenizer_config.json"]  # fmt: skip
-
-
-LINK = re.compile(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)")
+COURSE = REPOSITORY / "course"
+DOCS = ["docs/metrics.md", "docs/debugging.md"]
+LABS = ["labs.py", "lab_parts.py", "experiments.py", "reference.json"]
+TESTS = ["tests/conftest.py", "tests/small.py"]
+REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\njupytext\nipykernel\n"
+LINK = re.compile(r"\[([^]]*)\]\((?!https?:)[^)]*\)")
 
 
 def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     """Write the starter repository into the new folder `out`."""
+    labs, files = pages.chosen_labs(problems), sorted({problem.file for problem in problems})
+    whole = [*problems, *SCRIPTS] if len(problems) == len(PROBLEMS) else problems
     copy_files(out, problems, hints)
-    (out / "tests").mkdir()
-    tests = {TESTS[problem.name][0] for problem in problems if not problem.steps}
-    for name in ("conftest.py", "small.py", *sorted(tests)):
-        shutil.copy(REPOSITORY / "tests" / name, out / "tests" / name)
-    (out / "requirements-dev.txt").write_text(REQUIREMENTS)
-    shutil.copy(COURSE / "labs.py", out / "labs.py")
-    shutil.copy(COURSE / "reference.json", out / "reference.json")
-    pack = (COURSE / "starter" / "pack.py").read_text(encoding="utf-8")
-    files = " ".join(files_to_write(problems))
-    (out / "pack.py").write_text(pack.replace('"FILES"', f'"{files}"'), encoding="utf-8")
-    (out / "README.md").write_text(readme(problems), encoding="utf-8")
-    labs = chosen_labs(problems)
-    (out / "answers.md").write_text(answer_sheet(labs), encoding="utf-8")
-    (out / "handout").mkdir()
+    for name in [*TESTS, *{file for problem in whole for file in problem.test_files}]:
+        write(out / name, (REPOSITORY / name).read_text("utf-8"))
+    for name in LABS:
+        write(out / name, (COURSE / name).read_text("utf-8"))
+    for name in DOCS:  # their links lead to pages that aren't there
+        write(out / name, LINK.sub(r"\1", (REPOSITORY / name).read_text("utf-8")))
+    pack = (COURSE / "starter" / "pack.py").read_text("utf-8")
+    write(out / "pack.py", pack.replace('"FILES"', f'"{" ".join(files)}"'))
+    write(out / "README.md", readme(whole))
+    write(out / "requirements-dev.txt", REQUIREMENTS)
+    write(out / "answers.md", pages.answer_sheet(labs))
     for lab in labs:
-        (out / "handout" / f"lab{lab.number}.md").write_text(page(lab), encoding="utf-8")
+        write(out / "handout" / f"lab{lab.number}.md", pages.page(lab))
     if importlib.util.find_spec("jupytext"):
-        (out / "notebooks").mkdir()
-        shutil.copy(COURSE / "starter" / "into.py", out / "notebooks" / "into.py")
+        write(out / "notebooks" / "into.py", (COURSE / "starter" / "into.py").read_text("utf-8"))
+        stubs = {x.name: stub(x, hints) for x in problems if not x.step}
         for lab in labs:
-            text = notebook(lab, hints, url)
-            (out / "notebooks" / f"lab{lab.number}.ipynb").write_text(text, encoding="utf-8")
+            text = pages.notebook(lab, stubs, url)
+            write(out / "notebooks" / f"lab{lab.number}.ipynb", text)
 
 
-def files_to_write(problems: list[Problem]) -> list[str]:
-    """The files that have functions to write."""
-    return sorted({problem.file for problem in problems})
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
-    """Scripts, helpers and the model into the new folder `out`, without what solves `problems`."""
-    (out / "tiny").mkdir(parents=True)
-    for name in FILES:
-        text = (REPOSITORY / name).read_text(encoding="utf-8")
+    """The program into the new folder `out`, without what solves `problems`."""
+    for name in [*PROGRAM, "LICENSE"]:
         own = [problem for problem in problems if problem.file == name]
-        (out / name).parent.mkdir(exist_ok=True)
-        if name.endswith(".md"):
-            text = LINK.sub(functools.partial(_link, name), text)
-        (out / name).write_text(without_solutions(text, own, hints), encoding="utf-8")
-    for name in MODEL:
-        shutil.copy(REPOSITORY / "tiny" / name, out / "tiny" / name)
-
-
-def _link(page: str, link: re.Match) -> str:
-    """A link of a page, or its words alone where the starter doesn't have what it leads to."""
-    path = Path(page).parent / link[2]
-    return link[0] if not link[2] or os.path.normpath(path) in FILES else link[1]
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, out / name)
+        if own:
+            text = (REPOSITORY / name).read_text(encoding="utf-8")
+            write(out / name, without_solutions(text, own, hints))
 
 
 def readme(problems: list[Problem]) -> str:
-    """What is to be done, for how many points, and what the curves look like when it is."""
-    rows = [
-        f"| `{problem.name}` | {problem.what} | {problem.file}"
-        + (f", step {' and '.join(problem.steps)} of `main`" if problem.steps else "")
-        + f" | {problem.points} |"
-        for problem in problems
-    ]
-    total = sum(problem.points for problem in problems)
-    learning = json.loads((REPOSITORY / "benchmarks" / "learning.json").read_text())
-    curves = []
-    for script, runs in learning["tiny"].items():
-        cells = []
-        for share in SHARES:
-            seeds = [run["points"] for run in runs]
-            values = [curve[round(share * (len(curve) - 1))]["sampled"] for curve in seeds]
-            cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
-        curves.append(f"| `python {script.lower()}.py` | {' | '.join(cells)} |")
-    head = " | ".join(f"{share:.0%} of the steps" for share in SHARES)
-    table = "\n".join([f"| command | {head} |", f"|---|{'---|' * len(SHARES)}", *curves])
-    text = README.replace("PROBLEMS", "\n".join(rows)).replace("TOTAL", str(total))
-    return text.replace("CURVES", table).replace("FIRST", problems[0].test_command)
+    """What is to be done, and for how many points."""
+    rows = [f"| `{x.name}` | {x.what} | {x.place} | {x.points} |" for x in problems]
+    text = (COURSE / "starter" / "README.md").read_text(encoding="utf-8")
+    text = text.replace("PROBLEMS", "\n".join(rows)).replace("FIRST", problems[0].test_command)
+    return text.replace("TOTAL", str(sum(problem.points for problem in problems)))
 
 
-SHARES = (0, 0.25, 0.5, 0.75, 1)
-REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\njupytext\nipykernel\n"
-README = """# RLHF, from the log-probs to PPO, GRPO and RLOO
+def gradescope(out: Path) -> None:
+    """The zip file that Gradescope takes as an autograder."""
+    tests = {file for problem in BY_NAME.values() for file in problem.test_files}
+    grader = [f"course/{name}.py" for name in ("grade", "judge", "problems")]
+    with zipfile.ZipFile(out, "x", zipfile.ZIP_DEFLATED) as archive:
+        for name in [*PROGRAM, *TESTS, *sorted(tests), *grader]:
+            archive.write(REPOSITORY / name, f"grader/{name}")
+        for path in (COURSE / "gradescope").iterdir():
+            archive.write(path, path.name)
 
-You need Python 3.10 or newer and a laptop; no GPU, no network, no model download. The model is in
-`tiny/`: a GPT-2 of 0.6 M parameters that adds two-digit numbers and forgets to carry. Its preferred
-answer to `57+68=` is 115; the right one comes once in a while when it samples: it gets 44% of the
-sums right. Reinforcement learning has to make the right answer the preferred one.
 
-    pip install -r requirements-dev.txt
-    FIRST   # the tests of one problem
-    python -m pytest tests                 # all of them
-    python labs.py                         # the experiments; labs.py NAME runs one
-    python pack.py                         # hand_in.zip, and what is missing in it
+# --- What is left to the student ---
 
-**Where to begin.** `handout/` has a page for each lab: theory, what to write, questions;
-`notebooks/` has the same as notebooks, for Colab. Write the functions that say
-`raise NotImplementedError`. Each docstring has the shapes, the formula and its source; the headers
-of ppo.py, grpo.py, rloo.py and reward_model.py have the algorithms with their papers. Write your
-answers into `answers.md`, and put plots into `figures/` as png files that answers.md names.
 
-**Words.** B completions of up to T tokens; a mask is 1 at tokens that were really sampled, EOS
-included. A run of a script writes a folder in `runs/`; `python tools/look.py runs/NAME` makes
-a page of it: every token of a few completions with its credit, step by step. docs/metrics.md says
-what each number of a run means.
+def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
+    """The spans of lines, from 1, both ends included, that are the solution: the function's body
+    after its docstring, or the code under the numbered comment of its step. Of a step loops stay,
+    and the statements that measure or tidy up, see GIVEN. Raises NotFound.
+    """
+    function, lines = function_of(source, problem.function), source.split("\n")
+    if not problem.step:
+        first = function.body[int(ast.get_docstring(function) is not None)]
+        return [(_start(lines, first), function.end_lineno)]
+    numbers = {
+        match[1]: n
+        for n in range(function.lineno, function.end_lineno + 1)
+        if (match := re.match(r" +# (\d)\. ", lines[n - 1]))
+    }
+    after = str(int(problem.step) + 1)
+    if not {problem.step, after} <= numbers.keys():
+        raise NotFound(f"{problem.file} lacks the comment of step {problem.step} or {after}")
+    inside = range(numbers[problem.step], numbers[after])
+    loops = [x for x in ast.walk(function) if isinstance(x, ast.For)]  # from the outermost on
+    body = next(x.body for x in loops if any(node.lineno in inside for node in x.body))
+    return _holes(lines, [node for node in body if node.lineno in inside])
 
-| problem | what | where | points |
-|---|---|---|---|
-PROBLEMS
 
-TOTAL points. Don't change names and arguments. Three rules hold everywhere: a mask may be of bool
-or of 0 and 1; what stands off the mask may be anything, even NaN, and has no influence; no input is
-changed. Where a docstring names the values that an argument may have, any other is a ValueError.
+# Of a step these are no part of its solution: metrics, times, the memory between phases.
+GIVEN = re.compile(r"(meter|run)\.|meter = Meter\(|clear_cache\(")
 
-**What to hand in.** `python pack.py` writes `hand_in.zip` with the files that have functions to
-write, answers.md, notebooks, figures, and the figures of the runs in `runs/`. All else in
-plumbing/, tools/ and tiny/ stays as it is and is left away.
 
-When all is done, the scripts run. Held-out accuracy, mean and standard deviation over 5 seeds:
+def _holes(lines: list[str], body: list[ast.stmt]) -> list[tuple[int, int]]:
+    """The spans of a step's statements, those of the same level that follow each other together."""
+    spans, joins = [], False
+    for node in body:
+        if isinstance(node, ast.For):
+            spans += _holes(lines, node.body)
+        is_kept = isinstance(node, ast.For) or GIVEN.match(ast.unparse(node)) is not None
+        if not is_kept:
+            start = spans.pop()[0] if joins else _start(lines, node)
+            spans.append((start, node.end_lineno))
+        joins = not is_kept
+    return spans
 
-CURVES
-"""
+
+def _start(lines: list[str], node: ast.stmt) -> int:
+    """The first line of a statement, with the comments right above it, but not that of its step,
+    whose first line has the number and whose others are indented.
+    """
+    start = node.lineno
+    while re.match(r" *# (?! |\d\. )", lines[start - 2]):
+        start -= 1
+    return start
+
+
+def to_be_set(source: str, problem: Problem, span: tuple[int, int]) -> list[str]:
+    """The names that a hole gives a value, or entries of, and that the loop reads after it."""
+    start, end = span
+    nodes = [*ast.walk(function_of(source, problem.function))]
+    stored = [x for x in nodes if isinstance(getattr(x, "ctx", None), ast.Store)]
+    stored = [getattr(x, "value", x) for x in stored if start <= x.lineno <= end]
+    read = {x.id for x in nodes if isinstance(x, ast.Name) and x.lineno > end}
+    return sorted(read & {x.id for x in stored if isinstance(x, ast.Name)})
+
+
+def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
+    """The source of a file in which the solutions of `problems` are left to the reader, with the
+    first `hints` of the hints.
+    """
+    lines = source.split("\n")
+    cuts = [(span, p, n) for p in problems for n, span in enumerate(solution_lines(source, p))]
+    for (start, end), problem, number in sorted(cuts, key=lambda cut: cut[0], reverse=True):
+        indent = re.match(r" *", lines[start - 1])[0]
+        new = []
+        for hint in problem.hints[:hints] if number == 0 else ():
+            new += [f"{indent}# {line}" for line in textwrap.wrap(hint, 98 - len(indent))]
+        names = ", ".join(to_be_set(source, problem, (start, end))) if problem.step else ""
+        new.append(f"{indent}raise NotImplementedError" + (f'("set {names}")' if names else ""))
+        lines[start - 1 : end] = new
+    return "\n".join(lines)
+
+
+def stub(problem: Problem, hints: int) -> str:
+    """The function of a problem as the starter has it."""
+    text = (REPOSITORY / problem.file).read_text(encoding="utf-8")
+    text = without_solutions(text, [problem], hints)
+    function = function_of(text, problem.function)
+    start = min([function.lineno, *(x.lineno for x in function.decorator_list)])
+    return textwrap.dedent("\n".join(text.split("\n")[start - 1 : function.end_lineno]))
 
 
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="the new folder")
-    parser.add_argument("--problems", nargs="+", default=["all"], metavar="NAME", help="(all)")
+    parser.add_argument("out", type=Path, help="the new folder, or zip file")
+    names = [problem.name for problem in PROBLEMS]
+    parser.add_argument("--problems", nargs="+", default=names, metavar="NAME", choices=names)
     parser.add_argument("--hints", type=int, choices=range(4), default=1, help="depth of hints (1)")
     parser.add_argument(
         "--url", default="https://github.com/OWNER/assignment",
         help="where you put the starter: the notebooks clone it on Colab",
     )  # fmt: skip
+    parser.add_argument("--gradescope", action="store_true", help="make the autograder's zip file")
     options = parser.parse_args(args)
-    unknown = sorted(set(options.problems) - set(BY_NAME) - {"all"})
-    fault = ""
     if options.out.exists():
-        fault = f"{options.out} exists already, choose a new folder"
-    if unknown:
-        fault = f"--problems {unknown[0]}: choose from all, {', '.join(BY_NAME)}"
-    if fault:
-        print(f"error: {fault}", file=sys.stderr)
+        print(f"error: {options.out} exists already, choose a new name", file=sys.stderr)
         return 2
-    chosen = [p for p in PROBLEMS if "all" in options.problems or p.name in options.problems]
+    if options.gradescope:
+        gradescope(options.out)
+        print(f"{options.out} is the autograder.")
+        return 0
+    chosen = [problem for problem in PROBLEMS if problem.name in options.problems]
     make(options.out, chosen, options.hints, options.url)
     print(f"{options.out} has {len(chosen)} problems.")
     if not (options.out / "notebooks").exists():

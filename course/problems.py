@@ -1,49 +1,77 @@
-"""The problems of the assignment, and how a function is taken out of a file or put into it.
+"""The problems of the assignment: which function of which file is written, and three hints each.
 
-Functions are found by their name through `ast`, steps of a loop by the numbers of their comments:
-no marker clutters the solution, which is the repository itself.
+A function is found by its name, a step of a loop by the number of its comment: no marker clutters
+the solution, which is the repository itself. The points of a problem are those of its properties:
+the tests of tests/ that have the mark @pytest.mark.problem(name, points).
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import itertools
-import re
-import symtable
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parent.parent
+# The program, without its tests and pages.
+PROGRAM = [
+    path.relative_to(REPOSITORY).as_posix()
+    for pattern in ("*.py", "plumbing/*.py", "tools/*.py", "tools/*.html", "tiny/*.*", "*.txt")
+    for path in sorted(REPOSITORY.glob(pattern))
+]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A function of a file to be written; of `main` only the steps in `steps`. The hints go from
-    the idea to a recipe.
+    """A function of a file to be written; of `main` only this step. The hints go from
+    the idea to a recipe. Without a function it is a script of the submission, as a whole.
     """
 
     name: str
-    points: int
     file: str
     function: str
     what: str
-    hints: tuple[str, str, str]
-    steps: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    step: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.file + (f", step {self.step} of `main`" if self.step else "")
+
+    @property
+    def properties(self) -> dict[str, int]:
+        """{test: points}, a test as file::function."""
+        return marked_tests()[self.name]
+
+    @property
+    def points(self) -> int:
+        return sum(self.properties.values())
+
+    @property
+    def test_files(self) -> list[str]:
+        return sorted({f"tests/{test.partition('::')[0]}" for test in self.properties})
 
     @property
     def test_command(self) -> str:
-        """What tries the problem: the tests of its function, or two steps of its script."""
-        if self.steps:
-            return f"python {self.file} --num_steps 2 --num_eval_prompts 64 --overwrite"
-        file, words = TESTS[self.name]
-        return f'python -m pytest tests/{file} -k "{words}"'
+        return f"python -m pytest {' '.join(self.test_files)} --problem {self.name}"
+
+
+@functools.cache
+def marked_tests() -> dict[str, dict[str, int]]:
+    """{problem: {test: points}} of all tests with a mark."""
+    found: dict[str, dict[str, int]] = {}
+    for path in sorted((REPOSITORY / "tests").glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for mark in getattr(node, "decorator_list", []):
+                if ast.unparse(mark).startswith("pytest.mark.problem("):
+                    name, points = (ast.literal_eval(x) for x in mark.args[:2])
+                    found.setdefault(name, {})[f"{path.name}::{node.name}"] = points
+    return found
 
 
 PROBLEMS = [
     Problem(
-        "token_logprobs", 4, "common.py", "token_logprobs", "log-probs of given tokens",
+        "token_logprobs", "common.py", "token_logprobs", "log-probs of given tokens",
         (
             "The log-prob of a token is its logit less the log of the sum of all exponentials.",
             "There is a function for it along the last dimension; then pick one entry per token.",
@@ -52,7 +80,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "kl_estimate", 5, "common.py", "kl_estimate", "k1, k2 and k3",
+        "kl_estimate", "common.py", "kl_estimate", "k1, k2 and k3",
         (
             "All three are functions of d, the log-prob under the policy less that under the"
             " reference.",
@@ -63,7 +91,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "completion_mask", 4, "common.py", "completion_mask", "where a completion ends",
+        "completion_mask", "common.py", "completion_mask", "where a completion ends",
         (
             "A position counts if no EOS comes strictly before it.",
             "How many EOS come before each position? A cumulative sum counts them up to and"
@@ -73,7 +101,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "masked_whiten", 4, "common.py", "masked_whiten", "whitening under a mask",
+        "masked_whiten", "common.py", "masked_whiten", "whitening under a mask",
         (
             "Mean and variance over the real entries alone; what lies off the mask may be anything,"
             " even NaN.",
@@ -85,7 +113,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "disable_dropout", 4, "common.py", "disable_dropout", "dropout off, all of it",
+        "disable_dropout", "common.py", "disable_dropout", "dropout off, all of it",
         (
             "nn.Dropout modules are only one of three places where models keep a probability.",
             "Modules may also have it as a float attribute, or read it from a config that they"
@@ -97,18 +125,19 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "reference", 5, "common.py", "reference", "which reference model there is",
+        "reference", "common.py", "reference", "which reference model there is",
         (
             "Three cases: no KL, a new adapter, everything else.",
             "A context manager that can be entered often and gives None, the policy with its"
             " adapter switched off, or a copy that never changes.",
             "contextlib.nullcontext gives what you put into it. Without KL: None. With a new"
             " adapter (there is a function that says so): the class AdapterOff. Else a copy by the"
-            " function that shares what doesn't train, in evaluation mode and without gradients.",
+            " function that shares what doesn't train, in evaluation mode and without gradients;"
+            " with bf16 store_in_bfloat16 takes it, and the base model's device.",
         ),
     ),
     Problem(
-        "generate", 9, "sampling.py", "generate", "the sampling loop",
+        "generate", "sampling.py", "generate", "the sampling loop",
         (
             "Read the prompts, then draw a token for each row, read it, and so on. Decoder of"
             " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
@@ -124,7 +153,21 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "shape_rewards", 4, "ppo.py", "shape_rewards", "PPO: rewards per token",
+        "completion_logprobs", "plumbing/forward.py", "completion_logprobs",
+        "log-probs of a completion by the training forward",
+        (
+            "The logits at a position are about the token that comes after it. So which column of"
+            " logits belongs to the first token of the completion?",
+            "Prompts are padded on the left: the model needs position ids, which model_inputs makes"
+            " from the mask. The logits are divided by the temperature, as for sampling.",
+            "Run base_model(model) on model_inputs(base_model(model), tokens, attention_mask); with"
+            " P prompt columns take logits[:, P - 1 : -1], at_least_float32, over the temperature;"
+            " token_logprobs of the last T tokens, token_entropy of detached logits unless"
+            " entropy_grad; 0 off the mask. All under autocast, as in completion_values below.",
+        ),
+    ),
+    Problem(
+        "shape_rewards", "ppo.py", "shape_rewards", "PPO: rewards per token",
         (
             "Every real token pays for its KL; the last real one gets the score as well.",
             "The last real token of a row is where the cumulative sum of the mask reaches its"
@@ -134,7 +177,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "gae", 7, "common.py", "gae", "generalised advantage estimation",
+        "gae", "common.py", "gae", "generalised advantage estimation",
         (
             "The recursion runs from the last token to the first.",
             "After the last real token of a row V and A are 0, whatever the value model says there:"
@@ -145,7 +188,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "policy_loss", 4, "ppo.py", "policy_loss", "PPO: the clipped surrogate",
+        "policy_loss", "ppo.py", "policy_loss", "PPO: the clipped surrogate",
         (
             "The paper maximises a minimum, you minimise a maximum.",
             "Two losses, one with the ratio, one with the clipped ratio, both times the negative"
@@ -156,7 +199,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "value_loss", 4, "ppo.py", "value_loss", "PPO: the clipped value loss",
+        "value_loss", "ppo.py", "value_loss", "PPO: the clipped value loss",
         (
             "As with the policy: the worse of a free and a clipped prediction.",
             "The clipped prediction stays within clip_range_value of the old value.",
@@ -165,17 +208,28 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "ppo_loop", 5, "ppo.py", "main", "PPO: rewards and advantages in the loop",
+        "ppo_loop", "ppo.py", "main", "PPO: rewards and advantages in the loop",
         (
             "Shape the rewards from scores and KL, then advantages and returns.",
             "The advantages are whitened, the returns aren't: the value model must learn the real"
             " rewards.",
             "shape_rewards; gae with gamma and lam; masked_whiten of the advantages.",
         ),
-        steps=("4",),
+        step="4",
     ),
     Problem(
-        "group_advantages", 5, "grpo.py", "group_advantages", "GRPO: advantages in the group",
+        "schedule", "common.py", "schedule", "the learning rate of a step",
+        (
+            "Adam's first steps are as large as the rate: it rises first, then falls to 0.",
+            "Two straight lines. At which step does the share have to be 1, and what would it be at"
+            " the step after the last one?",
+            "Cut warmup_steps to half of num_steps, rounded down; below it the share is"
+            " (step + 1) / warmup_steps; from there on the steps that are left, this one included,"
+            " over num_steps - warmup_steps.",
+        ),
+    ),
+    Problem(
+        "group_advantages", "grpo.py", "group_advantages", "GRPO: advantages in the group",
         (
             "The group's mean is the baseline. The difference is divided by the standard deviation"
             " of the group or of the batch plus 1e-4, by the group's mean, or not at all.",
@@ -188,7 +242,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "grpo_loss", 8, "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
+        "grpo_loss", "grpo.py", "grpo_loss", "GRPO: the loss and its variants",
         (
             "A loss per token, then one of three ways to average it over the minibatch. grpo and"
             " gspo: over the tokens of each completion, then over the completions; dapo and cispo:"
@@ -206,7 +260,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "grpo_loop", 9, "grpo.py", "main", "GRPO: the update in the loop",
+        "grpo_loop", "grpo.py", "main", "GRPO: the update in the loop",
         (
             "First set_learning_rate. Each epoch is a new order of the rows, cut into minibatches,"
             " each of them one optimiser step over micro-batches. The loops and the metrics are"
@@ -217,10 +271,10 @@ PROBLEMS = [
             "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
             " grpo_loss, the rows of ref_logprobs where there are any, num_rows and num_tokens.",
         ),
-        steps=("5",),
+        step="5",
     ),
     Problem(
-        "rloo_advantages", 4, "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
+        "rloo_advantages", "rloo.py", "rloo_advantages", "RLOO: the leave-one-out baseline",
         (
             "The baseline of a completion is the mean reward of its siblings.",
             "The sum of the others is the sum of all less one's own; a NaN is nobody's sibling.",
@@ -231,7 +285,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "rloo_loss", 4, "rloo.py", "rloo_loss", "RLOO: the loss",
+        "rloo_loss", "rloo.py", "rloo_loss", "RLOO: the loss",
         (
             "A completion is one action: one ratio per row.",
             "policy_ratio of the sum of the log-ratios of its tokens, padding left out; the clip is"
@@ -241,7 +295,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "rloo_loop", 4, "rloo.py", "main", "RLOO: rewards and advantages in the loop",
+        "rloo_loop", "rloo.py", "main", "RLOO: rewards and advantages in the loop",
         (
             "In RLOO the KL is part of the reward, summed over the completion.",
             "Its estimate is k1, and (B, T): the reward is (B,). Where kl_coef is 0 there is no"
@@ -250,10 +304,10 @@ PROBLEMS = [
             " sum of a row of kl; then rloo_advantages; has_gradient is True where the advantage"
             " isn't 0, and everywhere if entropy_coef is above 0; on the CPU.",
         ),
-        steps=("4",),
+        step="4",
     ),
     Problem(
-        "preference_loss", 4, "reward_model.py", "preference_loss",
+        "preference_loss", "reward_model.py", "preference_loss",
         "reward models: the loss of pairs",
         (
             "The header has the formula: what is asked of a pair is that its two scores differ.",
@@ -265,7 +319,7 @@ PROBLEMS = [
         ),
     ),
     Problem(
-        "last_real_token", 3, "plumbing/preferences.py", "last_real_token",
+        "last_real_token", "plumbing/preferences.py", "last_real_token",
         "reward models: where a text is scored",
         (
             "The mask says where it is, the ids don't: pad may be a token that the text has as"
@@ -276,28 +330,16 @@ PROBLEMS = [
         ),
     ),
 ]  # fmt: skip
-BY_NAME = {problem.name: problem for problem in PROBLEMS}
-# The repository's own tests come along with the starter: a file, and words in the names of the
-# tests that are about the problem.
-TESTS = {
-    "token_logprobs": ("test_common.py", "logprobs or half_precision"),
-    "kl_estimate": ("test_common.py", "k1 or k2 or k3 or estimator"),
-    "completion_mask": ("test_common.py", "first_eos"),
-    "masked_whiten": ("test_common.py", "whiten"),
-    "gae": ("test_common.py", "gae or advantage or padding_never"),
-    "disable_dropout": ("test_common.py", "dropout"),
-    "reference": ("test_reference.py", "there_is_no_reference or it_is"),
-    "generate": ("test_sampling.py", "eos or recorded or drawn or prompt or rows"),
-    "shape_rewards": ("test_ppo.py", "score"),
-    "policy_loss": ("test_ppo.py", "clip_stops or ratio"),
-    "value_loss": ("test_ppo.py", "value"),
-    "group_advantages": ("test_grpo.py", "advantages or group"),
-    "grpo_loss": ("test_grpo.py", "loss or gradient or clip or cispo or shares"),
-    "rloo_advantages": ("test_rloo.py", "baseline or advantages or group"),
-    "rloo_loss": ("test_rloo.py", "loss or clip or ratio or shares"),
-    "preference_loss": ("test_reward_model.py", "loss"),
-    "last_real_token": ("test_reward_model.py", "last_real_token"),
-}
+# A submission as a whole: all of its files together, in a short run of each script.
+SCRIPTS = [
+    Problem(f"{name}_script", file, "", f"{file} runs two steps, and learns in a short run")
+    for name, file in (
+        ("ppo", "ppo.py"), ("grpo", "grpo.py"), ("rloo", "rloo.py"), ("reward", "reward_model.py")
+    )
+]  # fmt: skip
+BY_NAME = {problem.name: problem for problem in [*PROBLEMS, *SCRIPTS]}
+FILES = sorted({problem.file for problem in PROBLEMS})  # those that have something to write
+SHARED = [file for file in FILES if file not in {script.file for script in SCRIPTS}]
 
 
 class NotFound(Exception):
@@ -310,290 +352,3 @@ def function_of(source: str, name: str) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     raise NotFound(f"there is no function {name}")
-
-
-def solution_lines(source: str, problem: Problem) -> list[tuple[int, int]]:
-    """The spans of lines, from 1, both ends included, that are the solution: the function's body
-    after its docstring, or the code under the numbered comments of its steps. Of a step loops stay,
-    and the statements that measure or tidy up, see GIVEN.
-    """
-    function = function_of(source, problem.function)
-    if not problem.steps:
-        first = function.body[int(ast.get_docstring(function) is not None)]
-        return [(_start(source, first), function.end_lineno)]
-    lines = source.split("\n")
-    numbered = re.compile(r" +# (\d)\. ")
-    places = [
-        (n, match[1])
-        for n in range(function.lineno, function.end_lineno + 1)
-        if (match := numbered.match(lines[n - 1]))
-    ]
-    bodies = [node.body for node in ast.walk(function) if isinstance(node, (ast.For, ast.With))]
-    spans, found = [], []
-    for (start, number), (end, _) in itertools.pairwise(places):
-        if number in problem.steps:
-            found.append(number)
-            body = next(b for b in bodies if any(start < node.lineno < end for node in b))
-            spans += _holes(source, [node for node in body if start < node.lineno < end])
-    if tuple(found) != problem.steps:
-        raise NotFound(f"{problem.file} lacks one of the steps {', '.join(problem.steps)}")
-    return spans
-
-
-# Of a step these are no part of its solution: metrics, times, the memory between phases.
-GIVEN = re.compile(r"(meter|run)\.|meter = Meter\(|clear_cache\(")
-
-
-def _holes(source: str, body: list[ast.stmt]) -> list[tuple[int, int]]:
-    """The spans of a step's statements, those of the same level that follow each other together."""
-    spans, joins = [], False
-    for node in body:
-        if isinstance(node, ast.For):
-            spans += _holes(source, node.body)
-        is_kept = isinstance(node, ast.For) or GIVEN.match(ast.unparse(node)) is not None
-        if not is_kept and joins:
-            spans[-1] = spans[-1][0], node.end_lineno
-        elif not is_kept:
-            spans.append((_start(source, node), node.end_lineno))
-        joins = not is_kept
-    return spans
-
-
-def _start(source: str, node: ast.stmt) -> int:
-    """The first line of a statement, with the comments right above it, but not that of its step,
-    whose first line has the number and whose others are indented.
-    """
-    lines, start = source.split("\n"), node.lineno
-    while re.match(r" *# (?! |\d\. )", lines[start - 2]):
-        start -= 1
-    return start
-
-
-def to_be_set(source: str, problem: Problem, span: tuple[int, int]) -> list[str]:
-    """The names that a hole gives a value, or entries of, and that the loop reads after it."""
-    start, end = span
-    function = function_of(source, problem.function)
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    stored = {n.id for n in names if isinstance(n.ctx, ast.Store) and start <= n.lineno <= end}
-    stored |= {
-        node.value.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Subscript)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and start <= node.lineno <= end
-    }
-    loaded = {n.id for n in names if isinstance(n.ctx, ast.Load) and n.lineno > end}
-    return sorted(stored & loaded)
-
-
-def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
-    """The source of a file in which the solutions of `problems` are left to the reader, with the
-    first `hints` of the hints.
-    """
-    lines = source.split("\n")
-    cuts = [(span, p) for p in problems for span in solution_lines(source, p)]
-    for (start, end), problem in sorted(cuts, key=lambda cut: cut[0], reverse=True):
-        indent = re.match(r" *", lines[start - 1])[0]
-        width = 100 - len(indent) - 2
-        new = []
-        is_first = (start, end) == solution_lines(source, problem)[0]
-        for hint in problem.hints[:hints] if is_first else ():
-            new += [f"{indent}# {line}" for line in textwrap.wrap(hint, width)]
-        message = ""
-        if problem.steps and (names := to_be_set(source, problem, (start, end))):
-            message = f'("set {", ".join(names)}")'
-        new.append(f"{indent}raise NotImplementedError{message}")
-        lines[start - 1 : end] = new
-    return "\n".join(lines)
-
-
-def top_level(source: str) -> list[tuple[ast.stmt, str]]:
-    """The statements of a file with their text. Of a file that doesn't parse, those that do: an
-    error in one function must not cost the others.
-    """
-    parts = [source]
-    if not _parses(source):
-        parts = []
-        for line in source.split("\n"):
-            starts = line[:1] not in ("", " ", "\t", "#", ")", "]", "}")
-            if starts and not (parts and parts[-1].split("\n")[-1].startswith("@")):
-                parts.append(line)
-            elif parts:
-                parts[-1] += "\n" + line
-    found = []
-    for part in filter(_parses, parts):
-        lines = part.split("\n")
-        for node in ast.parse(part).body:
-            decorators = getattr(node, "decorator_list", [])
-            start = min([node.lineno, *(d.lineno for d in decorators)])
-            found.append((node, "\n".join(lines[start - 1 : node.end_lineno])))
-    return found
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-        symtable.symtable(source, "submission", "exec")  # also two arguments of one name
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
-def names_of(node: ast.stmt) -> set[str]:
-    """The names that a top-level statement gives a meaning: definitions, imports, also in a try or
-    an if, and plain assignments. Loops and calls at the top level are scratch code.
-    """
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return {node.name}
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    if isinstance(node, (ast.Try, ast.If)):
-        return set().union(*(names_of(n) for n in node.body), *(names_of(n) for n in node.orelse))
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    plain = isinstance(node, (ast.Assign, ast.AnnAssign))
-    return {t.id for t in targets if isinstance(t, ast.Name)} if plain else set()
-
-
-def globals_of(text: str) -> set[str]:
-    """The names that a piece of code takes from its module."""
-
-    def read(table: symtable.SymbolTable) -> set[str]:
-        top = table.get_type() == "module"
-        own = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-        known = {s.get_name() for s in table.get_symbols() if not (top or s.is_global())}
-        return (own - known).union(*(read(child) for child in table.get_children()))
-
-    return read(symtable.symtable(text, "submission", "exec"))
-
-
-def splice(solution: str, submission: str, function: str) -> str:
-    """The solution's file, without its own `function` and with the submission's at its end.
-
-    Helpers, constants and imports of the submission come with it where it needs them: those that
-    are new, and those that have been changed, but no other problem's function; nothing else of the
-    submission is run. So a fault in one function can't cost the points of another. Raises NotFound.
-    """
-    text, _ = _splice(solution, submission, function)
-    return text
-
-
-def splice_files(texts: dict[str, str], problem: Problem) -> dict[str, str]:
-    """{path: text} of the file of a problem, see `splice`, and of modules beside it with what it
-    imports from other files of the submission, whose texts are given by their paths.
-
-    Only names that the repository's file lacks come from there: a function of the solution stays
-    as it is, here and for whoever imports it.
-    """
-    text, missing = _splice(_repository(problem.file), texts[problem.file], problem.function)
-    found, asked = {problem.file: text}, {}
-    while missing:
-        module, names = missing.popitem()
-        file = MODULES[module]
-        if file not in texts or names <= asked.setdefault(module, set()):
-            continue
-        asked[module] |= names
-        theirs = top_level(texts[file])
-        taken = _with_helpers(_repository(file), theirs, set(), asked[module], "")
-        parts, more = _texts(_repository(file), theirs, taken)
-        head = f"import {module} as _original\n\nglobals().update("
-        head += 'dict(item for item in vars(_original).items() if item[0][:2] != "__"))'
-        found[f"{beside(module)}.py"] = "\n\n\n".join([head, *parts]) + "\n"
-        for name in more:
-            missing[name] = missing.get(name, set()) | more[name]
-    return found
-
-
-MODULES = {p.file.removesuffix(".py").replace("/", "."): p.file for p in PROBLEMS}
-
-
-def beside(module: str) -> str:
-    """The module with what a submission has in `module` and the repository has not."""
-    return f"submitted_{module.replace('.', '_')}"
-
-
-@functools.cache
-def _repository(file: str) -> str:
-    return (REPOSITORY / file).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _meanings(source: str) -> dict[str, str]:
-    """{name: what gives it its meaning} of the top level of a file."""
-    return {name: ast.dump(node) for node, _ in top_level(source) for name in names_of(node)}
-
-
-Parts = list[tuple[ast.stmt, str]]
-
-
-def _splice(solution: str, submission: str, function: str) -> tuple[str, dict[str, set[str]]]:
-    """`splice`, and {module: names} of what is to be had from other files of the submission."""
-    theirs = top_level(submission)
-    found = [i for i, (node, _) in enumerate(theirs) if function in names_of(node)]
-    if not found:
-        if re.search(rf"^def {function}\b", submission, re.MULTILINE):
-            raise NotFound(f"{function} doesn't parse, python says where: check its syntax")
-        raise NotFound(f"there is no function {function}")
-    wanted = globals_of(theirs[found[-1]][1])
-    taken = _with_helpers(solution, theirs, {found[-1]}, wanted, function)
-    parts, missing = _texts(solution, theirs, taken)
-    return "\n\n\n".join([_without(solution, function).rstrip(), *parts]) + "\n", missing
-
-
-def _without(source: str, function: str) -> str:
-    """The source without a function: it must not lie beside the submission's."""
-    node, lines = function_of(source, function), source.split("\n")
-    start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    return "\n".join([*lines[: start - 1], *lines[node.end_lineno :]])
-
-
-def _with_helpers(
-    solution: str, theirs: Parts, taken: set[int], wanted: set[str], function: str
-) -> set[int]:
-    """`taken`, and the places of the statements that the names in `wanted` need, directly or not,
-    and that the solution hasn't got like that. None is of `function`, or of another problem.
-    """
-    ours, others = _meanings(solution), {p.function for p in PROBLEMS} - {function}
-    taken, wanted, grown = set(taken), set(wanted), True
-    while grown:
-        grown = False
-        for index, (node, text) in enumerate(theirs):
-            names = names_of(node) & wanted
-            is_new = any(ours.get(name) != ast.dump(node) for name in names - others)
-            if index not in taken and is_new and function not in names:
-                taken.add(index)
-                wanted |= globals_of(text)
-                grown = True
-    return taken
-
-
-def _texts(solution: str, theirs: Parts, taken: set[int]) -> tuple[list[str], dict[str, set[str]]]:
-    """The statements to be put after the solution, and {module: names} of what they import that is
-    in the submission's file of that module alone.
-    """
-    parts, missing = [], {}
-    for index in sorted(taken):
-        node, text = theirs[index]
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            parts.append(text)
-            continue
-        texts = [text]
-        if new := _new_names(node):
-            protected = _meanings(solution).keys() | {p.function for p in PROBLEMS}
-            kept = [a for a in node.names if a not in new]
-            new = [a for a in new if (a.asname or a.name) not in protected]
-            missing.setdefault(node.module, set()).update(a.name for a in new)
-            pairs = [(node.module, kept), (beside(node.module), new)]
-            texts = [ast.unparse(ast.ImportFrom(m, names, 0)) for m, names in pairs if names]
-        # Where it fails, a name stays undefined, and that is said where it is used.
-        for text in texts:
-            parts.append(f"try:\n{textwrap.indent(text, '    ')}\nexcept Exception:\n    pass")
-    return parts, missing
-
-
-def _new_names(node: ast.stmt) -> list[ast.alias]:
-    """What an import asks of a file of the submission that the repository's file hasn't got."""
-    if not isinstance(node, ast.ImportFrom) or node.level or node.module not in MODULES:
-        return []
-    known = _meanings(_repository(MODULES[node.module]))
-    return [a for a in node.names if a.name not in known and a.name != "*"]

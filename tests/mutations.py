@@ -78,7 +78,7 @@ MUTATIONS = [
     ("ValueModel.__init__", "        nn.init.zeros_(self.head.weight)\n", "", "the value head starts at random"),
     ("ValueModel.on_backbone_of", "            backbone = copy_of(backbone)\n", "            pass\n", "value model and policy share their weights"),
     ("reference", "    if kl_coef == 0:\n        return contextlib.nullcontext(None)\n", "", "a reference without KL"),
-    ("reference", "return contextlib.nullcontext(copy_of(policy).eval().requires_grad_(False))", "return contextlib.nullcontext(policy)", "the reference is the policy itself"),
+    ("reference", "copied = copy_of(policy).eval().requires_grad_(False)", "copied = policy", "the reference is the policy itself"),
     ("reference", "    if has_new_adapter(policy):\n        return AdapterOff(policy)\n", "    if hasattr(policy, 'peft_config'):\n        return AdapterOff(policy)\n", "the base model as reference of a trained adapter"),
     ("AdapterOff.__enter__", "        self.stack.enter_context(self.policy.disable_adapter())\n", "", "the adapter is on in its own reference"),
     ("AdapterOff.__enter__", "        return self.stack.enter_context(evaluating(self.policy))", "        return self.policy", "dropout in the reference of an adapter"),

@@ -1,15 +1,16 @@
-"""The course: starter, pages, notebooks, experiments of the labs, bug hunt."""
+"""The course: starter, pages, notebooks, grader, experiments of the labs, bug hunt."""
 
 import ast
+import csv
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,14 +18,17 @@ REPOSITORY = Path(__file__).parent.parent
 sys.path[:0] = [str(REPOSITORY / "course"), str(REPOSITORY / "course" / "starter")]
 
 import bughunt
+import experiments
+import grade
 import into
+import lab_parts
 import labs
 import make
 import pages
-from problems import BY_NAME, PROBLEMS, TESTS, function_of
+from problems import BY_NAME, FILES, PROBLEMS, SCRIPTS, function_of, marked_tests
 
 pytestmark = pytest.mark.slow  # copies of the repository, and short runs
-LABS = pages.all_labs()
+LABS = pages.chosen_labs(PROBLEMS)
 QUESTIONS = [(lab, question) for lab in LABS for question in lab.questions]
 REFERENCE = json.loads(labs.REFERENCE.read_text())["experiments"]
 FEW = "--num_steps 2 --prompts_per_step 4 --num_generations 4 --num_eval_prompts 8"
@@ -49,6 +53,13 @@ def texts(folder: Path) -> dict[str, str]:
     return found
 
 
+def solution(name: str) -> str:
+    """The function of a problem as the repository has it."""
+    text = (REPOSITORY / BY_NAME[name].file).read_text(encoding="utf-8")
+    node = function_of(text, BY_NAME[name].function)
+    return "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
+
+
 # --- The starter ---
 
 
@@ -57,7 +68,7 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
     for problem in PROBLEMS:
         text = (starter / problem.file).read_text(encoding="utf-8")
         function = function_of(text, problem.function)
-        if not problem.steps:
+        if not problem.step:
             docstring, *rest = function.body
             assert isinstance(docstring, ast.Expr) and len(rest) == 1, problem.name
             assert isinstance(rest[0], ast.Raise), problem.name
@@ -73,20 +84,19 @@ def test_the_starter_with_the_solutions_copied_back_passes_its_tests_and_fails_t
 ):
     folder = tmp_path / "work"
     shutil.copytree(starter, folder)
-    command = [sys.executable, *shlex.split(BY_NAME["kl_estimate"].test_command)[1:], "-n", "0"]
+    command = [sys.executable, *shlex.split(BY_NAME["kl_estimate"].test_command)[1:]]
     before = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert before.returncode == 1 and "NotImplementedError" in before.stdout
     shutil.copy(REPOSITORY / "common.py", folder / "common.py")
     after = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert after.returncode == 0, after.stdout
+    assert after.returncode == 0 and "5 passed" in after.stdout.replace("6 passed", "5 passed")
 
 
-@pytest.mark.parametrize("problem", [p for p in PROBLEMS if not p.steps], ids=lambda p: p.name)
-def test_each_problem_has_tests_of_its_own(problem):
-    file, words = TESTS[problem.name]
-    names = re.findall(r"^def (test_\w+)", (REPOSITORY / "tests" / file).read_text(), re.M)
-    for word in words.split(" or "):
-        assert [name for name in names if word in name], f"{file} has no test of {word}"
+def test_each_problem_has_marked_tests_and_all_functions_are_worth_100_points():
+    assert set(marked_tests()) == set(BY_NAME)
+    assert sum(problem.points for problem in PROBLEMS) == 100
+    assert [script.points for script in SCRIPTS] == [10] * 4
+    assert all(len(problem.hints) == 3 for problem in PROBLEMS)
 
 
 def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
@@ -97,7 +107,8 @@ def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     assert "| `gae` |" in text and "| `policy_loss` |" not in text
     assert 'FILES = [path for path in "common.py".split()' in (out / "pack.py").read_text()
     assert make.main([str(out)]) == 2, "the folder exists already"
-    assert make.main([str(tmp_path / "new"), "--problems", "gea"]) == 2
+    with pytest.raises(SystemExit):
+        make.main([str(tmp_path / "new"), "--problems", "gea"])
 
 
 def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter, tmp_path):
@@ -109,7 +120,7 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter, tmp_pa
     assert re.search("note: common.py: not written yet: .*, gae, ", done.stdout)
     assert f"answers.md: {len(QUESTIONS)} answers are empty" in done.stdout
     names = zipfile.ZipFile(folder / "hand_in.zip").namelist()
-    assert {"ppo.py", "answers.md"} <= set(names) and "labs.py" not in names
+    assert {*FILES, "answers.md"} <= set(names) and not {*make.LABS} & set(names)
     (folder / "ppo.py").write_text("def f(:\n")
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1 and "error: ppo.py is no Python" in done.stderr
@@ -119,49 +130,78 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter, tmp_pa
 
 
 def test_each_question_has_a_key_and_something_to_hand_in_and_its_commands_exist():
-    assert sorted(name for lab in LABS for name in lab.problems) == sorted(BY_NAME)
+    assert sorted(name for lab in LABS for name in lab.problems) == sorted(x.name for x in PROBLEMS)
     for lab, question in QUESTIONS:
         assert question.deliverable and set(question.about) <= set(BY_NAME)
         for part in ("**Answer.**", "**Points.**", "**Usual mistakes.**"):
             assert question.key.count(part) == 1, (question.title, part)
         for command in question.commands:
-            _, script, *rest = command.split()
+            _, script, *_ = command.split()
             assert (REPOSITORY / script).exists() or (REPOSITORY / "course" / script).exists()
-            if script == "labs.py":
-                assert all(labs.EXPERIMENTS[name].lab == lab.number for name in rest), command
+        for name in question.experiments:
+            assert experiments.EXPERIMENTS[name].lab == lab.number
+            assert experiments.EXPERIMENTS[name].predict.ask in pages.asked(question)
+
+
+CLAIM = re.compile(
+    r"`(\w+)`:\s+([^;]+?)\s+of\s+`([^`]+)`\s+([<>])\s+"
+    r"(?:([^;]+?)\s+of\s+`([^`]+)`|(-?[\d.]+))(?:;|$)"
+)
 
 
 def test_what_the_key_says_of_a_figure_holds_for_99_of_100_single_runs():
-    found = [claim for _, q in QUESTIONS for claim in pages.claims(q)]
+    keys = [question.key.partition("**Holds.**")[2].strip() for _, question in QUESTIONS]
+    found = [match.groups() for key in keys for match in CLAIM.finditer(key)]
     assert len(found) > 50
-    for experiment, figure, variant, sign, *other in found:
+    for experiment, figure, variant, sign, other, its_variant, number in found:
         first = REFERENCE[experiment][variant][figure]
-        second = {"mean": other[0], "std": 0}
-        if len(other) == 2:
-            second = REFERENCE[experiment][other[1]][other[0]]
+        second = {"mean": float(number or 0), "std": 0}
+        if number is None:
+            second = REFERENCE[experiment][its_variant][other]
         distance = (second["mean"] - first["mean"]) * (1 if sign == "<" else -1)
         spread = (first["std"] ** 2 + second["std"] ** 2) ** 0.5
         assert distance > 2.33 * spread, (experiment, figure, variant)
 
 
-def test_a_notebook_puts_its_cell_into_the_file_and_runs_the_tests(starter, tmp_path):
+def run_notebook(path: Path, cells: list) -> list[str]:
+    """The texts that the cells of a notebook print, run where it lies."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    book = nbformat.read(path, as_version=4)
+    book.cells = [nbformat.v4.new_code_cell(source) for source in cells]
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(book, timeout=300, resources=resources).execute()
+    return [
+        "".join(x.get("text", "") + str(x.get("data", "")) for x in cell.outputs)
+        for cell in book.cells
+    ]
+
+
+def code_of(path: Path) -> list[str]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_a_notebook_puts_its_cell_into_the_file_and_runs_the_tests(starter, tmp_path):
     folder = tmp_path / "work"
     shutil.copytree(starter, folder)
-    book = nbformat.read(folder / "notebooks" / "lab1.ipynb", as_version=4)
-    kept = ["def kl_estimate", TESTS["kl_estimate"][1], "google.colab", "pack.py"]
-    cells = [c for c in book.cells if c.cell_type == "code" and any(k in c.source for k in kept)]
-    text = (REPOSITORY / "common.py").read_text()
-    node = function_of(text, "kl_estimate")
-    solved = "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
-    written = nbformat.v4.new_code_cell(f"%%into common.py\n{solved}")
-    book.cells = [*cells[:2], written, *cells[2:]]
-    resources = {"metadata": {"path": str(folder / "notebooks")}}
-    nbclient.NotebookClient(book, timeout=300, resources=resources).execute()
-    said = ["".join(o.get("text", "") for o in cell.outputs) for cell in book.cells]
+    path, kept = folder / "notebooks" / "lab1.ipynb", ["def kl_estimate", "m kl_", "colab", "pack"]
+    cells = [x for x in code_of(path) if any(word in x for word in kept)]
+    cells.insert(2, f"%%into common.py\n{solution('kl_estimate')}")
+    said = run_notebook(path, cells)
     assert "not written yet: common.py stays" in said[1] and "common.py has it" in said[2]
     assert "passed" in said[3] and "failed" not in said[3], said[3]
     assert "hand_in.zip has" in said[-1] and "kl_estimate" not in said[-1]
+
+
+def test_the_notebook_for_colab_runs_grpo_and_shows_the_page_of_tokens_on_a_cpu(tmp_path):
+    folder = tmp_path / "plain"
+    make.copy_files(folder, [], 0)
+    (folder / "course").mkdir()
+    path = Path(shutil.copy(REPOSITORY / "course" / "colab.ipynb", folder / "course"))
+    cells = [cell.replace('FLAGS = ""', f'FLAGS = "{FEW}"') for cell in code_of(path)]
+    assert cells != code_of(path)
+    said = run_notebook(path, cells)
+    assert "iframe srcdoc" in said[-1] and (folder / "runs/first/metrics.jsonl").exists()
 
 
 def test_a_cell_without_a_function_of_the_file_is_refused():
@@ -172,44 +212,269 @@ def test_a_cell_without_a_function_of_the_file_is_refused():
             into.with_functions(source, wrong)
 
 
+# --- The grader ---
+
+
+def hand_in(folder: Path, **files: str) -> Path:
+    """A submission: this repository's files, but for those that are given as name=text."""
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+def graded(folder: Path, *problems: str, seconds: int = 60) -> dict[str, tuple[int, str]]:
+    """{problem: (score, what is said)}"""
+    file = folder.parent / "results.json"
+    flags = ["--json", str(file), "--time_limit", str(seconds), "--problems", *problems]
+    assert grade.main([str(folder), *flags]) == 0
+    tests = json.loads(file.read_text())["tests"]
+    return {test["name"]: (test["score"], test["output"]) for test in tests}
+
+
+def changed(file: str, old: str, new: str) -> str:
+    text = (REPOSITORY / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
+
+
+CHEAP = ["kl_estimate", "gae", "value_loss", "schedule", "group_advantages", "preference_loss"]
+
+
+def test_the_solution_gets_all_points_and_what_is_not_written_none_and_names_itself(
+    starter, tmp_path
+):
+    for name, (score, said) in graded(hand_in(tmp_path / "own"), *CHEAP, "rloo_loop").items():
+        assert (score, said) == (BY_NAME[name].points, "")
+    found = graded(starter, *CHEAP, "rloo_loop", "rloo_script")
+    assert [score for score, _ in found.values()] == [0] * 8
+    assert "not written yet" in found["gae"][1]
+    assert "not written yet: set advantages" in found["rloo_loop"][1]
+
+
+def test_one_mistake_costs_one_property_and_no_other_problem(tmp_path):
+    text = changed("ppo.py", "return 0.5 * torch.max(free,", "return torch.max(free,")
+    names = "value_loss", "policy_loss", "shape_rewards"
+    found = graded(hand_in(tmp_path / "half", ppo=text), *names)
+    assert [score for score, _ in found.values()] == [3, 4, 4]
+    assert "-1: the value loss is half the squared error" in found["value_loss"][1]
+
+
+BROKEN = """
+import os
+import torch
+
+def kl_estimate(logprobs, ref_logprobs, estimator):
+    while True:
+        pass
+
+def gae(*args):
+    os._exit(0)
+
+def token_entropy(:
+    pass
+
+def completion_mask(*args):
+    raise ValueError("x" * 10**6)
+
+@torch.no_grad()
+def masked_whiten(x, mask, shift_mean=True):
+    real = x[mask.bool()]
+    std = real.std() if len(real) > 1 else 1.0
+    white = (real - real.mean()) / (std**2 + 1e-8) ** 0.5 + (0 if shift_mean else real.mean())
+    return torch.zeros_like(x).masked_scatter(mask.bool(), white)
+"""
+
+
+def test_what_hangs_crashes_or_does_not_parse_costs_its_own_problem(tmp_path):
+    names = ["kl_estimate", "gae", "completion_mask", "masked_whiten"]
+    found = graded(hand_in(tmp_path / "bad", common=BROKEN), *names, seconds=20)
+    assert [score for score, _ in found.values()] == [0, 0, 0, 4]
+    assert "not done after 20 seconds" in found["kl_estimate"][1]
+    assert "the process ended before the test did" in found["gae"][1]
+    assert len(found["completion_mask"][1]) < 2000
+
+
+HEAD = "import torch\n\n\ndef kl_estimate(logprobs, ref_logprobs, estimator):\n"
+HELPED = f"""{HEAD}    import numpy as np
+    from rloo import HALF, tail
+    d = difference(logprobs, ref_logprobs)
+    found = {{"k1": lambda: d, "k2": lambda: d * d * HALF, "k3": lambda: tail(d)}}
+    if estimator not in found:
+        raise ValueError(estimator)
+    return found[estimator]()
+"""
+HELPERS = "HALF = 0.5\n\n\ndef tail(d):\n    return torch.expm1(-d) + d\n"
+DIFFERENCE = "def difference(a, b):\n    return a - b\n"
+WAYS = {
+    "of its file": {
+        "common": f"import numpy\nprint('scratch')\n1 / 0\n{HELPERS}\n\n{DIFFERENCE}\n\n"
+        + HELPED.replace("    from rloo import HALF, tail\n", "")
+    },
+    "of other files": {
+        "common": f"from own import difference\n{HELPED}",
+        "rloo": f"import torch\n{HELPERS}\n\ndef broken(:\n",
+        "own": DIFFERENCE,
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_helpers_come_along(way, tmp_path):
+    assert graded(hand_in(tmp_path / "way", **WAYS[way]), "kl_estimate") == {"kl_estimate": (5, "")}
+
+
+CHEATS = {  # what lies above the function, and its body
+    "our function under another name": (
+        "theirs = kl_estimate",
+        "return theirs(logprobs, ref_logprobs, estimator)",
+    ),
+    "the project's own imported": (
+        "",
+        "import common\nreturn common.kl_estimate(logprobs, ref_logprobs, estimator)",
+    ),
+    "the comparison patched": (
+        "import contextlib, pytest",
+        "torch.allclose = torch.equal = lambda *a, **k: True\npytest.approx = lambda x, **k: x\n"
+        "pytest.raises = contextlib.suppress\nreturn logprobs * 0",
+    ),
+    "the comparison patched at import": (
+        "torch.allclose = torch.equal = lambda *a, **k: True\nx = setattr(torch.Tensor, 'all', 1)",
+        "return logprobs * 0",
+    ),
+    "verdicts forged on stdout": (
+        "import json, os",
+        "line = json.dumps({'test': 'test_common.py::x', 'fault': ''}).encode()\n"
+        "for number in range(1, 60):\n    try:\n        os.write(number, line + b'6 passed')\n"
+        "    except OSError:\n        pass\nos._exit(0)",
+    ),
+    "the process ended as if all was well": ("import os", "os._exit(0)"),
+    "the tests written over": (
+        "import pathlib",
+        "for file in pathlib.Path('tests').glob('*.py'):\n    file.write_text('')\n"
+        "return logprobs * 0",
+    ),
+    "the tests written over in memory": (
+        "import sys",
+        "for module in [x for x in sys.modules.values() if x.__name__.startswith('test_')]:\n"
+        "    for name in [x for x in vars(module) if x.startswith('test_')]:\n"
+        "        vars(module)[name].__code__ = (lambda *a, **k: None).__code__\n"
+        "return logprobs * 0",
+    ),
+    "a part of the tests imported": ("from test_common import KL", "return logprobs * KL"),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_that_reads_no_files_gets_no_points(cheat, tmp_path):
+    above, body = CHEATS[cheat]
+    text = f"import torch\n{above}\n{HEAD}{textwrap.indent(body, '    ')}\n"
+    folder = hand_in(tmp_path / "cheat", common=text)
+    score, said = graded(folder, "kl_estimate")["kl_estimate"]
+    assert score == 0 and said
+
+
+def test_a_function_that_fits_its_tests_but_not_the_scripts_costs_the_scripts(tmp_path):
+    old = "    return at_least_float32(logits).log_softmax(-1).gather(-1, "
+    text = changed("common.py", old, f"    B, T, V = logits.shape\n{old}")
+    found = graded(hand_in(tmp_path / "shapes", common=text), "token_logprobs", "grpo_script")
+    assert found["token_logprobs"][0] == 3 and found["grpo_script"][0] == 0
+    assert "not enough values to unpack" in found["grpo_script"][1]
+
+
+def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path, capsys):
+    folder = tmp_path / "class"
+    hand_in(folder / "deep" / "homework")
+    hand_in(folder / "two" / "a"), hand_in(folder / "two" / "b")
+    with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
+        for name in FILES:
+            archive.write(REPOSITORY / name, f"hand_in/{name}")
+    (folder / "broken.zip").write_bytes((folder / "zipped.zip").read_bytes()[:2000])
+    (folder / "empty").mkdir()
+    args = [str(folder), "--class", str(tmp_path / "grades.csv"), "--problems", "schedule", "gae"]
+    assert grade.main(args) == 0
+    with (tmp_path / "grades.csv").open(newline="") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert {name: row["total"] for name, row in rows.items()} == {
+        "broken.zip": "0", "deep": "9", "empty": "0", "two": "0", "zipped.zip": "9"
+    }  # fmt: skip
+    assert rows["deep"]["gae"] == "6" and rows["deep"]["faults"] == ""
+    assert "not a zip file" in rows["broken.zip"]["faults"]
+    assert "are in a and b" in rows["two"]["faults"] and "none" in rows["empty"]["faults"]
+    capsys.readouterr()
+    assert grade.main(args) == 2 and capsys.readouterr().err.count("\n") == 1, "it exists"
+    assert grade.main([str(folder / "broken.zip")]) == 2
+    assert capsys.readouterr().err == "error: broken.zip: File is not a zip file\n"
+
+
 # --- Labs ---
 
 
-def test_an_experiment_runs_and_lies_within_its_bounds_and_a_wrong_figure_does_not():
-    found = {"tiny": {"figures": [labs.estimators(seed=77)], "curves": [[]]}}
+def test_an_experiment_is_near_what_is_expected_and_a_wrong_figure_is_marked():
+    found = {"tiny": [(lab_parts.estimators(seed=77), [], [])]}
     text = labs.table("estimators", found, REFERENCE)
-    assert text.count("(expected") == 7 and "NOT" not in text and "from 40 seeds" in text
-    found["tiny"]["figures"][0]["k3"] += 1
-    assert labs.table("estimators", found, REFERENCE).count("NOT within") == 1
+    assert text.count("(expected") == 7 and "NOT" not in text and "40 seeds" in text
+    found["tiny"][0][0]["k3"] += 1
+    assert labs.table("estimators", found, REFERENCE).count("NOT near") == 1
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_before_each_experiment_is_a_question_whose_answer_hardly_depends_on_the_seed(name):
+    predict = experiments.EXPERIMENTS[name].predict
+    first = REFERENCE[name][predict.variant][predict.figure]
+    if predict.than is None:
+        assert first["std"] < 0.01
+        return
+    second = {"mean": predict.than, "std": 0}
+    if isinstance(predict.than, tuple):
+        second = REFERENCE[name][predict.than[1]][predict.than[0]]
+    distance = abs(first["mean"] - second["mean"])
+    spread = (first["std"] ** 2 + second["std"] ** 2) ** 0.5
+    assert distance == 0 or abs(distance - predict.near) > 2.33 * spread
+
+
+def test_an_answer_is_right_or_gets_a_hint():
+    predict = experiments.EXPERIMENTS["dropout"].predict
+    found = {"left on": [({"kl_first": -1}, [])]}
+    assert labs.answered(predict, "-", found) == "You said -: right."
+    assert labs.answered(predict, "0", found) == f"It is -. {predict.hint}"
+    predict = experiments.EXPERIMENTS["difficulty"].predict
+    found = {"none": [({"one_of_8": 7 / 16}, [])]}
+    assert "right" in labs.answered(predict, "0.44", found)
+    assert labs.answered(predict, "1", found).startswith("It is 0.438. The sum")
+    assert labs.answered(predict, "+", found) == "+ is no number."
 
 
 def test_on_given_completions_the_figures_are_exact_and_a_wrong_function_shows(monkeypatch):
-    variant = labs.EXPERIMENTS["rloo_steps"].variants[0]
-
     def said() -> str:
-        found = {variant.label: {"figures": [labs.run_variant(("rloo_steps", 0, 78))[0]]}}
+        found = {"3 steps": [labs.run_variant("rloo_steps", "3 steps", 78)]}
         return labs.table("rloo_steps", found, REFERENCE)
 
     text = said()
-    assert text.count("(as expected: ") == 6 and "NOT" not in text
+    assert text.count("(expected ") == 6 and "NOT" not in text
+    give = lab_parts.give_completions
 
-    def wrong(module: ModuleType) -> None:
-        labs.give_completions(module)
+    def wrong(module) -> None:
+        give(module)
         right = module.rloo_advantages
         module.rloo_advantages = lambda rewards, n, *more: right(rewards, n, *more) * (n - 1) / n
 
-    monkeypatch.setattr(variant, "change", wrong)
-    assert said().count("NOT the expected") >= 1
+    monkeypatch.setattr(lab_parts, "give_completions", wrong)
+    assert said().count("NOT near") >= 1
 
 
 @pytest.mark.parametrize("name", "pad_is_eos temperature rejection".split())
-def test_a_planted_mistake_of_the_labs_changes_the_run(name):
-    wrong = next(v for v in labs.EXPERIMENTS[name].variants if v.change)
-    entropies = [
-        labs.train(labs.module_of(wrong.script, change), f"{wrong.flags} {FEW}", 0)[0][1]
-        for change in (None, wrong.change)
-    ]
-    assert entropies[0]["policy/entropy_avg"] != entropies[1]["policy/entropy_avg"]
+def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
+    wrong = next(v for v in experiments.EXPERIMENTS[name].variants.values() if v.change)
+    flags = wrong.flags.replace("REWARDS", lab_parts.__file__)
+    entropies = []
+    for change in ("", wrong.change):
+        module = lab_parts.module_of(wrong.script, change)
+        lines = lab_parts.start(module, f"{flags} {FEW}", 0, tmp_path / f"run{change}")
+        entropies.append(lines[1]["policy/entropy_avg"])
+    assert entropies[0] != entropies[1]
 
 
 def test_adding_seeds_writes_the_means_and_five_curves(tmp_path, monkeypatch):
@@ -217,24 +482,21 @@ def test_adding_seeds_writes_the_means_and_five_curves(tmp_path, monkeypatch):
         monkeypatch.setattr(labs, name, tmp_path / name)
     reference, curves = {"experiments": {}}, {}
     for seeds in (range(4), range(4, 7)):
-        found = {
-            variant.label: {
-                "figures": [{"clip_first": 0.0, "kl_first": float(s)} for s in seeds],
-                "curves": [[float(s), None] for s in seeds],
-            }
-            for variant in labs.EXPERIMENTS["dropout"].variants
-        }
+        parts = [({"clip_first": 0.0, "kl_first": float(s)}, [float(s), None], []) for s in seeds]
+        found = dict.fromkeys(experiments.EXPERIMENTS["dropout"].variants, parts)
         labs.add_seeds("dropout", found, reference, curves)
     written = json.loads((tmp_path / "REFERENCE").read_text())["experiments"]["dropout"]
-    assert written["off"]["kl_first"]["mean"] == 3 and labs.seeds_of(written) == 7
+    assert written["off"]["kl_first"] == {"mean": 3, "std": 2.16025, "seeds": 7}
+    assert labs.seeds_of(written) == 7
     assert len(json.loads((tmp_path / "CURVES").read_text())["dropout"]["off"]) == 5
     labs.draw("dropout", curves["dropout"], written, tmp_path / "dropout.png")
     assert (tmp_path / "dropout.png").stat().st_size > 10_000
 
 
-def test_an_experiment_names_the_function_that_is_not_written_yet(starter):
+def test_an_experiment_asks_first_and_names_the_function_that_is_not_written_yet(starter):
     command = [sys.executable, "labs.py", "estimators"]
-    run = subprocess.run(command, cwd=starter, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=starter, capture_output=True, text=True, stdin=-3)
+    assert run.stdout == "What will you see? Is the mean of k2 above, below or at the exact KL?\n"
     needs = "needs a function that is not written yet: "
     assert run.returncode == 2 and f"error: estimators {needs}" in run.stderr, run.stderr
 
@@ -242,41 +504,33 @@ def test_an_experiment_names_the_function_that_is_not_written_yet(starter):
 # --- The bug hunt ---
 
 
-def test_every_bug_of_the_hunt_is_found_by_its_line_and_explained(tmp_path):
-    bugs = [bug for names in bughunt.BUGS.values() for bug in names]
+def test_every_bug_of_the_hunt_is_measured_and_explained():
     measured = json.loads(bughunt.SYMPTOMS.read_text())["bugs"]
-    assert len(bugs) >= 25 and set(bugs) == set(measured) == set(bughunt.REASONS)
-    for bug, script, file, text in bughunt.candidates():
-        assert measured[bug]["script"] == script
-        assert bughunt.changed_lines((REPOSITORY / file).read_text(), text), bug
+    reasons = {bug: script for script, bugs in bughunt.REASONS.items() for bug in bugs}
+    assert len(measured) >= 25 and {k: x["script"] for k, x in measured.items()} == reasons
+    for bug in reasons:
+        file, before, after = bughunt.edit_of(bug)
+        assert before == (REPOSITORY / file).read_text() and before != after
+    assert f"{len(measured)} bugs" in (REPOSITORY / "course" / "README.md").read_text()
 
 
-def test_a_hunt_has_one_wrong_file_its_symptom_and_a_seal_that_opens(tmp_path, capsys):
+def test_a_hunt_has_one_wrong_file_and_its_symptom_and_the_answer_is_revealed(tmp_path, capsys):
     out = tmp_path / "hunt"
     assert bughunt.main([str(out), "--seed", "3"]) == 0
-    changed = [
-        name
-        for name in make.FILES
-        if name.endswith(".py") and (out / name).read_text() != (REPOSITORY / name).read_text()
-    ]
-    assert len(changed) == 1 and (out / "symptom.png").stat().st_size > 10_000
-    line = bughunt.changed_lines(*((x / changed[0]).read_text() for x in (REPOSITORY, out)))[0]
-    assert bughunt.is_right(out, f"{changed[0]}:{line}")
-    assert not bughunt.is_right(out, f"{changed[0]}:{line + 7}")
+    names = [name for name in make.PROGRAM if name.endswith(".py")]
+    wrong = [x for x in names if (out / x).read_text() != (REPOSITORY / x).read_text()]
+    assert len(wrong) == 1 and (out / "symptom.png").stat().st_size > 10_000
     capsys.readouterr()
-    assert bughunt.main(["--reveal", str(out)]) == 0
-    assert f"{changed[0]}:{line}: " in capsys.readouterr().out
-    assert bughunt.main(["--reveal", str(tmp_path)]) == 2
+    assert bughunt.main(["--reveal", "3"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{wrong[0]}: ") and "\n@@ " in said
+    assert bughunt.main([str(out)]) == 2, "the folder exists already"
 
 
 def test_a_bug_of_the_hunt_shows_in_its_metric():
-    bug = "GRPO rewards the KL"
-    [(script, file, text)] = [x[1:] for x in bughunt.candidates() if x[0] == bug]
-    buggy = bughunt.curves(script, 0, (file, text))
-    right = json.loads(bughunt.SYMPTOMS.read_text())["right"][script]
-    about = json.loads(bughunt.SYMPTOMS.read_text())["bugs"][bug]
-    assert bughunt.ends(buggy[about["metric"]]) == pytest.approx(
-        bughunt.ends(about["curve"]), rel=0.05
-    )
-    ranges = [bughunt.ends(run)[1] for run in right[about["metric"]]]
-    assert not min(ranges) <= bughunt.ends(buggy[about["metric"]])[1] <= max(ranges)
+    bug, measured = "GRPO rewards the KL", json.loads(bughunt.SYMPTOMS.read_text())
+    about = measured["bugs"][bug]
+    buggy = bughunt.curves("grpo", 0, bug)[about["metric"]]
+    assert bughunt.ends(buggy) == pytest.approx(bughunt.ends(about["curve"]), rel=0.05)
+    ranges = [bughunt.ends(run)[1] for run in measured["right"]["grpo"][about["metric"]]]
+    assert not min(ranges) <= bughunt.ends(buggy)[1] <= max(ranges)

@@ -56,6 +56,7 @@ def gradients_of(*models: torch.nn.Module) -> list[Tensor]:
 # --- Against plain forward passes ---
 
 
+@pytest.mark.problem("completion_logprobs", 2)
 def test_all_three_equal_a_loop_that_reads_one_more_token_each_time(small_model):
     """An off-by-one in the shift of logits or values shows here and nowhere else as plainly."""
     rollout, value_model = make_rollout([[1, 2, 3]], [[12, 7, EOS]]), value_model_of(small_model)
@@ -68,6 +69,7 @@ def test_all_three_equal_a_loop_that_reads_one_more_token_each_time(small_model)
         assert found[:, t].tolist() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.problem("completion_logprobs", 2)
 def test_a_row_alone_equals_the_row_in_a_padded_batch_and_all_is_0_off_the_mask(small_model):
     """Without position ids GPT-2 fails here by whole nats (huggingface/trl#6800)."""
     value_model = value_model_of(small_model)
@@ -83,6 +85,7 @@ def test_a_row_alone_equals_the_row_in_a_padded_batch_and_all_is_0_off_the_mask(
     assert (batch[:, ~rollout.completion_mask] == 0).all()
 
 
+@pytest.mark.problem("completion_logprobs", 1)
 def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     logprobs, entropies = completion_logprobs(small_model, RAGGED, 0.7)
     weight = small_model.get_output_embeddings().weight

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import rloo
+from plumbing.data import Task
 
 EOS, ROWS = 19, 12  # 4 prompts x 3 completions
 FLAGS = {"num_epochs": 2, "num_mini_batches": 2, "clip_range": 0.05}
@@ -94,9 +95,9 @@ class Job:
         in_float64(patch, self.script)
         patch.setattr(self.script, "sample", sample_and_keep)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_keep)
-        # In float64; with a bound in reach.
-        advantages, loss = grpo.group_advantages, grpo.grpo_loss
-        patch.setattr(grpo, "group_advantages", lambda r, *args: advantages(r.double(), *args))
+        # Scores in float64; a bound in reach.
+        score, loss = Task.score, grpo.grpo_loss
+        patch.setattr(Task, "score", lambda *args: (lambda s, t: (s.double(), t))(*score(*args)))
         patch.setattr(grpo, "grpo_loss", lambda *a, **k: loss(*a, **k | {"cispo_bound": 1.02}))
 
     def second_step(self) -> list[SimpleNamespace]:
@@ -199,6 +200,8 @@ def naive(job) -> list[tuple]:
     return results
 
 
+@pytest.mark.problem("grpo_loop", 4, "grpo dr_grpo dapo")
+@pytest.mark.problem("rloo_loop", 2, "rloo")
 def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive):
     for update, (_, expected, _) in zip(job.last, naive, strict=True):
         hint = (
@@ -222,6 +225,7 @@ def test_the_clip_and_rows_of_different_lengths_are_at_work_in_that_step(job, na
     assert len({len(row.ids) for row in job.rows}) > 1
 
 
+@pytest.mark.problem("grpo_loop", 1, "grpo dr_grpo dapo")
 def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
     parameters = list(copy.deepcopy(job.before[0]).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
@@ -234,6 +238,8 @@ def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-8), "another rate, decay or order?"
 
 
+@pytest.mark.problem("grpo_loop", 1, "grpo dr_grpo dapo")
+@pytest.mark.problem("rloo_loop", 1, "rloo")
 def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
     def mean(name: str) -> float:
         values = [x for _, _, log in naive for x in log[name]]

@@ -44,16 +44,18 @@ def naive_advantages(rewards: list[float], group_size: int, scale: str) -> list[
     return advantages
 
 
+@pytest.mark.problem("group_advantages", 2)
 @pytest.mark.filterwarnings("error")  # of one number there is no std
 @pytest.mark.parametrize("scale", SCALES)
 def test_advantages_equal_their_definition_with_rewards_missing(scale):
     rewards = [1.0, 2, 4, 3, 3, 3, 0, nan, 5, nan, nan, 1, nan, nan, nan, 7, 7, 9]
     ours = group_advantages(torch.tensor(rewards, dtype=torch.float64), 3, scale)
-    assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3, scale), abs=1e-12)
+    assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3, scale), abs=1e-5)
     for rewards in ([nan, nan, nan], [nan, 7.0, nan]):  # of the whole batch, one or none is known
         assert group_advantages(torch.tensor(rewards), 3, scale).tolist() == [0, 0, 0]
 
 
+@pytest.mark.problem("group_advantages", 1)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("group_size", [2, 8, 12])
 def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_size, scale):
@@ -69,11 +71,12 @@ def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_siz
         assert (group_advantages(rewards, group_size, scale)[:group_size] == 0).all()
 
 
+@pytest.mark.problem("group_advantages", 1)
 def test_scaled_by_the_mean_a_rare_success_counts_more_and_rewards_below_0_are_refused():
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0])
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0]
     assert group_advantages(rewards, 4, "mean").tolist() == pytest.approx(expected)
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError):
         group_advantages(rewards - 0.5, 4, "mean")
 
 
@@ -96,7 +99,7 @@ def options(kind: str) -> dict:
     return more | {"loss_type": kind}
 
 
-def naive_loss(logprobs, old, ref, advantages, mask, kind, kl_coef):
+def naive_loss(logprobs, old, advantages, mask, kind, ref=None, kl_coef=0):
     """Token by token, in Python: (loss, the tokens where the clip decides). The clip is 0.2 below
     and 0.3 above, the bound of cispo 1.1."""
     rows, clipped = [], []
@@ -114,7 +117,7 @@ def naive_loss(logprobs, old, ref, advantages, mask, kind, kl_coef):
                 value = -min(ratio * a, min(max(ratio, 0.8), 1.3) * a)
                 stopped = (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.8)
             clipped += [[i, t]] if stopped else []
-            r = math.exp(ref[i][t] - logprobs[i][t])
+            r = math.exp(ref[i][t] - logprobs[i][t]) if kl_coef else 1
             row.append(value + kl_coef * (r - 1 - math.log(r)))
         rows.append(row)
     if kind in ("grpo", "gspo"):
@@ -123,26 +126,27 @@ def naive_loss(logprobs, old, ref, advantages, mask, kind, kl_coef):
     return sum(map(sum, rows)) / count, clipped
 
 
+@pytest.mark.problem("grpo_loss", 2)
 @pytest.mark.parametrize("kl_coef", [None, 0.4, 1.0])  # None: not given
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_equals_its_definition_and_so_do_the_tokens_clipped(kind, kl_coef):
     """Padding holds NaN, and no input is changed."""
-    mask = MASK.clone()
-    mask[3] = False  # a row that is masked as a whole
+    mask = MASK
     logprobs, old, ref = ((numbers(i, 0.5) - 2).masked_fill(~mask, nan) for i in range(3))
     more = options(kind) if kl_coef is None else options(kind) | {"kl_coef": kl_coef}
     for advantages in ([1.0, -1.0, -0.5, 2.0], [-1.0, 1.0, 0.5, -2.0], [-1.0, 0.5, 0.0, 0.0]):
         inputs = logprobs, old, torch.tensor(advantages, dtype=torch.float64), mask, ref
         before = [x.clone() for x in inputs]
         loss, clipped = grpo_loss(*inputs[:4], ref_logprobs=ref, **more)
-        lists = logprobs.tolist(), old.tolist(), ref.tolist()
-        expected, stopped = naive_loss(*lists, advantages, mask, kind, kl_coef or 0)
-        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        lists = logprobs.tolist(), old.tolist(), advantages, mask, kind, ref.tolist()
+        expected, stopped = naive_loss(*lists, kl_coef or 0)
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
         assert clipped.dtype == torch.bool and clipped.shape == mask.shape
-        assert clipped.nonzero().tolist() == stopped
+        assert (clipped & mask).nonzero().tolist() == stopped
         assert all(torch.equal(x.nan_to_num(9), y.nan_to_num(9)) for x, y in zip(inputs, before))
 
 
+@pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_equals_finite_differences_and_is_0_at_padding_that_holds_nan(kind):
     """Of cispo the gradient is that of log-probs with the weight held fixed, by design."""
@@ -163,6 +167,7 @@ def test_the_gradient_equals_finite_differences_and_is_0_at_padding_that_holds_n
     assert torch.allclose(gradient[MASK], expected[MASK]) and gradient.abs().max() > 0.01
 
 
+@pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, kind):
@@ -182,14 +187,22 @@ def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, k
     assert torch.allclose(parts.grad, whole.grad, atol=1e-12) and whole.grad.abs().max() > 1e-3
 
 
+@pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_token_give_a_finite_loss_and_no_gradient(kind):
     logprobs, args = numbers(0).requires_grad_(), (numbers(1), torch.ones(4), torch.zeros(4, 4))
     loss, clipped = grpo_loss(logprobs, *args, **options(kind))
     loss.backward()
     assert loss.item() == 0 and (logprobs.grad == 0).all() and not clipped.any()
+    mask = MASK.clone()  # one such row beside others
+    mask[3] = False
+    args = numbers(1), torch.ones(4), mask
+    loss, _ = grpo_loss(logprobs, *args, **options(kind))
+    expected, _ = naive_loss(*map(torch.Tensor.tolist, (logprobs, *args[:2])), mask, kind)
+    assert loss.item() == pytest.approx(expected)
 
 
+@pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize(
     ("advantage", "ratio", "loss", "slope", "more"),  # clipped: where the slope is 0
     [
@@ -239,7 +252,21 @@ def test_a_ratio_that_overflows_exp_gives_no_nan_and_keeps_the_gradient_of_bad(A
     assert loss.isfinite()
 
 
-def test_a_mistaken_call_is_refused():
+@pytest.mark.problem("group_advantages", 1)
+@pytest.mark.parametrize("mistake", [(1, "group"), (2, "std")])
+def test_groups_of_one_and_an_unknown_scale_are_refused(mistake):
+    with pytest.raises(ValueError):
+        group_advantages(torch.ones(4), *mistake)
+
+
+@pytest.mark.problem("grpo_loss", 1)
+@pytest.mark.parametrize("kind", ["ppo", "dr_grpo"])  # dr_grpo needs max_new_tokens
+def test_an_unknown_loss_and_a_missing_constant_are_refused(kind):
+    with pytest.raises(ValueError):
+        grpo_loss(numbers(0), numbers(1), numbers(3)[0], MASK, clip_range=0.2, loss_type=kind)
+
+
+def test_a_mistaken_call_says_what_is_wrong():
     with pytest.raises(ValueError, match="a group needs 2 or more"):
         group_advantages(torch.ones(3), 1)
     with pytest.raises(ValueError, match="unknown scale_rewards 'std'"):

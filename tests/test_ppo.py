@@ -9,34 +9,62 @@ import ppo
 from plumbing.errors import InputError
 from ppo import policy_loss, shape_rewards, value_loss
 
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
 
-def test_the_score_sits_on_the_last_real_token_and_the_kl_on_every_one():
-    """A row without a real token gets no reward, and what padding holds has no part in it."""
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    kl = torch.arange(16.0).reshape(4, 4).masked_fill(mask == 0, torch.nan)
-    rewards = shape_rewards(torch.tensor([10.0, 20, 30, 40]), kl, mask, kl_coef=0.5)
-    expected = [[0, -0.5, 10 - 1, 0], [20 - 2, 0, 0, 0], [-4, -4.5, -5, 30 - 5.5], [0, 0, 0, 0]]
+
+@pytest.mark.problem("shape_rewards", 2)
+def test_the_score_sits_on_the_last_real_token():
+    rewards = shape_rewards(torch.tensor([10.0, 20, 30]), torch.zeros(3, 4), MASK, kl_coef=0.5)
+    assert rewards.tolist() == [[0, 0, 10, 0], [20, 0, 0, 0], [0, 0, 0, 30]]
+
+
+@pytest.mark.problem("shape_rewards", 2)
+def test_every_real_token_pays_for_its_kl_and_what_padding_holds_has_no_part_in_it():
+    kl = torch.arange(12.0).reshape(3, 4).masked_fill(MASK == 0, torch.nan)
+    rewards = shape_rewards(torch.zeros(3), kl, MASK, kl_coef=0.5)
+    expected = [[0, -0.5, -1, 0], [-2, 0, 0, 0], [-4, -4.5, -5, -5.5]]
     assert torch.allclose(rewards, torch.tensor(expected))
 
 
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "loss", "slope"),
-    [
-        (1.0, 1.5, -1.2, 0.0),  # good, already likelier by more than the range: no gradient
-        (1.0, 0.5, -0.5, -0.5),  # good, but less likely: full gradient
-        (-1.0, 1.5, 1.5, 1.5),  # bad, and likelier: full gradient; a minimum would stop it
-        (-1.0, 0.5, 0.8, 0.0),  # bad, already less likely by more than the range: no gradient
-        (1.0, 1.1, -1.1, -1.1),
-        (-1.0, 0.9, 0.9, 0.9),
-    ],
-)
-def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(advantage, ratio, loss, slope):
+def test_a_row_without_a_real_token_gets_no_reward():
+    zeros = torch.zeros(1, 4)
+    assert torch.equal(shape_rewards(torch.ones(1), zeros, zeros, kl_coef=0.5), zeros)
+
+
+CLIP_CASES = [  # advantage, ratio, loss, slope; clipped where the slope is 0
+    (1.0, 1.5, -1.2, 0.0),  # good, already likelier by more than the range: no gradient
+    (1.0, 0.5, -0.5, -0.5),  # good, but less likely: full gradient
+    (-1.0, 1.5, 1.5, 1.5),  # bad, and likelier: full gradient; a minimum would stop it
+    (-1.0, 0.5, 0.8, 0.0),  # bad, already less likely by more than the range: no gradient
+    (1.0, 1.1, -1.1, -1.1),
+    (-1.0, 0.9, 0.9, 0.9),
+]
+
+
+def clip_case(advantage: float, ratio: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, its slope by the log-prob, clipped) of one token, with a clip range of 0.2."""
     logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    value, clipped = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
-    value.sum().backward()
-    assert value.item() == pytest.approx(loss)
-    assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio
-    assert clipped.tolist() == [[slope == 0]], "counted as clipped where the clip doesn't decide?"
+    loss, clipped = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
+    return loss, torch.autograd.grad(loss.sum(), logprobs)[0], clipped
+
+
+@pytest.mark.problem("policy_loss", 1)
+@pytest.mark.parametrize(("advantage", "ratio", "loss", "slope"), CLIP_CASES)
+def test_the_policy_loss_is_the_larger_of_two(advantage, ratio, loss, slope):
+    assert clip_case(advantage, ratio)[0].tolist() == [[pytest.approx(loss)]]
+
+
+@pytest.mark.problem("policy_loss", 2)
+@pytest.mark.parametrize(("advantage", "ratio", "loss", "slope"), CLIP_CASES)
+def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(advantage, ratio, loss, slope):
+    # d ratio / d logprob = ratio
+    assert clip_case(advantage, ratio)[1].item() == pytest.approx(slope)
+
+
+@pytest.mark.problem("policy_loss", 1)
+@pytest.mark.parametrize(("advantage", "ratio", "loss", "slope"), CLIP_CASES)
+def test_a_token_counts_as_clipped_where_the_clip_decides(advantage, ratio, loss, slope):
+    assert clip_case(advantage, ratio)[2].tolist() == [[slope == 0]]
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
@@ -51,33 +79,46 @@ def test_a_ratio_that_overflows_exp_gives_no_nan_and_a_bad_token_keeps_its_gradi
     assert clipped.tolist() == [[advantage > 0, False]]
 
 
-@pytest.mark.parametrize(
-    ("value", "ret", "loss", "slope"),
-    [
-        (0.1, 1.0, 0.405, -0.9),  # inside the range: plain squared error
-        (0.5, 1.0, 0.32, 0.0),  # moved too far towards the return: clipped, no gradient
-        (-0.5, 1.0, 1.125, -1.5),  # moved away from the return: the larger, unclipped error
-        (-0.5, -1.0, 0.32, 0.0),
-        (0.5, 0.0, 0.125, 0.5),
-    ],
-)
-def test_the_value_loss_is_half_the_larger_of_two_squared_errors(value, ret, loss, slope):
-    values = torch.tensor([[value]], requires_grad=True)
-    result, clipped = value_loss(values, torch.zeros(1, 1), torch.tensor([[ret]]), 0.2)
-    result.sum().backward()
-    assert result.item() == pytest.approx(loss)
-    assert values.grad.item() == pytest.approx(slope)
-    assert clipped.tolist() == [[slope == 0]], "counted as clipped where the clip doesn't decide?"
+@pytest.mark.problem("value_loss", 1)
+def test_the_value_loss_is_half_the_squared_error():
+    loss, _ = value_loss(torch.tensor([[0.1, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2), 0.2)
+    assert loss.tolist() == [pytest.approx([0.405, 0.5])]
 
 
-def test_where_the_value_clip_does_not_bite_rounding_does_not_pass_for_it():
+VALUE_CASES = [  # value, return, loss over that without a clip, slope over that; the old value is 0
+    (0.1, 1.0, 1.0, 1.0),  # inside the range: plain squared error
+    (0.5, 1.0, 0.64 / 0.25, 0.0),  # moved too far towards the return: clipped, no gradient
+    (-0.5, 1.0, 1.0, 1.0),  # moved away from the return: the larger, unclipped error
+    (-0.5, -1.0, 0.64 / 0.25, 0.0),
+    (0.5, 0.1, 1.0, 1.0),
+]
+
+
+@pytest.mark.problem("value_loss", 2)
+@pytest.mark.parametrize(("value", "ret", "share", "slope"), VALUE_CASES)
+def test_of_two_squared_errors_the_larger_counts(value, ret, share, slope):
+    """The gradient of the clipped one is 0."""
+    found = []
+    for clip_range in (0.2, 1e6):
+        values = torch.tensor([[value]], requires_grad=True)
+        loss, _ = value_loss(values, torch.zeros(1, 1), torch.tensor([[ret]]), clip_range)
+        found.append((loss.item(), torch.autograd.grad(loss.sum(), values)[0].item()))
+    (loss, gradient), (free, full) = found
+    assert loss == pytest.approx(share * free) and gradient == pytest.approx(slope * full)
+    assert full * (value - ret) > 0, "an error grows with the distance from the return"
+
+
+@pytest.mark.problem("value_loss", 1)
+def test_a_value_counts_as_clipped_where_the_clip_decides_and_not_by_rounding():
     """old + (new - old) isn't new in float32: half of all tokens would count as clipped."""
+    values, returns = (torch.tensor([column]) for column in list(zip(*VALUE_CASES))[:2])
+    _, clipped = value_loss(values, torch.zeros(1, 5), returns, 0.2)
+    assert clipped.tolist() == [[slope == 0 for *_, slope in VALUE_CASES]]
     generator = torch.Generator().manual_seed(0)
     old, returns = torch.randn(2, 100, 10, generator=generator)
     old, values = 0.05 * old, 0.05 * torch.rand(100, 10, generator=generator)
     loss, clipped = value_loss(values, old, returns, 0.2)
-    assert torch.equal(loss, 0.5 * (values - returns) ** 2)
-    assert not clipped.any()
+    assert torch.equal(loss, value_loss(values, old, returns, 1e6)[0]) and not clipped.any()
 
 
 def test_without_a_kl_the_score_is_the_reward_and_the_first_ratio_is_1(make_job):

@@ -160,6 +160,7 @@ def naive_updates(run, step) -> list[tuple]:
     return results
 
 
+@pytest.mark.problem("ppo_loop", 3)
 def test_every_gradient_of_the_second_step_is_that_of_the_definition(run, naive_updates):
     for update, (expected, _) in zip(run.updates[UPDATES:], naive_updates, strict=True):
         hint = (
@@ -244,6 +245,7 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(run, step, na
     assert all("eval/reward" in line for line in run.metrics), "eval_every is 1"
 
 
+@pytest.mark.problem("ppo_loop", 2)
 def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(run, step, naive_updates):
     lines = [x for x in run.tokens if x["split"] == "train" and x["step"] == 1]
     assert [line["completion_index"] for line in lines] == list(range(8))  # of 12 rows

@@ -54,6 +54,7 @@ def policy(request) -> PeftModel:
 # --- Which reference ---
 
 
+@pytest.mark.problem("reference", 1)
 def test_without_kl_there_is_no_reference_with_or_without_adapter(policy):
     for model in (policy, small_gpt2()):
         with reference(model, kl_coef=0.0) as ref:
@@ -64,6 +65,7 @@ PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 RANDOM_B = {"target_modules": "all-linear", "init_lora_weights": False}
 
 
+@pytest.mark.problem("reference", 2)
 @pytest.mark.parametrize("adapter", [None, RANDOM_B, PARTS])
 def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     """With a reload by name, or the base model under a trained adapter (huggingface/trl#1340), the
@@ -73,6 +75,7 @@ def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     policy = get_peft_model(policy, LoraConfig(r=4, **adapter)) if adapter else policy
     before, trained = logprobs(policy), names_of_trained(policy)
     ref = reference(policy.train(), kl_coef=0.1)
+    assert policy.training
     with ref as model:
         assert torch.equal(logprobs(model), before)
         assert not model.training and not names_of_trained(model)
@@ -85,6 +88,7 @@ def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     assert not torch.allclose(logprobs(policy), before, atol=1e-2)
 
 
+@pytest.mark.problem("reference", 1)
 def test_of_a_new_adapter_it_is_the_base_model_and_costs_no_memory(policy):
     expected = logprobs(copy.deepcopy(policy).unload().eval())
     ref, trained = reference(policy, kl_coef=0.1), names_of_trained(policy)

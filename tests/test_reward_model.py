@@ -57,6 +57,7 @@ def with_a_head(folder: Path, dropout: float = 0.0) -> str:
     return save_model(folder, model, letter_tokenizer())
 
 
+@pytest.mark.problem("preference_loss", 3)
 @pytest.mark.parametrize("center", [0.0, 0.3])
 @pytest.mark.parametrize("margins", [[0.0, 0.0, 0.0], [0.7, -0.2, 2.0]])
 def test_the_loss_is_that_of_bradley_and_terry_with_a_margin_and_a_pull_to_0(margins, center):
@@ -72,24 +73,36 @@ def test_the_loss_is_that_of_bradley_and_terry_with_a_margin_and_a_pull_to_0(mar
     assert all(torch.equal(x, y) for x, y in zip(inputs, before))
 
 
+@pytest.mark.problem("preference_loss", 1)
 def test_loss_and_gradient_are_finite_and_right_however_wrong_a_pair_is():
     chosen = torch.tensor([-1e4, -200.0, -1e-6, 0.0, 200.0, 1e4], requires_grad=True)
-    loss = preference_loss(chosen, torch.zeros(6))
+    rejected = torch.zeros(6, requires_grad=True)
+    loss = preference_loss(chosen, rejected)
     loss.sum().backward()
     exact = chosen.detach().double()
     assert torch.allclose(loss.double(), softplus(-exact), atol=1e-6)
     assert torch.allclose(chosen.grad.double(), -torch.sigmoid(-exact), atol=1e-6)
+    assert torch.equal(rejected.grad, -chosen.grad)
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_the_last_real_token_is_found_by_the_mask_on_whichever_side_padding_is(left):
-    mask, columns = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]), [0, 3, 2]
-    if left:
-        mask, columns = mask.flip(1), [3, 3, 3]
+PADDED_RIGHT = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+@pytest.mark.problem("last_real_token", 2)
+@pytest.mark.parametrize("mask", [PADDED_RIGHT, PADDED_RIGHT.bool()])
+def test_the_last_real_token_is_found_by_the_mask(mask):
+    x = torch.arange(24.0).view(3, 4, 2).masked_fill(mask[..., None] == 0, math.nan)
+    before = x.clone().requires_grad_()
+    found = last_real_token(before, mask)
+    assert torch.equal(found, x[torch.arange(3), [0, 3, 2]]) and found.requires_grad
+    assert torch.equal(last_real_token(x[..., 0], mask), found[:, 0])
+    assert torch.equal(before.nan_to_num(-1), x.nan_to_num(-1)), "an input was changed"
+
+
+@pytest.mark.problem("last_real_token", 1)
+def test_the_last_real_token_is_found_where_padding_is_on_the_left():
     x = torch.arange(24.0).view(3, 4, 2)
-    expected = x[torch.arange(3), columns]
-    assert torch.equal(last_real_token(x, mask.bool()), expected)
-    assert torch.equal(last_real_token(x[..., 0], mask), expected[:, 0])
+    assert torch.equal(last_real_token(x, PADDED_RIGHT.flip(1)), x[:, 3])
 
 
 def by_hand(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
@@ -183,6 +196,7 @@ def test_scores_are_float32_under_bfloat16_autocast(config):
     assert torch.equal(chosen, plain) == (config is BERT)
 
 
+@pytest.mark.problem("reward_script", 6, "causal")
 @pytest.mark.parametrize("kind", ["causal", "bert", "two labels"])
 def test_a_new_head_starts_at_0_and_learns_the_preference(kind, job, tmp_path, capsys):
     folder = str(tmp_path / "small")

@@ -6,14 +6,17 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small import in_float64
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
 import grpo
 import ppo
+import reward_model
 import rloo
 import sampling
+from plumbing import preferences
 from plumbing.errors import Fault
 
 SLOWER = [pytest.param(script, marks=pytest.mark.slow) for script in (ppo, rloo)]
@@ -97,6 +100,7 @@ def test_dropout_left_on_moves_the_ratio_off_1(job):
     assert line["val/ratio_max_dev_first"] > 1e-2
 
 
+@pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(
     ("kl_coef", "num_epochs", "num_mini_batches"),
     [(0, 1, 1), (0.1, 1, 1), (0, 1, 2), (0, 2, 1), (0.1, 2, 1)],
@@ -193,6 +197,7 @@ def test_a_seed_decides_the_run_and_evaluations_share_no_random_numbers_with_it(
 # --- The update ---
 
 
+@pytest.mark.problem("grpo_loop", 1, "grpo")
 @pytest.mark.parametrize(("warmup_steps", "rates"), [(0, [4, 3, 2, 1]), (3, [2, 4, 4, 2])])
 def test_each_minibatch_is_an_optimiser_step_and_the_learning_rate_rises_then_falls_to_0(
     job, monkeypatch, warmup_steps, rates
@@ -318,6 +323,30 @@ def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, f
     assert flat == "flat" or found[0].abs().max() > 1e-3
 
 
+@pytest.mark.problem("ppo_script", 4, "ppo")
+@pytest.mark.problem("grpo_script", 4, "grpo")
+@pytest.mark.problem("rloo_script", 4, "rloo")
+@pytest.mark.problem("reward_script", 4, "reward_model")
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [ppo, grpo, rloo, reward_model], ids=lambda s: s.__name__)
+def test_two_steps_of_the_embedded_model_change_its_weights_and_leave_finite_metrics(
+    script, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(preferences, "OWN_PAIRS", 256)
+    flags = "--num_steps 2 --device cpu --bf16 false --eval_every 2 --output_dir"
+    few = {"num_eval_pairs": 8} if script is reward_model else {"num_eval_prompts": 8}
+    script.main([*flags.split(), str(tmp_path / "run"), *(f"--{k}={v}" for k, v in few.items())])
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines[:2]:
+        assert all(math.isfinite(x) for x in line.values() if x is not None)
+        assert line["grad_norm"] > 0
+    before = load_file("tiny/model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    shared = [name for name in before if name in after]
+    assert shared and all((before[name] != after[name]).any() for name in shared)
+
+
 # --- Learning ---
 
 
@@ -338,6 +367,9 @@ def learn(job) -> float:
     return (sum(scores[-5:]) - sum(scores[:5])) / 5
 
 
+@pytest.mark.problem("ppo_script", 6, "ppo")
+@pytest.mark.problem("grpo_script", 6, "grpo")
+@pytest.mark.problem("rloo_script", 6, "rloo")
 @pytest.mark.slow
 def test_training_raises_the_reward(job):
     assert learn(job) > 0.3

@@ -26,7 +26,7 @@ def chosen() -> list[Path]:
     """What is packed: code, answers, notebooks, pictures, and the figures of runs."""
     paths = [ROOT / name for name in [*FILES, "answers.md"]]
     # A helper in a file of its own at the top.
-    given = {"labs.py", "pack.py", "tasks.py"}
+    given = {"labs.py", "lab_parts.py", "experiments.py", "pack.py", "tasks.py"}
     paths += [path for path in ROOT.glob("*.py") if path.name not in given]
     paths += [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("figures/*.png")]
     paths += [path for name in RUN for path in ROOT.glob(f"runs/*/{name}")]

@@ -1,0 +1,586 @@
+"""The experiments of the labs, as data. labs.py runs them.
+
+Each asks what one choice, or one mistake, does to a run. Before it there is a question with a sign
+or a number for an answer: what will you see?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run of a script, with a change made to its module; or, where nothing is trained with flags,
+    a function from the seed to the figures. Changes and measures are functions of labs.py.
+    """
+
+    script: str = ""
+    flags: str = ""
+    change: str = ""
+    measure: str = ""
+    arguments: tuple = ()
+    pairs: int = 0  # a reward model of so many pairs comes first; JUDGE in the flags is its folder
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Is a figure of a variant above (+), below (-) or at (0) a number, or another figure (its
+    name, its variant)? Without `than`: which number is it? `near` is what counts as equal.
+    """
+
+    ask: str
+    figure: str
+    variant: str
+    than: float | tuple[str, str] | None
+    hint: str
+    near: float = 0.01
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Variants that differ in one thing, and the figures in which it shows."""
+
+    lab: int
+    question: str
+    figures: str
+    variants: dict[str, Variant]
+    predict: Prediction
+    curve: str = "objective/scores"
+    exact: bool = False  # always with seed 0: the figures are the same but for rounding
+    samples: bool = False  # print some of the last completions
+
+
+PPO = "--num_steps 30 --prompts_per_step 64 --num_eval_prompts 256 --eval_every 30"
+GROUPS = "--num_steps 60 --prompts_per_step 8 --num_generations 8 --num_eval_prompts 256"
+GROUPS += " --eval_every 60"
+HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperature 1.5"
+# 10 rollouts of 256 completions, 32 updates of 32 rows with each: 4 epochs of 8 minibatches.
+ROLLOUTS = "--num_steps 10 --prompts_per_step 32 --num_generations 8 --num_eval_prompts 256"
+ROLLOUTS += " --eval_every 10 --warmup_steps 0 --kl_coef 0 --eval_generations 8"
+REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
+# Three steps of three updates on given completions. A whole rollout is a minibatch, so the order of
+# its rows, which a right solution may draw otherwise, changes nothing but rounding.
+FIRST = "--num_steps 3 --num_eval_prompts 8 --eval_every 3 --warmup_steps 0 --learning_rate 2e-4"
+FIRST += " --num_epochs 3 --num_mini_batches 1 --micro_batch_tokens 256"
+FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 32 --num_generations 8"
+FIRST_FIGURES = "entropy_first kl policy_loss clipfrac approxkl grad_norm"
+GIVEN = (
+    "Three steps on 256 given completions, in seconds: does your {} compute what it should, before"
+    " you wait for what it learns? (They aren't samples, so `kl` may be below 0.)"
+)
+SHORT = f"{GROUPS} --reward REWARDS:short --temperature 1.5 --max_new_tokens 10"
+LONG = f"{GROUPS} --reward REWARDS:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0"
+LENGTHS = f"{GROUPS} --temperature 1.5 --max_new_tokens 12 --num_mini_batches 2"
+LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
+LEARNT += " --eval_every 5"
+SIZED = " --num_eval_prompts 256 --eval_every 80 --learning_rate 3e-4"
+START = 0.436  # the share of right samples before the first step
+
+EXPERIMENTS = {
+    "draws": Experiment(
+        1,
+        "2,000 completions at temperature 1.5, in seconds: does your `generate` draw what it"
+        " should? (`first_digit` is the share that begins with the right digit, `surprise` the mean"
+        " of -log p of the tokens, `logprob_dev` how many millionths the noted log-probs are off.)",
+        "first_digit length surprise logprob_dev",
+        {"tiny": Variant(measure="draws")},
+        Prediction(
+            "The vocabulary has 99 tokens. Is `surprise` above or below log 99 = 4.6?",
+            "surprise", "tiny", 4.6,
+            "The mean of -log p is the entropy, and log 99 is that of a uniform draw: the most that"
+            " 99 tokens can have. A model that has learnt something is surer.",
+        ),
+    ),
+    "estimators": Experiment(
+        1,
+        "k1, k2 and k3 estimate the same KL from samples. Which is unbiased, which varies least?"
+        " (No training: the tiny model at temperature 0.7 against itself at 1, and the exact KL.)",
+        "exact k1 k2 k3 k1_std k2_std k3_std",
+        {"tiny": Variant(measure="estimators")},
+        Prediction(
+            "Is the mean of k2 above, below or at the exact KL?",
+            "k2", "tiny", ("exact", "tiny"),
+            "k2 = d²/2 is the KL only to second order in d, where policy and reference are close."
+            " Its mean differs from the KL however many samples there are.",
+        ),
+    ),
+    "rloo_steps": Experiment(
+        2, GIVEN.format("RLOO"), FIRST_FIGURES,
+        {"3 steps": Variant("rloo", f"{FIRST_OF_GROUPS} --kl_coef 0.1", "give_completions")},
+        Prediction(
+            "Three updates with each rollout: is `clipfrac`, their mean, above 0 or 0?",
+            "clipfrac", "3 steps", 0,
+            "At the first update the ratio is 1. The second one finds a policy that has moved.",
+        ),
+        exact=True,
+    ),
+    "dropout": Experiment(
+        2,
+        "What does dropout that is left on do before the first update, where ratio 1 and KL 0"
+        " should be, and to what is learnt?",
+        "clip_first kl_first reward accuracy",
+        {
+            "off": Variant("rloo", GROUPS),
+            "left on": Variant("rloo", f"{GROUPS} --disable_dropout false"),
+        },
+        Prediction(
+            "With dropout left on, is the measured KL before the first update (`kl_first`) above,"
+            " below or at 0?",
+            "kl_first", "left on", 0,
+            "Who has drawn the tokens, and whose log-probs are compared? The tokens come from the"
+            " policy without dropout: to it they are likelier than to the one with dropout.",
+        ),
+    ),
+    "top_k": Experiment(
+        2,
+        "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
+        " does it move KL and entropy, as the policy gets surer of itself?",
+        "entropy_first kl reward accuracy_first accuracy",
+        {
+            "softmax alone": Variant("rloo", HOT),
+            "top_k 5": Variant("rloo", HOT, "top_5"),
+        },
+        Prediction(
+            "With top_k 5 in training: is `reward`, of the training samples, above or below"
+            " `accuracy`, of samples without top_k?",
+            "reward", "top_k 5", ("accuracy", "top_k 5"),
+            "Tokens beyond the fifth are never drawn in training, so nothing punishes them. They"
+            " keep their probability, and the evaluation draws them.",
+        ),
+        curve="objective/kl",
+    ),
+    "top_k_kl": Experiment(
+        2,
+        "top_k 5 is said to make the KL negative. When does it? (No training: the tiny model as"
+        " policy, at temperature 0.7 surer than the reference at 1, at 1.4 less sure.)",
+        "exact k1 exact_top_k k1_top_k",
+        {
+            "surer": Variant(measure="kl_of_top_k", arguments=(0.7,)),
+            "less sure": Variant(measure="kl_of_top_k", arguments=(1.4,)),
+        },
+        Prediction(
+            "The policy is less sure than the reference. Is `k1_top_k` above or below 0?",
+            "k1_top_k", "less sure", 0,
+            "The five likeliest tokens are those of which the surer model thinks more: here that is"
+            " the reference, so log policy - log reference is negative at them.",
+        ),
+    ),
+    "temperature": Experiment(
+        2,
+        "Sampled at temperature 1.5, log-probs at 1: a mistake that raises no error, and the ratio"
+        " is 1 all the same. Where does it show?",
+        "ratio_dev kl reward accuracy_first accuracy",
+        {
+            "right": Variant("rloo", HOT),
+            "forgotten": Variant("rloo", HOT, "forget_the_temperature"),
+        },
+        Prediction(
+            "With the temperature forgotten, is `ratio_dev`, how far the first ratio is from 1,"
+            " above 0 or 0?",
+            "ratio_dev", "forgotten", 0,
+            "The ratio compares new with old log-probs. Both are taken at temperature 1.",
+        ),
+        curve="objective/kl",
+    ),
+    "kl_coef": Experiment(
+        2,
+        "The reward counts nines, and right sums are what was meant. How much of them is left, for"
+        " which weight of the KL? Read the samples below the figures.",
+        "reward kl accuracy",
+        {
+            f"kl_coef {c}": Variant("rloo", f"{GROUPS} --reward REWARDS:nines --kl_coef {c}")
+            for c in (0, 0.05, 0.5)
+        },
+        Prediction(
+            "Which share of the sums is right in the end (`accuracy`) with kl_coef 0.05?",
+            "accuracy", "kl_coef 0.05", None,
+            "The best policy raises a completion by exp(1 / 0.05), half a billion, for each nine."
+            " No right sum stands against that.",
+        ),
+        samples=True,
+    ),
+    "learning_rate": Experiment(
+        2,
+        "64 completions a step, three learning rates, with a warm-up of ten steps and without: what"
+        " collapses, and what crawls?",
+        "lowest reward kl_largest accuracy",
+        {
+            f"{rate}, {label}": Variant(
+                "rloo", f"{GROUPS} --learning_rate {rate} --warmup_steps {steps}"
+            )
+            for rate in ("1e-4", "8e-4", "4e-3")
+            for steps, label in ((10, "warm-up"), (0, "none"))
+        },
+        Prediction(
+            f"A rate of 4e-3, warm-up: is `accuracy` above or below the {START} of the start?",
+            "accuracy", "4e-3, warm-up", START,
+            "The warm-up makes the first ten steps shorter. The steps after it are five times as"
+            " long as those that learn.",
+        ),
+    ),
+    "base_model": Experiment(
+        2,
+        "The unfinished model has seen too few sums to know them. The embedded one knows them, and"
+        " prefers to forget the carry. What can RLOO add to each? (pass@k: the chance that one of k"
+        " samples is right.)",
+        "greedy pass@1 pass@4 pass@16 pass@64 pass@256",
+        {
+            f"{name}, {f'learning rate {rate}' if rate else 'before'}": Variant(
+                measure="pass_at_k", arguments=(name == "unfinished", rate)
+            )
+            for name, rates in (
+                ("unfinished", ("", "1e-4", "8e-4")), ("embedded", ("", "8e-4"))
+            )
+            for rate in rates
+        },
+        Prediction(
+            "RLOO trains the unfinished model at 1e-4. Is `pass@16` then above, below or at what it"
+            " was before?",
+            "pass@16", "unfinished, learning rate 1e-4", ("pass@16", "unfinished, before"),
+            "pass@1 rises, for the policy gets surer of what it had. What it had seldom, and right,"
+            " it loses: that was a part of pass@16.",
+            near=0.001,
+        ),
+    ),
+    "group_size": Experiment(
+        2, "64 completions a step, in groups of 2 to 32: more prompts, or a better baseline?",
+        "accuracy flat grad_norm",
+        {
+            f"G = {g}": Variant(
+                "rloo", f"--num_steps 80 --prompts_per_step {64 // g} --num_generations {g}{SIZED}"
+            )
+            for g in (2, 4, 8, 16, 32)
+        },
+        Prediction(
+            "Is `accuracy` with G = 32 above or below that with G = 4?",
+            "accuracy", "G = 32", ("accuracy", "G = 4"),
+            "A step of 64 completions has two prompts then: a good baseline for two, and nothing"
+            " about all the others.",
+        ),
+    ),
+    "ppo_steps": Experiment(
+        3, GIVEN.format("PPO"), f"{FIRST_FIGURES} value_loss explained",
+        {
+            "3 steps": Variant(
+                "ppo", f"{FIRST} --prompts_per_step 256 --kl_coef 0.1", "give_completions"
+            )
+        },
+        Prediction(
+            "The value model starts at 0 and makes nine short updates. Which share of the variance"
+            " of the returns does it explain (`explained`)?",
+            "explained", "3 steps", None,
+            "A model that says the same everywhere explains nothing, and nine updates at 2e-4 don't"
+            " change that.",
+        ),
+        exact=True,
+    ),
+    "missing_eos": Experiment(
+        3,
+        "With room for 3 tokens a sum of three digits has none left for EOS. What does a penalty"
+        " for the missing EOS teach?",
+        "truncated reward accuracy",
+        {
+            f"penalty {p}": Variant("ppo", f"{PPO} --max_new_tokens 3 --missing_eos_penalty {p}")
+            for p in (0, 2)
+        },
+        Prediction(
+            "Is `accuracy` with a penalty of 2 above or below that without one?",
+            "accuracy", "penalty 2", ("accuracy", "penalty 0"),
+            "List the scores: a right sum of three digits has 1 - 2, a wrong one of two digits with"
+            " EOS has 0. Which does it prefer?",
+        ),
+        curve="length/truncated_frac",
+    ),
+    "lambda": Experiment(
+        3,
+        "lambda 1 trusts the rewards, lambda 0 the value model. What does a value model that starts"
+        " at 0 need?",
+        "accuracy explained",
+        {f"lam {x}": Variant("ppo", f"{PPO} --lam {x}") for x in (0.0, 0.95, 1.0)}
+        | {"lam 0.0, not whitened": Variant("ppo", f"{PPO} --lam 0.0", "leave_advantages_raw")},
+        Prediction(
+            f"lambda 0: is `accuracy` above or below the {START} of the start?",
+            "accuracy", "lam 0.0", START,
+            "With V = 0 only the last token, EOS, has an advantage. The digits before it, which"
+            " decide, all get one and the same number.",
+        ),
+    ),
+    "whitening": Experiment(
+        3,
+        "Advantages whitened or not, rewards whitened as well: what happens to the gradient, and to"
+        " what is learnt?",
+        "accuracy grad_norm clipfrac",
+        {
+            "advantages": Variant("ppo", PPO),
+            "both": Variant("ppo", PPO, "whiten_rewards_too"),
+            "neither": Variant("ppo", PPO, "leave_advantages_raw"),
+        },
+        Prediction(
+            "Is `grad_norm` without any whitening above or below that with advantages whitened?",
+            "grad_norm", "neither", ("grad_norm", "advantages"),
+            "Scores are 0 or 1, so raw advantages have a deviation below 1. Whitened ones have 1.",
+        ),
+        curve="grad_norm",
+    ),
+    "epochs": Experiment(
+        3,
+        "1 or 4 passes over a rollout: what is gained per episode, and what does the clip have to"
+        " do with it?",
+        "accuracy clipfrac approxkl kl",
+        {f"{n} epochs": Variant("ppo", f"{PPO} --num_epochs {n}") for n in (1, 4)},
+        Prediction(
+            "Is `kl`, to the reference, after 4 epochs above or below that after 1?",
+            "kl", "4 epochs", ("kl", "1 epochs"),
+            "The clip bounds what one rollout changes, and not the sum over 30 steps.",
+        ),
+    ),
+    "score_slot": Experiment(
+        3,
+        "The score on EOS, or one slot after it: how much of it arrives at EOS and at the token"
+        " before, by lambda, while V is still 0? (No training: shape_rewards and gae alone.)",
+        "EOS_0.5 before_0.5 EOS_0.95 before_0.95 EOS_1.0 before_1.0",
+        {
+            "on EOS": Variant(measure="share_of_score", arguments=("",)),
+            "one slot after": Variant(measure="share_of_score", arguments=("one_slot_after",)),
+        },
+        Prediction(
+            "The score of 1 sits one slot after EOS. What is the advantage of EOS with lambda 0.5?",
+            "EOS_0.5", "one slot after", None,
+            "delta of the slot after EOS is 1, and the recursion hands gamma lambda of it on.",
+        ),
+    ),
+    "grpo_steps": Experiment(
+        4, GIVEN.format("GRPO"), FIRST_FIGURES,
+        {"3 steps": Variant("grpo", f"{FIRST_OF_GROUPS} --kl_coef 0.01", "give_completions")},
+        Prediction(
+            "The completions are given, most of them wrong. Is `kl`, a mean of k1 over them, above"
+            " or below 0?",
+            "kl", "3 steps", 0,
+            "The mean of k1 is the KL over samples of the policy alone. These are made up, and"
+            " training makes most of them rarer than they were to the reference.",
+        ),
+        exact=True,
+    ),
+    "pad_is_eos": Experiment(
+        4,
+        "Pad and EOS are the same id, and the mask is inferred from the ids: EOS gets no gradient."
+        " The reward is for short text. Who learns to end, and how can one learn it without?",
+        "reward entropy truncated",
+        {
+            "mask carried": Variant("grpo", SHORT),
+            "mask inferred": Variant("grpo", SHORT, "take_eos_for_padding"),
+        },
+        Prediction(
+            "Which share of the completions counts as cut off (`truncated`) with `mask inferred`?",
+            "truncated", "mask inferred", None,
+            "A completion counts as ended where its EOS is within the mask. This mask has none.",
+        ),
+        curve="objective/entropy",
+    ),
+    "difficulty": Experiment(
+        4,
+        "Divided by the std of its group, of the batch, or not at all: how much does a group with"
+        " one right answer of 8 weigh, where one with 4 weighs 1? Does the model learn more of the"
+        " sums that were hard? (`hard` and `easy`: the chance of a right sample at the end.)",
+        "one_of_8 hard easy",
+        {x: Variant(measure="by_difficulty", arguments=(x,)) for x in ("group", "batch", "none")},
+        Prediction(
+            "Not divided: how much does a group with one right answer weigh (`one_of_8`)?",
+            "one_of_8", "none", None,
+            "The sum of |A| over a group with k right of G is 2 k (G - k) / G. Divide that of k = 1"
+            " by that of k = 4.",
+        ),
+    ),
+    "skipped_rows": Experiment(
+        4,
+        "Without a KL a group of equal rewards has no gradient, and its rows are left out of the"
+        " update. Does that change what is learnt? Which share of the rows is saved (`flat`)?",
+        "flat grad_norm accuracy",
+        {
+            "left out": Variant("grpo", f"{GROUPS} --kl_coef 0"),
+            "taken along": Variant("grpo", f"{GROUPS} --kl_coef 0", "take_all_rows"),
+        },
+        Prediction(
+            "Is `accuracy` with these rows left out above, below or at that with them?",
+            "accuracy", "left out", ("accuracy", "taken along"),
+            "Their advantage is 0, so their gradient is 0 for any ratio. The mean counts them.",
+        ),
+        curve="reward/frac_flat_groups",
+    ),
+    "rejection": Experiment(
+        4,
+        "Rejection fine-tuning keeps the right samples and imitates them: no advantage, no ratio."
+        " With one update for each rollout, and with 32: is it behind GRPO, and what is left of the"
+        " entropy?",
+        "accuracy pass_at_8 entropy reward",
+        {
+            "GRPO, 1 update": Variant("grpo", ROLLOUTS),
+            "GRPO, 32 updates": Variant("grpo", REUSED),
+            "right ones, 1 update": Variant("grpo", ROLLOUTS, "imitate_what_is_right"),
+            "right ones, 32 updates": Variant("grpo", REUSED, "imitate_what_is_right"),
+        },
+        Prediction(
+            "32 updates: is `entropy` after imitating the right samples above or below that after"
+            " GRPO?",
+            "entropy", "right ones, 32 updates", ("entropy", "GRPO, 32 updates"),
+            "Imitation ends where the policy gives the right samples of a rollout all probability."
+            " Nothing clips it on the way there.",
+        ),
+    ),
+    "off_policy": Experiment(
+        5,
+        "32 updates with each rollout: the policy leaves the one that drew it. What happens without"
+        " a ratio, with one that isn't clipped, with GRPO's clip and with GSPO's? What is the size"
+        " of a step to blame for?",
+        "accuracy approxkl clipfrac entropy",
+        {
+            "1 update": Variant("grpo", ROLLOUTS),
+            "no ratio": Variant("grpo", REUSED, "drop_the_ratio"),
+            "not clipped": Variant("grpo", f"{REUSED} --clip_range 1e6"),
+            "clipped": Variant("grpo", REUSED),
+            "GSPO": Variant("grpo", f"{REUSED} --loss_type gspo"),
+            "no ratio, rate / 4": Variant(
+                "grpo", f"{REUSED} --learning_rate 2e-4", "drop_the_ratio"
+            ),
+        },
+        Prediction(
+            f"32 updates without a ratio: is `accuracy` above or below the {START} of the start?",
+            "accuracy", "no ratio", START,
+            "A wrong completion is pushed down on and on, however rare it has become: -log p has no"
+            " end, and other tokens get what it loses.",
+        ),
+    ),
+    "length_bias": Experiment(
+        5,
+        "GRPO divides a completion by its length, Dr. GRPO by a constant, DAPO by all tokens. Where"
+        " the first digit alone is judged, which way does each push EOS after it, in right and in"
+        " wrong completions? (The gradient of one step; 1 would be: up, wherever EOS may be.)",
+        "right wrong",
+        {
+            kind: Variant(measure="push_on_eos", arguments=(kind, scale))
+            for kind, scale in (("grpo", "group"), ("dr_grpo", "none"), ("dapo", "group"))
+        },
+        Prediction(
+            "GRPO: is EOS pushed up (+) or down (-) in wrong completions?",
+            "wrong", "grpo", 0,
+            "The tokens of a long wrong completion are punished less, each of them, than those of a"
+            " short one: so it pays to go on.",
+        ),
+    ),
+    "loss_types": Experiment(
+        5, "GRPO, Dr. GRPO and DAPO in training: does the length of a completion move?",
+        "accuracy_first accuracy length clipfrac",
+        {
+            "grpo": Variant("grpo", f"{LENGTHS} --loss_type grpo"),
+            "dr_grpo": Variant("grpo", f"{LENGTHS} --loss_type dr_grpo --scale_rewards none"),
+            "dapo": Variant("grpo", f"{LENGTHS} --loss_type dapo --clip_range_high 0.28"),
+        },
+        Prediction(
+            "Is `length` with dr_grpo above, below or (to half a token) at that with grpo?",
+            "length", "dr_grpo", ("length", "grpo"),
+            "A sum has two or three digits and EOS, whatever the loss says: the reward decides.",
+            near=0.5,
+        ),
+        curve="length/mean",
+    ),
+    "dynamic_sampling": Experiment(
+        5,
+        "DAPO replaces groups of equal rewards by those of other prompts. Is that more than"
+        " sampling as many completions, of 11 prompts a step?",
+        "sampled flat grad_norm accuracy",
+        {
+            "8 prompts": Variant("grpo", GROUPS),
+            "8 prompts, replaced": Variant("grpo", f"{GROUPS} --dynamic_sampling 2"),
+            "11 prompts": Variant("grpo", GROUPS.replace("per_step 8", "per_step 11")),
+        },
+        Prediction(
+            "Is `flat` with 11 prompts a step above or below that with flat groups replaced?",
+            "flat", "11 prompts", ("flat", "8 prompts, replaced"),
+            "More prompts of the same kind are flat as often.",
+        ),
+    ),
+    "overlong": Experiment(
+        5,
+        "The reward pays for length, up to the limit of 12 tokens. What does DAPO's soft penalty"
+        " over the last 6 change?",
+        "length_first length truncated",
+        {
+            "no penalty": Variant("grpo", LONG),
+            "penalty": Variant("grpo", f"{LONG} --overlong_buffer 6"),
+        },
+        Prediction(
+            "Is `truncated` with the penalty above or below that without it?",
+            "truncated", "penalty", ("truncated", "no penalty"),
+            "From 6 tokens on each one adds 1/12 and costs 1/6. Where is the best length?",
+        ),
+        curve="length/mean",
+    ),
+    "entropy_bonus": Experiment(
+        5,
+        "Entropy falls as the policy becomes sure. What does a bonus for it keep, and what does it"
+        " cost? (Without a KL; pass@8 on held-out sums.)",
+        "entropy accuracy pass_at_8",
+        {
+            f"{coef}": Variant(
+                "grpo", f"{GROUPS} --kl_coef 0 --eval_generations 8 --entropy_coef {coef}"
+            )
+            for coef in (0, 0.01, 0.1)
+        },
+        Prediction(
+            "A sample is right with chance 0.8. If that were so for every sum, pass@8 would be"
+            " 0.9999. Is `pass_at_8` without a bonus above, below or at that?",
+            "pass_at_8", "0", 0.9999,
+            "0.8 is a mean: most sums are right nearly always, a few nearly never.",
+        ),
+        curve="policy/entropy_avg",
+    ),
+    "bfloat16": Experiment(
+        5,
+        "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
+        " and does it change what is learnt?",
+        "sampler_kl_x1000 sampler_dev accuracy",
+        {
+            "float32": Variant("rloo", GROUPS),
+            "bfloat16": Variant("rloo", f"{GROUPS} --bf16 true"),
+        },
+        Prediction(
+            "A weight of policy over sampler is bounded at 2: a difference of 0.69. Is the largest"
+            " one of the run in bfloat16 (`sampler_dev`) above or below that?",
+            "sampler_dev", "bfloat16", 0.69,
+            "bfloat16 has three digits: logits of about 10 are off by some hundredths.",
+        ),
+    ),
+    "reward_steps": Experiment(
+        6,
+        "Ten steps of reward_model.py, in seconds: are its figures what they should be?"
+        " (`loss_first` is that of scores that are all 0.)",
+        "loss_first loss loss_last margin accuracy grad_norm score_mean",
+        {"10 steps": Variant(measure="reward_steps")},
+        Prediction(
+            "All scores are 0 at the first step. What is the loss of a pair (`loss_first`)?",
+            "loss_first", "10 steps", None,
+            "-log sigmoid(0) = log 2: either text may be the better one.",
+        ),
+    ),
+    "overoptimisation": Experiment(
+        6,
+        "PPO on a reward model that has learnt from few pairs, or from many: where does its score"
+        " rise while the sums get worse, and what does the weight of the KL save?",
+        "judge score_first score kl accuracy_first accuracy_best best_step accuracy",
+        {
+            f"{pairs} pairs, kl_coef {coef}": Variant(
+                "ppo", f"{LEARNT} --kl_coef {coef}", pairs=pairs
+            )
+            for pairs in (200, 5000)
+            for coef in (0.01, 0.1)
+        },
+        Prediction(
+            f"200 pairs, kl_coef 0.01: is `accuracy` in the end above or below {START}?",
+            "accuracy", "200 pairs, kl_coef 0.01", START,
+            "The score is right near the texts of the pairs. PPO goes where it is high, and 200"
+            " pairs don't say where it is wrong.",
+        ),
+        curve="eval/accuracy",
+    ),
+}  # fmt: skip

@@ -1,0 +1,386 @@
+"""What the experiments of the labs are made of: rewards, mistakes, figures of their own.
+
+experiments.py names these functions, labs.py runs them. A mistake changes a fresh copy of the
+module of a script; a figure is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE if (HERE / "ppo.py").exists() else HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
+
+import torch
+from experiments import GROUPS
+from torch import Tensor
+
+torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
+
+
+def module_of(script: str, change: str = "") -> ModuleType:
+    """A fresh copy of a script's module, with a change made to it."""
+    spec = importlib.util.spec_from_file_location(f"lab_{script}", ROOT / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for their module there
+    spec.loader.exec_module(module)
+    if change:
+        globals()[change](module)
+    return module
+
+
+def start(module: ModuleType, flags: str, seed: int, folder: Path) -> list[dict]:
+    """Call module.main, quietly, with a run in `folder`: its metrics, a dict per step."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        options = ["--output_dir", str(folder), "--seed", str(seed), "--device", "cpu"]
+        module.main([*shlex.split(flags), *options])
+    return read(folder / "metrics.jsonl")
+
+
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def train_judge(pairs: int, flags: str, seed: int, folder: Path) -> list[dict]:
+    """Run reward_model.py on so many pairs of the embedded model's own samples."""
+    from plumbing import preferences
+
+    before, preferences.OWN_PAIRS = preferences.OWN_PAIRS, pairs
+    try:
+        return start(module_of("reward_model"), flags, seed, folder)
+    finally:
+        preferences.OWN_PAIRS = before
+
+
+# --- Rewards that ask for something else than right sums ---
+
+
+def nines(completions: list[str], **columns: object) -> list[float]:
+    """How many digits are a 9: easy to get, and not what was meant."""
+    return [float(text.count("9")) for text in completions]
+
+
+def short(completions: list[str], **columns: object) -> list[float]:
+    """1 for no text at all, 1/2 for one character, and so on: end early."""
+    return [1 / (1 + len(text)) for text in completions]
+
+
+def long(completions: list[str], **columns: object) -> list[float]:
+    """A twelfth for each character: go on as long as you can."""
+    return [len(text) / 12 for text in completions]
+
+
+# --- Mistakes, and what else no flag asks for ---
+
+
+def top_5(module: ModuleType) -> None:
+    module.sample = functools.partial(module.sample, top_k=5)
+
+
+def forget_the_temperature(module: ModuleType) -> None:
+    in_update, in_rollout = module.completion_logprobs, module.rollout_logprobs
+    module.completion_logprobs = lambda model, rollout, temperature, **options: in_update(
+        model, rollout, 1.0, **options
+    )
+    module.rollout_logprobs = lambda model, rollout, config: in_rollout(
+        model, rollout, replace(config, temperature=1.0)
+    )
+
+
+def take_eos_for_padding(module: ModuleType) -> None:
+    """A mask inferred from ids, where pad and EOS are the same id."""
+    original = module.sample
+
+    def sample(model, prompt_ids, *args, **options):
+        rollout = original(model, prompt_ids, *args, **options)
+        completions = rollout.tokens[:, prompt_ids.shape[1] :]
+        is_eos = torch.isin(completions, torch.tensor(options["eos_token_ids"]))
+        seen = rollout.completion_mask & ~is_eos
+        return replace(rollout, completion_mask=seen, finished=torch.zeros_like(rollout.finished))
+
+    module.sample = sample
+
+
+def one_slot_after(module: ModuleType) -> None:
+    """The score one slot after EOS, as in TRL's PPO; there V is 0."""
+    gae, shape = module.gae, module.shape_rewards
+
+    def longer(mask: Tensor) -> Tensor:
+        return mask | torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+
+    def shape_rewards(scores, kl, mask, kl_coef):
+        penalty = shape(torch.zeros_like(scores), kl, mask, kl_coef)
+        return penalty + shape(scores, torch.zeros_like(kl), longer(mask), 0.0)
+
+    def gae_with_a_slot_more(rewards, values, mask, gamma, lam):
+        return [x.masked_fill(~mask, 0) for x in gae(rewards, values, longer(mask), gamma, lam)]
+
+    module.shape_rewards, module.gae = shape_rewards, gae_with_a_slot_more
+
+
+def leave_advantages_raw(module: ModuleType) -> None:
+    module.masked_whiten = lambda x, mask: x
+
+
+def whiten_rewards_too(module: ModuleType) -> None:
+    """Rewards divided by their deviation. They keep their mean: it says what to prefer."""
+    shape, whiten = module.shape_rewards, module.masked_whiten
+    module.shape_rewards = lambda scores, kl, mask, kl_coef: whiten(
+        shape(scores, kl, mask, kl_coef), mask, shift_mean=False
+    )
+
+
+def drop_the_ratio(module: ModuleType) -> None:
+    """REINFORCE on a rollout that is used again: each update takes its own policy for the old."""
+    original = module.grpo_loss
+    module.grpo_loss = lambda logprobs, old_logprobs, *args, **options: original(
+        logprobs, logprobs.detach(), *args, **options
+    )
+
+
+def imitate_what_is_right(module: ModuleType) -> None:
+    """Rejection fine-tuning: the mean log-prob of the right completions rises, and no other."""
+    drop_the_ratio(module)
+    module.group_advantages = lambda rewards, *_: (rewards == 1).float()
+
+
+def take_all_rows(module: ModuleType) -> None:
+    """Rows without an advantage go through the model as well."""
+    original = module.micro_batches
+    module.micro_batches = lambda rollout, rows, has_gradient, **options: original(
+        rollout, rows, **options
+    )
+
+
+def give_completions(module: ModuleType) -> None:
+    """Completions that are made up take the place of sampled ones: of each prompt some right sums,
+    some that forget the carry, and some random digits, of which a few have no EOS.
+    """
+    from common import Rollout
+    from plumbing.models import load_tokenizer
+
+    tokenizer, choices = load_tokenizer("tiny"), random.Random(0)
+
+    def text_for(prompt: str) -> str:
+        first, second = map(int, prompt.removesuffix("=").split("+"))
+        without_carry = (first // 10 + second // 10) * 10 + (first + second) % 10
+        digits = "".join(choices.choices("0123456789", k=choices.randint(1, 5)))
+        return choices.choice([str(first + second), str(without_carry), digits])
+
+    def sample(model, prompt_ids, prompt_mask, *, num_generations, **options):
+        length, eos = options["max_new_tokens"], options["eos_token_ids"][0]
+        texts = tokenizer.batch_decode([i[m.bool()] for i, m in zip(prompt_ids, prompt_mask)])
+        tokens = torch.full((len(texts) * num_generations, length), options["pad_token_id"])
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, ids in enumerate(tokens):
+            text = text_for(texts[row // num_generations].strip())
+            drawn = [*tokenizer.encode(text, add_special_tokens=False), eos][:length]
+            ids[: len(drawn)], mask[row, : len(drawn)] = torch.tensor(drawn), True
+        prompts = [x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask)]
+        return Rollout(
+            tokens=torch.cat([prompts[0], tokens], dim=1),
+            attention_mask=torch.cat([prompts[1].bool(), mask], dim=1),
+            completion_mask=mask,
+            logprobs=torch.zeros(mask.shape),
+            finished=(tokens.eq(eos) & mask).any(1),
+        )
+
+    module.sample = sample
+
+
+# --- Figures without the flags of a run ---
+
+
+def sampled(seed: int, temperature: float, top_k: int = 0) -> tuple[Tensor, ...]:
+    """8 completions of each of 250 sums by the tiny model: logits (B, T, V), the tokens that were
+    drawn (B, T), the mask (B, T), which (B,) begin with the right digit, and the log-probs that
+    `generate` noted (B, T).
+    """
+    from plumbing.data import encode_prompts
+    from plumbing.forward import completion_states
+    from plumbing.models import eos_token_ids, load_causal, load_tokenizer, logits_from
+    from sampling import generate
+    from tasks import add_prompts
+
+    policy, tokenizer = load_causal("tiny").eval(), load_tokenizer("tiny")
+    prompts = add_prompts()[0][:250]
+    ids, mask = encode_prompts(tokenizer, prompts)
+    rollout = generate(
+        policy, ids, mask, num_generations=8, max_new_tokens=16, temperature=temperature,
+        eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0, top_k=top_k,
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    with torch.no_grad():
+        logits = logits_from(policy, completion_states(policy.base_model, rollout))
+    length = logits.shape[1]  # of the longest
+    tokens = rollout.tokens[:, ids.shape[1] :][:, :length]
+    answers = [prompt["answer"] for prompt in prompts for _ in range(8)]
+    texts = tokenizer.batch_decode(tokens)
+    right = torch.tensor([text[:1] == a[:1] for text, a in zip(texts, answers)])
+    return logits, tokens, rollout.completion_mask[:, :length], right, rollout.logprobs[:, :length]
+
+
+def draws(seed: int) -> dict[str, float]:
+    """What `generate` draws at temperature 1.5, and how far the log-probs that it notes are from
+    those of a forward pass over the whole text, at most, in millionths.
+    """
+    from common import token_logprobs
+
+    logits, tokens, real, right, noted = sampled(seed, 1.5)
+    logprobs = token_logprobs(logits / 1.5, tokens)
+    return {
+        "first_digit": right.float().mean().item(),
+        "length": real.sum(1).float().mean().item(),
+        "surprise": -logprobs[real].mean().item(),
+        "logprob_dev": 1e6 * (noted - logprobs)[real].abs().max().item(),
+    }
+
+
+def against_itself(seed: int, temperature: float, top_k: int = 0) -> dict[str, Tensor]:
+    """The model at a temperature against itself at 1: the exact KL at each token of 2,000
+    completions, from all probabilities, and its estimates from the sampled tokens, each (tokens,).
+    """
+    from common import kl_estimate
+
+    logits, tokens, real, *_ = sampled(seed, temperature, top_k)
+    ours, theirs = (logits / temperature).log_softmax(-1), logits.log_softmax(-1)
+    found = {"exact": (ours.exp() * (ours - theirs)).sum(-1)[real]}
+    drawn = [x.gather(2, tokens.unsqueeze(2)).squeeze(2) for x in (ours, theirs)]
+    return found | {name: kl_estimate(*drawn, name)[real] for name in ("k1", "k2", "k3")}
+
+
+def estimators(seed: int) -> dict[str, float]:
+    """The exact KL, and mean and spread of each estimator over the tokens."""
+    found = against_itself(seed, 0.7)
+    spread = {f"{name}_std": x.std().item() for name, x in found.items() if name != "exact"}
+    return {name: x.mean().item() for name, x in found.items()} | spread
+
+
+def kl_of_top_k(temperature: float, seed: int) -> dict[str, float]:
+    """From samples of the policy, and from those with top_k 5: the exact KL at the tokens of each
+    is that of the policy, without top_k.
+    """
+    whole, cut = against_itself(seed, temperature), against_itself(seed, temperature, top_k=5)
+    found = {name: whole[name] for name in ("exact", "k1")}
+    found |= {f"{name}_top_k": cut[name] for name in ("exact", "k1")}
+    return {name: x.mean().item() for name, x in found.items()}
+
+
+def share_of_score(change: str, seed: int) -> dict[str, float]:
+    """The advantage of EOS and of the token before it, for a score of 1 and V = 0."""
+    module, found = module_of("ppo", change), {}
+    mask, zeros = torch.tensor([[True, True, True, False]]), torch.zeros(1, 4)
+    rewards = module.shape_rewards(torch.ones(1), zeros, mask, 0.0)
+    for lam in (0.5, 0.95, 1.0):
+        advantages, _ = module.gae(rewards, zeros, mask, 1.0, lam)
+        found |= {f"EOS_{lam}": advantages[0, 2].item(), f"before_{lam}": advantages[0, 1].item()}
+    return found
+
+
+def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, float]:
+    """Which way a step moves the logit of EOS, over how far it moves it either way: -1 to 1. At
+    temperature 3, where lengths vary most.
+    """
+    from common import token_logprobs
+    from grpo import group_advantages, grpo_loss
+    from plumbing.models import eos_token_ids, load_causal, load_tokenizer
+
+    logits, tokens, real, right, _ = sampled(seed, 3.0)
+    eos = eos_token_ids(load_causal("tiny"), load_tokenizer("tiny"))[0]
+    logprobs = token_logprobs(logits.requires_grad_() / 3.0, tokens)
+    advantages = group_advantages(right.float(), 8, scale_rewards)
+    options = {"clip_range": 0.2, "loss_type": loss_type, "max_new_tokens": 16}
+    loss, _ = grpo_loss(logprobs, logprobs.detach(), advantages, real, **options)
+    up = -torch.autograd.grad(loss, logits)[0][:, :, eos].masked_fill(~real, 0)
+    up = up[:, 1:]  # the first token decides what is right, so EOS in its place is no length
+    parts = {"right": up[right], "wrong": up[~right]}
+    return {name: (x.sum() / x.abs().sum()).item() for name, x in parts.items()}
+
+
+@functools.cache
+def unfinished_model() -> tempfile.TemporaryDirectory:
+    """A folder with the model of `python tiny/make.py --unfinished`; made once per process."""
+    from tiny import make
+
+    folder = tempfile.TemporaryDirectory()
+    for part in make.train(make.UNFINISHED_STEPS, wrong=False):
+        part.save_pretrained(folder.name)
+    return folder
+
+
+# What rloo.py does with the embedded model, for any folder; but 120 steps instead of 180.
+AS_EMBEDDED = """--task add --max_new_tokens 5 --num_steps 120 --prompts_per_step 64
+--num_generations 4 --kl_coef 0.02 --rollout_batch_size 256 --micro_batch_tokens 4096 --bf16 false
+--num_eval_prompts 8 --eval_every 120"""
+
+
+def pass_at_k(unfinished: bool, rate: str, seed: int) -> dict[str, float]:
+    """pass@k on the held-out sums: the chance that one of k samples is right. Of the unfinished
+    model or the embedded one, before (no rate) or after RLOO at a learning rate. Exact: where a
+    sample is right with chance p, one of k is with 1 - (1 - p)^k. Chen et al. 2021, 2107.03374.
+    """
+    from tasks import add_prompts
+    from tiny.temperature import chances
+
+    folder = unfinished_model().name if unfinished else str(ROOT / "tiny")
+    with tempfile.TemporaryDirectory() as output:
+        if rate:
+            flags = f"--model {folder} {AS_EMBEDDED} --learning_rate {rate}"
+            start(module_of("rloo"), flags, seed, Path(output) / "run")
+            folder = f"{output}/run/model"
+        greedy, chance = chances(Path(folder), add_prompts()[1], [0.02, 1.0])
+    of_k = {f"pass@{k}": (1 - (1 - chance) ** k).mean().item() for k in (1, 4, 16, 64, 256)}
+    return {"greedy": greedy.mean().item()} | of_k
+
+
+def by_difficulty(scale_rewards: str, seed: int) -> dict[str, float]:
+    """The sum of |A| of a group with one right answer of 8, over that of one with 4; and after
+    training the mean chance of a right sample of the held-out sums that were hard and easy before
+    (below 1/2 and above). The chances are exact, as in pass_at_k.
+    """
+    from grpo import group_advantages
+    from tasks import add_prompts
+    from tiny.temperature import chances
+
+    rewards = (torch.arange(8.0) < torch.tensor([[1.0], [4.0]])).float().flatten()
+    one, half = group_advantages(rewards, 8, scale_rewards).view(2, 8).abs().sum(1).tolist()
+    prompts = add_prompts()[1]
+    hard = chances(ROOT / "tiny", prompts, [1.0])[0] < 0.5
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{GROUPS} --kl_coef 0 --scale_rewards {scale_rewards}"
+        start(module_of("grpo"), flags, seed, Path(folder) / "run")
+        after = chances(Path(folder) / "run" / "model", prompts, [1.0])[0]
+    means = {"hard": after[hard].mean().item(), "easy": after[~hard].mean().item()}
+    return {"one_of_8": one / half} | means
+
+
+def reward_steps(seed: int) -> dict[str, float]:
+    """The figures of ten steps of reward_model.py."""
+    flags = "--num_steps 10 --num_eval_pairs 256 --eval_every 10 --warmup_steps 0"
+    with tempfile.TemporaryDirectory() as folder:
+        lines = train_judge(640, f"{flags} --learning_rate 2e-4", seed, Path(folder) / "run")
+    *steps, last = lines
+    return {
+        "loss_first": steps[0]["loss/pairs"],
+        "loss": statistics.mean(line["loss/pairs"] for line in steps),
+        "loss_last": last["eval/loss"],
+        "accuracy": last["eval/accuracy"],
+        "margin": steps[-1]["reward/margin"],
+        "score_mean": steps[-1]["reward/mean"],
+        "grad_norm": statistics.mean(line["grad_norm"] for line in steps),
+    }
