@@ -5,8 +5,8 @@
   moments      8 bytes for each weight that trains: Adam's
   reference    a copy of the policy's weights; none with a new LoRA adapter or --kl_coef 0
   KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in bfloat16)
-  decoding     what is made of the logits of a token, and a bfloat16 copy of the weights
-  prefill      what one layer makes of the prompts of the rows that are decoded together
+  decoding     a bfloat16 copy of the weights; and what one layer makes of the prompts of the rows
+               that are decoded together, or what is made of the logits of their next tokens
   activations  what one micro-batch keeps for its backward pass, counted in a forward pass with fake
                tensors, which have a size and hold nothing
   logits       of a chunk of tokens: logits, log-softmax and their gradients, and the head's
@@ -182,7 +182,7 @@ def estimate(
     parts |= _rollout(counts, config, prompt_tokens)
     parts |= _update(counts, config, prompt_tokens, memory)
     there = parts["weights"] + parts["moments"] + parts["reference"]
-    rollout = parts["KV cache"] + parts["decoding"] + parts["prefill"]
+    rollout = parts["KV cache"] + parts["decoding"]
     update = parts["activations"] + parts["logits"]
     if memory is None:
         peak = needed = there + parts["gradients"] + KEPT * (rollout + update) + LIBRARIES
@@ -201,11 +201,13 @@ def _rollout(counts: Counts, config: Any, prompt_tokens: int) -> dict[str, float
     ):
         together = max(1, min(all_prompts, config.rollout_batch_size // each))
         prompts, rows = max(prompts, together), max(rows, together * each)
-    of_prompt_token = counts.kept / counts.layers + counts.states
+    # First the prompts are read, then tokens are drawn: the larger counts. Without gradient a layer
+    # makes about .6 of what it keeps for a backward pass.
+    of_layer = 0.6 * counts.kept / counts.models / counts.layers
+    made = max(prompts * prompt_tokens * of_layer, DRAWN * rows * counts.vocab_size)
     return {
         "KV cache": float(rows * (prompt_tokens + config.max_new_tokens) * counts.states),
-        "decoding": float(DRAWN * rows * counts.vocab_size + counts.decoding_copy),
-        "prefill": prompts * prompt_tokens * of_prompt_token,
+        "decoding": made + counts.decoding_copy,
     }
 
 
