@@ -91,8 +91,8 @@ def measure() -> None:
             name, z = symptom(run, right)
             print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
             if name:
-                about = {"script": script, "metric": name, "z": round(z, 1), "curve": run[name]}
-                found["bugs"][bug] = about
+                about = {"script": script, "metric": name, "z": round(z, 1)}
+                found["bugs"][bug] = about | {"curve": run[name]}
                 found["right"].setdefault(script, {})[name] = [run[name] for run in right]
     SYMPTOMS.write_text(json.dumps(found) + "\n")
 
@@ -126,7 +126,7 @@ def make(out: Path, seed: int) -> None:
     (out / "README.md").write_text(text, encoding="utf-8")
 
 
-def main(args: list[str] | None = None) -> int:
+def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the hunt")
     parser.add_argument("--seed", type=int, default=0, help="which bug (0)")
@@ -139,15 +139,12 @@ def main(args: list[str] | None = None) -> int:
         bug, about = chosen(options.reveal)
         file, right, wrong = (text.split("\n") for text in edit_of(bug))
         changes = difflib.unified_diff(wrong, right, "wrong", "right", n=0, lineterm="")
-        reason = f"{about['metric']}: {REASONS[about['script']][bug]}"
-        print(f"{file[0]}: {bug}", *changes, reason, sep="\n")
+        print(f"{file[0]}: {bug}", *changes, REASONS[about["script"]][bug], sep="\n")
     elif options.out is None or options.out.exists():
-        print("error: give a folder that doesn't exist yet", file=sys.stderr)
-        return 2
+        parser.error("give a folder that doesn't exist yet")
     else:
         make(options.out, options.seed)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

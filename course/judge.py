@@ -33,8 +33,7 @@ def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
     os.setsid()
     os.chdir(folder)
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(output, stream)
+    os.dup2(os.dup2(output, 1), 2)
     for name, limit in LIMITS.items():
         with contextlib.suppress(OSError, ValueError):  # a system without this limit
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))

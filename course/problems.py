@@ -163,7 +163,8 @@ PROBLEMS = [
             "Run base_model(model) on model_inputs(base_model(model), tokens, attention_mask); with"
             " P prompt columns take logits[:, P - 1 : -1], at_least_float32, over the temperature;"
             " token_logprobs of the last T tokens, token_entropy of detached logits unless"
-            " entropy_grad; 0 off the mask. All under autocast, as in completion_values below.",
+            " entropy_grad, None without entropy; 0 off the mask. All under autocast, as in"
+            " completion_values below.",
         ),
     ),
     Problem(
