@@ -59,7 +59,6 @@ MODELS = {
     "Qwen2.5-3B": Qwen2Config(**dict(zip(SHAPE, (2048, 11008, 36, 16, 2))), **QWEN),
     "Qwen2.5-7B": Qwen2Config(**dict(zip(SHAPE, (3584, 18944, 28, 28, 4))), vocab_size=152064),
     "Qwen2.5-14B": Qwen2Config(**dict(zip(SHAPE, (5120, 13824, 48, 40, 8))), vocab_size=152064),
-    "Qwen2.5-32B": Qwen2Config(**dict(zip(SHAPE, (5120, 27648, 64, 40, 8))), vocab_size=152064),
 }
 CHECKPOINTED = "--gradient_checkpointing"
 METHODS = {
