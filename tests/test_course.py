@@ -377,11 +377,11 @@ def test_a_cheat_that_reads_no_files_gets_no_points(cheat, tmp_path):
 
 
 def test_a_function_that_fits_its_tests_but_not_the_scripts_costs_the_scripts(tmp_path):
-    old = "    return at_least_float32(logits).log_softmax(-1).gather(-1, "
-    text = changed("common.py", old, f"    B, T, V = logits.shape\n{old}")
-    found = graded(hand_in(tmp_path / "shapes", common=text), "token_logprobs", "grpo_script")
-    assert found["token_logprobs"][0] == 3 and found["grpo_script"][0] == 0
-    assert "not enough values to unpack" in found["grpo_script"][1]
+    text = changed("sampling.py", "    stop: StopStringCriteria | None = None,\n", "")
+    text = text.replace("    num_rows, device =", "    stop = None\n    num_rows, device =")
+    found = graded(hand_in(tmp_path / "shapes", sampling=text), "generate", "grpo_script")
+    assert found["generate"] == (7, "") and found["grpo_script"][0] == 0
+    assert "unexpected keyword argument 'stop'" in found["grpo_script"][1]
 
 
 def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path, capsys):
