@@ -609,27 +609,27 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> list[str]:
     """The text of each completion, B strings, without EOS and padding, with its stop string."""
     rollout, length = on_cpu(rollout), rollout.completion_mask.shape[1]
-    num_tokens = rollout.completion_mask.sum(1).tolist()
     special, texts = set(special_tokens(tokenizer).values()), []
-    for row, real, n, finished in zip(
-        rollout.tokens, rollout.attention_mask, num_tokens, rollout.finished.tolist(), strict=True
-    ):
+    rows, masks = rollout.tokens[:, :-length].tolist(), rollout.attention_mask[:, :-length].tolist()
+    completions, all_finished = completion_ids(rollout), rollout.finished.tolist()
+    text_of_prompt = functools.cache(lambda ids: tokenizer.decode(list(ids)))
+    for row, mask, ids, finished in zip(rows, masks, completions, all_finished, strict=True):
         # Special tokens of a completion stay: a reward must see a <think> that is one.
-        prompt = [i for i in row[:-length][real[:-length]].tolist() if i not in special]
-        ids = row[-length:][:n].tolist()
-        text = text_after(tokenizer, prompt, ids[:-1] if finished else ids)
+        prompt = [i for i, real in zip(row, mask) if real and i not in special]
+        context = (tokenizer, prompt, text_of_prompt(tuple(prompt)))
+        text = text_after(*context, ids[:-1] if finished else ids)
         if finished and stop and ids[-1] not in special:  # maybe the end of a stop string
-            whole = text_after(tokenizer, prompt, ids)
+            whole = text_after(*context, ids)
             text = whole if any(string in whole for string in stop) else text
         texts.append(text)
     return texts
 
 
-def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -> str:
-    """The text of the completion's ids. They are decoded together with the prompt: SentencePiece
-    tokenizers drop the space in front of the first word of what they decode.
+def text_after(tokenizer: Tokenizer, prompt: list[int], before: str, completion: list[int]) -> str:
+    """The text of the completion's ids after a prompt, whose text is `before`. They are decoded
+    together: SentencePiece tokenizers drop the space in front of the first word that they decode.
     """
-    before, text = tokenizer.decode(prompt), tokenizer.decode(prompt + completion)
+    text = tokenizer.decode(prompt + completion)
     if not text.startswith(before):  # a character whose bytes begin in the prompt
         before, text = "", tokenizer.decode(completion)
     return text[len(before) :]
@@ -637,8 +637,9 @@ def text_after(tokenizer: Tokenizer, prompt: list[int], completion: list[int]) -
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
     """The token ids of each completion, EOS included."""
-    tokens, masks = on_cpu(rollout).tokens, on_cpu(rollout).completion_mask
-    return [row[-len(mask) :][mask].tolist() for row, mask in zip(tokens, masks, strict=True)]
+    mask = on_cpu(rollout).completion_mask  # True up to the end of each
+    rows, lengths = on_cpu(rollout).tokens[:, -mask.shape[1] :].tolist(), mask.sum(1).tolist()
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 # --- Rewards ---

@@ -20,6 +20,7 @@ from transformers import (
     masking_utils,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.activations import NewGELUActivation
 from transformers.utils.hub import cached_file, has_file
 
 from common import ValueModel, base_model, store_in_bfloat16
@@ -216,6 +217,7 @@ def from_hub_or_folder(
     def load(path: str) -> tuple[Any, list[str]]:
         if is_model:
             model, info = auto_class.from_pretrained(path, **options, **own_code)
+            fuse_gelu(model)
             # Of another shape: only where the caller takes them for missing.
             return model, sorted({*info["missing_keys"], *(x[0] for x in info["mismatched_keys"])})
         tokenizer = auto_class.from_pretrained(path, **own_code)
@@ -244,6 +246,16 @@ def from_hub_or_folder(
                 "it needs its own code, which is never run here; choose one that transformers has"
             )
         raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {reason}") from e
+
+
+def fuse_gelu(model: nn.Module) -> None:
+    """Put PyTorch's own function in the place of GPT-2's activation, which is written out as eight
+    operations: a third of the time, and of the memory that training keeps. Equal to rounding.
+    """
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 def _cached_folder(name: str) -> str | None:

@@ -187,7 +187,7 @@ MUTATIONS = [
     ("score_texts", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of the rewards are ignored"),
     ("score_texts", "(scores * torch.tensor(task.weights)).nansum(dim=1)", "(scores * torch.tensor(task.weights)).sum(dim=1)", "one missing reward hides the others"),
     ("Task.verify", "rows = [row for row in rows for _ in range(num_generations)]", "rows = rows * num_generations", "answers are checked against those of other rows"),
-    ("completion_ids", "row[-len(mask) :][mask].tolist()", "row[-len(mask) :].tolist()", "the ids for the reward hold padding"),
+    ("completion_ids", "row[:length]", "row", "the ids for the reward hold padding"),
     ("Task.score", "score_texts(self, rows, texts, completion_ids(rollout))", "score_texts(self, rows, texts, [self.tokenizer(text).input_ids for text in texts])", "the text is encoded again for the reward"),
     ("decode", "ids[:-1] if finished else ids)", "ids)", "EOS is part of the text"),
     ("prompt_tokens", "tokenizer(text, add_special_tokens=False)", "tokenizer(text)", "EOS after a chat prompt"),

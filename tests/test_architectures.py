@@ -60,6 +60,17 @@ def test_greedy_sampling_gives_the_tokens_of_the_library(model):
         assert found.tolist() == theirs[0, len(prompt) :].tolist()
 
 
+def test_pytorchs_own_gelu_in_the_place_of_gpt2s_changes_no_more_than_rounding(tmp_path):
+    torch.manual_seed(0)
+    sizes = FAMILIES["GPT2"] | {"vocab_size": VOCAB, "initializer_range": 0.5}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    expected = model(RAGGED.tokens).logits
+    loaded = load_causal(save_model(tmp_path, model, letter_tokenizer()))
+    assert {type(block.mlp.act) for block in loaded.transformer.h} == {torch.nn.GELU}
+    assert torch.allclose(loaded(RAGGED.tokens).logits, expected, atol=1e-4)
+    assert loaded.config.activation_function == "gelu_new", "which is saved"
+
+
 def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(model):
     rollout = sample(model, temperature=0.8, num_generations=4)
     disable_dropout(model)
