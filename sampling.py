@@ -31,15 +31,16 @@ def sample(
     *,
     num_generations: int,
     max_rows: int,
+    decoder: Decoder | None = None,
     **options: object,
 ) -> Rollout:
     """`generate` in sub-batches of at most `max_rows` completions, num_generations or more."""
     # The completions of one prompt stay together.
     num_prompts = max_rows // num_generations  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
-    return concatenate(
-        [generate(model, *part, num_generations=num_generations, **options) for part in parts]
-    )
+    with decoder or Decoder(model) as decoder:
+        options |= {"num_generations": num_generations, "decoder": decoder}
+        return concatenate([generate(model, *part, **options) for part in parts])
 
 
 def concatenate(rollouts: list[Rollout]) -> Rollout:
@@ -63,54 +64,70 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     stop: StopStringCriteria | None = None,
-    bf16: bool = False,
-    fp16: bool = False,
-    static: bool | None = None,
+    decoder: Decoder | None = None,
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
     prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
     num_generations rows; the rows of a prompt are consecutive. top_k and top_p are off by default:
     they serve greedy evaluation, and to show how they bias the KL. stop: the strings that end a
-    completion. bf16, fp16: decode with weights rounded to bfloat16, to float16. static: see
-    Decoder.
+    completion. decoder: of this model; default: Decoder(model), in the model's own precision.
     """
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
-    num_rows, device = len(prompt_ids), model.device
-    tokens = torch.full((num_rows, max_new_tokens), pad_token_id, device=device)
-    logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
+    decoder = decoder or Decoder(model)
+    settings = (len(prompt_ids), max_new_tokens, temperature, top_k, top_p, *eos_token_ids)
+    draws = decoder.draws.setdefault(settings, Draws(settings, model.device))
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
-    uniforms = torch.rand(max_new_tokens, num_rows, generator=generator, device=device)
-    ends = torch.zeros_like(tokens)  # (B, T), 1: an EOS, or the token that completes a stop string
-    eos = to(device, torch.tensor(eos_token_ids))
+    draws.uniforms.uniform_(generator=generator)
+    draws.ends.zero_()
     with evaluating(model):
-        half = torch.float16 if fp16 else torch.bfloat16 if bf16 else None
-        decoder = Decoder(model, prompt_ids, prompt_mask, max_new_tokens, half=half, static=static)
-        logits = decoder.prefill()  # (B, V), by one forward pass over each distinct prompt
-        # Decode: draw a token for every row that is left, then one forward pass over these tokens.
-        for t in range(max_new_tokens):
-            rows = decoder.rows  # (R,) which of the B rows are left
-            drawn, drawn_logprobs = draw(logits, uniforms[t, rows], temperature, top_k, top_p)
-            tokens[rows, t], logprobs[rows, t] = drawn, drawn_logprobs
-            ended = torch.isin(drawn, eos)
-            if stop is not None:  # a string that begins in the prompt doesn't count
-                ended |= stop(tokens[rows, : t + 1], None)
-            ends[rows, t] = ended.long()
-            logits = decoder.step(drawn, ended)  # (R, V), R without the rows that were dropped
-            if logits is None:  # every row has ended, or has its max_new_tokens
-                break
+        decoder.start(prompt_ids, prompt_mask, draws)  # the prompts, and the first token of each
+        seen = 0  # tokens in which stop strings were looked for
+        while True:
+            if decoder.looks() or decoder.num_drawn == max_new_tokens:
+                rows = decoder.rows[: decoder.num_rows]  # which of the B rows are left
+                for t in range(seen, decoder.num_drawn) if stop is not None else ():
+                    # A string that begins in the prompt doesn't count.
+                    draws.ends[rows, t] |= stop(draws.tokens[rows, : t + 1], None)
+                seen = decoder.num_drawn
+                if seen == max_new_tokens or not decoder.drop_ended():
+                    break
+            decoder.step()  # a forward pass over the tokens just drawn, then the next ones
 
     # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
-    drawn_mask = completion_mask(ends, [1])
-    tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
+    drawn_mask = completion_mask(draws.ends.long(), [1])
+    tokens = draws.tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
-        tokens=torch.cat([to(device, prompt_ids), tokens], dim=1),
-        attention_mask=torch.cat([to(device, prompt_mask), drawn_mask], dim=1),
+        tokens=torch.cat([to(model.device, prompt_ids), tokens], dim=1),
+        attention_mask=torch.cat([to(model.device, prompt_mask), drawn_mask], dim=1),
         completion_mask=drawn_mask,
-        logprobs=logprobs.masked_fill(~drawn_mask, 0),
-        finished=ends.any(dim=1),
+        logprobs=draws.logprobs.masked_fill(~drawn_mask, 0),
+        finished=draws.ends.any(dim=1),
     )
+
+
+class Draws:
+    """The tokens of B rows, T at most, that are drawn one after the other. A CUDA graph writes into
+    these tensors: they serve all rollouts with the same settings.
+    """
+
+    def __init__(self, settings: tuple, device: torch.device) -> None:
+        num_rows, max_new_tokens, *self.how, eos = *settings[:5], list(settings[5:])
+        self.settings, shape = settings, (num_rows, max_new_tokens)
+        self.uniforms = torch.empty(max_new_tokens, num_rows, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        # An EOS, or the token that completes a stop string.
+        self.ends = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.eos = to(device, torch.tensor(eos, dtype=torch.long))
+
+    def take(self, logits: Tensor, rows: Tensor, t: Tensor) -> Tensor:
+        """Draw token t (1,) of the rows (R,) from logits (R, V): (R,)."""
+        drawn, logprobs = draw(logits, self.uniforms[t, rows], *self.how)
+        self.tokens[rows, t], self.logprobs[rows, t] = drawn, logprobs
+        self.ends[rows, t] = torch.isin(drawn, self.eos)
+        return drawn
 
 
 def draw(
@@ -124,7 +141,8 @@ def draw(
     """
     if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
         return logits.argmax(-1), torch.zeros_like(uniform)
-    logits = logits.float() / temperature
+    if temperature != 1 or top_k > 0 or top_p < 1:
+        logits = logits.float() / temperature
     if top_k > 0:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
@@ -134,28 +152,31 @@ def draw(
         above = sorted_probs.cumsum(-1) - sorted_probs  # probability of all the likelier tokens
         dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, above >= top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
-    largest = logits.amax(-1, keepdim=True)
-    weights = (logits - largest).exp_()  # (B, V), probabilities but for their sum
-    # A cumulative sum over the whole vocabulary is slow. So first find the block of 128 tokens
-    # that holds the drawn one, then the token in that block.
-    blocks = nn.functional.pad(weights, (0, -weights.shape[1] % 128)).unflatten(1, (-1, 128))
+    # Probabilities but for their sum, in blocks of 128 tokens. A cumulative sum over the whole
+    # vocabulary is slow. So first find the block that holds the drawn token, then the token in it.
+    num_rows, vocab_size = logits.shape
+    largest = logits.amax(-1, keepdim=True).float()
+    blocks = largest.new_empty(num_rows, -(-vocab_size // 128), 128)
+    weights = blocks.view(num_rows, -1)
+    torch.sub(logits, largest, out=weights[:, :vocab_size]).exp_()
+    weights[:, vocab_size:] = 0
     sums = blocks.sum(-1)
     total = sums.sum(-1)
-    block, rest = _first_above(sums, uniform * total)
-    token, _ = _first_above(blocks[torch.arange(len(blocks), device=logits.device), block], rest)
-    drawn = block * 128 + token
-    logprobs = logits.gather(1, drawn.unsqueeze(1)) - largest
-    return drawn, logprobs.squeeze(1) - total.log()
+    cumulative = sums.cumsum(-1)
+    block, threshold = _first_above(cumulative, (uniform * total).unsqueeze(1))
+    rest = (threshold - (cumulative - sums).gather(1, block)).clamp(min=0)
+    in_block = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, 128)).squeeze(1)
+    token, _ = _first_above(in_block.cumsum(-1), rest)
+    drawn = torch.add(token, block, alpha=128)
+    logprobs = (logits.gather(1, drawn) - largest).float()
+    return drawn.squeeze(1), logprobs.squeeze(1) - total.log()
 
 
-def _first_above(weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """(the first index (B,) at which the cumulative sum of weights (B, n) exceeds threshold (B,),
-    the threshold less the sum of the weights before that index (B,)).
+def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index at which the cumulative weights (B, n) exceed the threshold (B, 1), and the
+    threshold, made low enough for that: (B, 1) each.
     """
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1]
     # Rounding must not carry the threshold past the end, nor on to a token of probability 0.
+    total = cumulative[:, -1:]
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulative, threshold.unsqueeze(1), right=True)
-    before = (cumulative - weights).gather(1, index).squeeze(1)
-    return index.squeeze(1), (threshold - before).clamp(min=0)
+    return torch.searchsorted(cumulative, threshold, right=True), threshold

@@ -50,6 +50,7 @@ from pretended_cuda import Graph, fresh, is_there, pretended_cuda, tensors_in  #
 
 import sampling  # noqa: E402
 from common import Rollout, disable_dropout  # noqa: E402
+from plumbing.decoding import Decoder  # noqa: E402
 from plumbing.forward import completion_logprobs  # noqa: E402
 
 # Of the published config.json files.
@@ -110,7 +111,10 @@ class Counter(TorchDispatchMode):
                 self.take(x.untyped_storage())
         if launches(function, args, kwargs, result):
             self.kernels[function.overloadpacket.__name__] += 1
-            touched = [*tensors_in(args, *(kwargs or {}).values()), *tensors_in(result)]
+            # A gather reads a few entries of a row, and "out" is the result.
+            is_gather = function.overloadpacket is torch.ops.aten.gather
+            given = [x for name, x in (kwargs or {}).items() if name != "out"]
+            touched = tensors_in(() if is_gather else args, *given, result)
             self.bytes += sum(x.nbytes for x in touched if self.is_of_logits(x))
         return result
 
@@ -160,12 +164,18 @@ def attention(
     return of_efficient(q, k, v, attn_mask, q.requires_grad, 0.0, is_causal, scale=scale)[0]
 
 
+def rms_norm(x, shape, weight=None, eps=None):
+    """One kernel, as on CUDA. On a CPU it is several: a layer norm takes its place."""
+    return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
+
+
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
     """A pretended GPU with fake tensors, that has the kernels of a real one."""
     with (
         pretended_cuda(fake=True),
         mock.patch.object(F, "scaled_dot_product_attention", attention),
+        mock.patch.object(F, "rms_norm", rms_norm),
     ):
         yield
 
@@ -193,7 +203,8 @@ def count_decoding(model: nn.Module, rows: int, prompt_tokens: int, new_tokens: 
     ids = torch.arange(rows // 8).repeat_interleave(prompt_tokens).view(-1, prompt_tokens)
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    options = {"num_generations": 8, "eos_token_ids": [1], "pad_token_id": 0, "bf16": True}
+    options = {"num_generations": 8, "eos_token_ids": [1], "pad_token_id": 0}
+    options["decoder"] = Decoder(model, torch.bfloat16)
     with Counter() as counter, torch.no_grad():
 
         def replay(graph: Graph) -> None:

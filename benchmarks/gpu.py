@@ -141,7 +141,7 @@ def pieces(path: str, sizes: Sizes) -> Iterator[Measurement]:
     from transformers import AutoModelForCausalLM
 
     import sampling
-    from plumbing.decoding import half_precision_copy
+    from plumbing.decoding import Decoder, half_precision_copy
 
     model = AutoModelForCausalLM.from_pretrained(path).to(speed.device()).eval()
     ids = torch.arange(sizes.step_rows).unsqueeze(1).repeat(1, 16) % 100
@@ -149,7 +149,7 @@ def pieces(path: str, sizes: Sizes) -> Iterator[Measurement]:
     def decode(new_tokens: int, **options: object) -> None:
         sampling.generate(
             model, ids, ids > -1, max_new_tokens=new_tokens, eos_token_ids=[], pad_token_id=0,
-            bf16=True, **options,
+            decoder=Decoder(model, torch.bfloat16, **options),
         )  # fmt: skip
 
     def first_token(**options: object) -> float:

@@ -151,8 +151,9 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
 
     from common import completion_mask
     from plumbing.data import encode_prompts
+    from plumbing.decoding import Decoder
     from plumbing.models import eos_token_ids
-    from sampling import generate
+    from sampling import sample
 
     tokenizer = AutoTokenizer.from_pretrained(job["path"])
     theirs_in_bf16 = bf16 and system != "ours"  # ours rounds the weights itself, at every rollout
@@ -161,14 +162,17 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     asked = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
     ids, mask = encode_prompts(tokenizer, asked)
     eos, steps = eos_token_ids(model, tokenizer), []
+    options, half = job.get("options", {}), torch.bfloat16 if bf16 else None
+    decoder = Decoder(model, half, **options) if system == "ours" else None
     for seed in range(STEPS):
         torch.manual_seed(seed)
         started = clock()
         if system == "ours":
-            rollout = generate(
+            rollout = sample(
                 model, ids, mask, num_generations=job["generations"],
-                max_new_tokens=job["max_new_tokens"], eos_token_ids=eos, pad_token_id=0, bf16=bf16,
-                **job.get("options", {}),
+                max_rows=job["prompts"] * job["generations"],
+                max_new_tokens=job["max_new_tokens"], eos_token_ids=eos, pad_token_id=0,
+                decoder=decoder,
             )  # fmt: skip
             real = rollout.completion_mask
         else:
@@ -178,7 +182,7 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
             tokens = model.generate(
                 rows[0], attention_mask=rows[1],
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=eos,
-                pad_token_id=0, max_new_tokens=job["max_new_tokens"], **job.get("options", {}),
+                pad_token_id=0, max_new_tokens=job["max_new_tokens"], **options,
             )  # fmt: skip
             real = completion_mask(tokens[:, ids.shape[1] :], eos)
         seconds = clock() - started

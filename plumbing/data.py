@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import Rollout, evaluating
+from plumbing.decoding import Decoder
 from plumbing.errors import (
     Fault,
     InputError,
@@ -524,6 +525,7 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
     special = special_tokens(tokenizer)  # as a stop string, such a token is another EOS
     ids = [special[string] for string in config.stop if string in special]
     strings = [string for string in config.stop if string not in special]
+    half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
     return {
         "num_generations": config.num_generations,
         "max_rows": config.rollout_batch_size,
@@ -532,9 +534,7 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
-        "bf16": config.bf16,
-        "fp16": config.fp16,
-        "static": None if config.cuda_graphs else False,
+        "decoder": Decoder(policy, half, None if config.cuda_graphs else False),
         "stop": stop_criteria(tokenizer, strings) if strings else None,
     }
 
@@ -569,18 +569,20 @@ def _deviation(config: Any, policy: PreTrainedModel) -> tuple[float, float]:
     ids = torch.arange(1, 9).view(2, 4) % policy.get_input_embeddings().weight.shape[0]
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
     options = {"max_new_tokens": 2, "eos_token_ids": [], "pad_token_id": PADDING}
-    options["static"] = None if config.cuda_graphs else False
+    static = None if config.cuda_graphs else False
     # Frozen weights may be in bfloat16; else float32 shows smaller faults.
     rounded = any(p.dtype == torch.bfloat16 for p in policy.parameters())
     drawn, read = [], []
     for G in (1, 2):
         options["generator"] = torch.Generator(policy.device).manual_seed(0)
-        rollout = generate(policy, ids, mask, num_generations=G, bf16=rounded, **options)
+        decoder = Decoder(policy, torch.bfloat16 if rounded else None, static)
+        rollout = generate(policy, ids, mask, num_generations=G, decoder=decoder, **options)
         for part in (rollout, rollout[:1]):
             drawn.append(part.logprobs)
             read.append(completion_logprobs(policy, part, temperature=1.0, bf16=rounded)[0])
     if config.bf16 or config.fp16:  # here it must be possible, that is all
-        generate(policy, ids, mask, bf16=config.bf16, fp16=config.fp16, **options)
+        decoder = Decoder(policy, torch.float16 if config.fp16 else torch.bfloat16, static)
+        generate(policy, ids, mask, decoder=decoder, **options)
     drawn, read = torch.cat(drawn), torch.cat(read)
     limit = (0.1 if rounded else 1e-3) * max(1.0, drawn.abs().max().item())
     return (drawn - read).abs().max().item(), limit

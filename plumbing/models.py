@@ -44,8 +44,10 @@ def model_inputs(
     accepted = inspect.signature(base_model(model).forward).parameters
     if "cache" in options and "cache" not in accepted:  # its name before transformers 5.24
         options["past_key_values"] = options.pop("cache")
-    position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    options = options | {"position_ids": position_ids, "attention_mask": attention_mask.long()}
+    if "position_ids" not in options:
+        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        options["position_ids"] = position_ids[:, -tokens.shape[1] :]
+    options["attention_mask"] = attention_mask.long()
     return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
 
 

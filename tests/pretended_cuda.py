@@ -53,6 +53,13 @@ def fresh(result, args, kwargs):
     return [x for x in tensors_in(result) if x.untyped_storage()._cdata not in known]
 
 
+def written(function, args, kwargs):
+    """The tensors that an operation writes into."""
+    named = zip(function._schema.arguments, args)
+    named = [*named, *((a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs)]
+    return tensors_in([x for a, x in named if a.alias_info is not None and a.alias_info.is_write])
+
+
 class Device:
     """The state of the pretended GPU."""
 
@@ -99,16 +106,20 @@ class Graph:
 
     def __init__(self, gpu):
         self.gpu, self.steps, self.is_invalid = gpu, [], False
+        self.before = []  # tensors that were written into, each with its values before
 
     def capture_begin(self, pool=None):
         self.gpu.graph = self
 
     def capture_end(self):
         self.gpu.graph = None
-        if self.is_invalid:
-            raise RuntimeError("operation failed due to a previous error while captured")
         with _disable_current_modes(), torch.no_grad():
-            # On a GPU capturing runs nothing: what is new holds nothing yet.
+            # On a GPU capturing runs nothing: what was there is as it was, what is new holds
+            # nothing yet.
+            for tensor, values in reversed(self.before):
+                tensor.copy_(values)
+            if self.is_invalid:
+                raise RuntimeError("operation failed due to a previous error while captured")
             for tensor in (x for *_, made in self.steps for x in made if x.is_floating_point()):
                 tensor.fill_(torch.nan)
 
@@ -130,6 +141,8 @@ class Operations(TorchDispatchMode):
         there = [is_there(x) for x in given]
         if any(there):
             self.check(function, args, kwargs, given, there)
+        if gpu.graph is not None and gpu.fakes is None:
+            gpu.graph.before += [(x, x.clone()) for x in written(function, args, kwargs)]
         on_device = any(there) or (not given and gpu.asked_for)
         if on_device and gpu.fakes is not None:
             result = gpu.fake(function, args, kwargs)

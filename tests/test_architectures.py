@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import grpo
 from common import ValueModel, disable_dropout
 from plumbing.data import check_policy
+from plumbing.decoding import Decoder
 from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values, micro_batches
 from plumbing.models import load_causal
@@ -44,7 +45,8 @@ def model(request) -> PreTrainedModel:
     return model
 
 
-def sample(model: PreTrainedModel, **options):
+def sample(model: PreTrainedModel, half=None, static=None, **options):
+    options["decoder"] = Decoder(model, half, static)
     options = {"max_new_tokens": 8, "eos_token_ids": [EOS], "pad_token_id": 0} | options
     ids, mask = RAGGED.tokens[:, :7], RAGGED.attention_mask[:, :7]
     return generate(model, ids, mask, generator=torch.Generator().manual_seed(0), **options)
@@ -84,7 +86,7 @@ def test_a_static_cache_and_bfloat16_weights_change_no_more_than_rounding(model)
     static = sample(model, num_generations=3, static=True)
     assert torch.equal(static.tokens, plain.tokens)
     assert torch.allclose(static.logprobs, plain.logprobs, atol=1e-4)
-    rounded = sample(model, num_generations=3, bf16=True)
+    rounded = sample(model, num_generations=3, half=torch.bfloat16)
     same = (rounded.tokens == plain.tokens)[:, 7:].cumprod(1).bool() & plain.completion_mask
     off = (rounded.logprobs - plain.logprobs)[same].abs()
     assert same.float().mean() > 0.3 and 0 < off.mean() < 0.05

@@ -12,6 +12,7 @@ from small import EOS, job_maker, small_gpt2, small_llama
 import grpo
 import ppo
 import rloo
+from plumbing.decoding import Decoder
 from plumbing.run import Interrupted, Run
 from sampling import generate
 
@@ -56,7 +57,8 @@ def test_a_cuda_graph_samples_what_an_ordinary_forward_pass_does(make):
     model, found = make().eval().to("cuda"), []
     for static in (True, False):
         options = {"max_new_tokens": 20, "pad_token_id": 0, "num_generations": 16}
-        options |= {"generator": torch.Generator("cuda").manual_seed(0), "static": static}
+        options |= {"generator": torch.Generator("cuda").manual_seed(0)}
+        options |= {"decoder": Decoder(model, static=static)}
         found.append(generate(model, PROMPTS, MASK, eos_token_ids=[EOS], **options))
     assert found[0].tokens.tolist() == found[1].tokens.tolist()
     assert torch.allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)

@@ -15,6 +15,7 @@ import ppo
 import rloo
 from common import Rollout, token_entropy
 from plumbing.data import decode, sampling_options, stop_criteria
+from plumbing.decoding import Decoder
 from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty
 from plumbing.models import load_causal
@@ -236,7 +237,8 @@ def pieces_tokenizer() -> PreTrainedTokenizerFast:
 TOKENIZER = pieces_tokenizer()
 
 
-def sample(model, stop=STOP, length=12, **options) -> Rollout:
+def sample(model, stop=STOP, length=12, static=None) -> Rollout:
+    options = {"decoder": Decoder(model, static=static)}
     options |= {"num_generations": 20, "temperature": 2.0, "max_new_tokens": length}
     options |= {"eos_token_ids": [LAST], "pad_token_id": 0}
     options |= {"generator": torch.Generator(model.device).manual_seed(1)}

@@ -8,16 +8,19 @@ import pytest
 import torch
 import transformers
 from pretended_cuda import CUDA, Generator, pretended_cuda
-from small import job_maker, letter_tokenizer, reward_model_job, save_model, small_gpt2
+from small import EOS, job_maker, letter_tokenizer, reward_model_job, save_model, small_gpt2
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common
 import grpo
 import ppo
 import rloo
+from common import Rollout
 from plumbing import decoding
+from plumbing.decoding import Decoder
+from plumbing.forward import on_cpu
 from plumbing.run import Run
-from sampling import generate
+from sampling import generate, sample
 
 SCRIPTS = [
     pytest.param(ppo, id="ppo", marks=pytest.mark.slow),
@@ -152,6 +155,44 @@ def test_the_cache_is_cleared_between_the_phases_of_a_step(script, make_job, mon
 
 
 # --- Mistakes that only a device shows ---
+
+
+@pytest.mark.parametrize(("half", "least"), [(None, 1.0), (torch.float16, 0.8)])
+def test_graphs_and_memory_of_a_rollout_serve_later_ones_with_the_weights_of_then(half, least):
+    """Sub-batches whose rows end at different times, of several widths. In half precision a token
+    that is drawn otherwise, by rounding, changes the rest of its row.
+    """
+    options = {"max_new_tokens": 20, "eos_token_ids": [EOS], "pad_token_id": 0, "max_rows": 8}
+    options |= {"num_generations": 8, "temperature": 2.0}
+    prompts = [torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 0, 7, 8, 9, 6, 5]])]
+    graphs = []
+
+    def rollouts(device: str) -> list[Rollout]:
+        model, found = small_gpt2().eval().to(device), []
+        decoder = Decoder(model, half)
+        generator = torch.Generator(device).manual_seed(0)
+        for ids in 3 * prompts:
+            how = options | {"generator": generator, "decoder": decoder}
+            found.append(on_cpu(sample(model, ids, ids > 0, **how)))
+            graphs.append(len(decoder.graphs))
+            if ids is prompts[1]:
+                for p in model.parameters():
+                    p.data.mul_(0.9)
+        return found
+
+    expected = rollouts("cpu")
+    graphs.clear()
+    with pretended_cuda() as gpu, pytest.MonkeyPatch.context() as m:
+        m.setattr(decoding, "COLUMNS", 8)  # several widths in so few tokens
+        found = rollouts("cuda")
+    for ours, theirs in zip(found, expected, strict=True):
+        same = (ours.tokens == theirs.tokens).cumprod(1).bool()
+        assert same.float().mean() >= least
+        same = same[:, -20:]
+        wrong = (ours.logprobs - theirs.logprobs)[same].abs()
+        assert wrong.max() < (0.05 if half else 1e-5), "the weights of an earlier rollout?"
+    assert graphs[:2] == [0, 0], "before an update nobody knows whether they fit beside it"
+    assert 2 < graphs[2] <= graphs[3] <= graphs[4] <= graphs[5] < gpu.replays / 10
 
 
 @pytest.mark.parametrize("waits", ["always", "while captured"])

@@ -15,7 +15,7 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, completion_mask
-from plumbing.decoding import half_precision_copy
+from plumbing.decoding import Decoder, half_precision_copy
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.models import model_inputs
@@ -26,7 +26,9 @@ PROMPTS = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
 PROMPT_MASK = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]])
 
 
-def sample(model, seed: int = 0, prompts=PROMPTS, prompt_mask=PROMPT_MASK, **options) -> Rollout:
+def sample(model, seed=0, prompts=PROMPTS, prompt_mask=PROMPT_MASK, **options) -> Rollout:
+    how = options.pop("half", None), options.pop("static", None)
+    options.setdefault("decoder", Decoder(model, *how))
     options = {"max_new_tokens": 8, "eos_token_ids": [EOS], "pad_token_id": 0} | options
     generator = torch.Generator().manual_seed(seed)
     return generate(model, prompts, prompt_mask, generator=generator, **options)
@@ -166,7 +168,7 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(small_model, row, val
     with pytest.raises(Fault, match="the model's logits are not finite: lower --learning_rate"):
         sample(small_model)
     with pytest.raises(Fault, match="--fp16 false"):
-        sample(small_model, fp16=True)
+        sample(small_model, half=torch.float16)
 
 
 # --- The model is left as it was ---
@@ -192,14 +194,14 @@ def test_after_an_error_the_mode_is_what_it_was():
 
 def test_bfloat16_decodes_with_a_rounded_copy_of_the_weights_as_they_are_now(small_model):
     before = {name: p.clone() for name, p in small_model.state_dict().items()}
-    first = sample(small_model, bf16=True)
+    first = sample(small_model, half=torch.bfloat16)
     assert first.logprobs.dtype == torch.float32
     for name, p in small_model.state_dict().items():
         assert p.dtype == before[name].dtype and torch.equal(p, before[name])
     with torch.no_grad():
         for p in small_model.parameters():
             p.mul_(1.5)
-    second = sample(small_model, bf16=True)
+    second = sample(small_model, half=torch.bfloat16)
     assert (second.logprobs - first.logprobs).abs().max() > 0.1
 
 
@@ -210,14 +212,14 @@ def test_half_precision_rounds_no_rotary_frequencies():
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize(("half", "digits"), [("bf16", 1), ("fp16", 8)])
+@pytest.mark.parametrize(("half", "digits"), [(torch.bfloat16, 1), (torch.float16, 8)])
 def test_log_probs_of_half_precision_decoding_are_those_of_a_forward_pass_to_rounding(
     small_model, half, digits, static
 ):
     """Not token for token: each machine rounds a bfloat16 product in its own way, and one token
     that is drawn otherwise changes the rest of its row. Float16 has three more binary digits.
     """
-    options = {"num_generations": 40, "seed": 2, "temperature": 2.0, "static": static, half: True}
+    options = {"num_generations": 40, "seed": 2, "temperature": 2.0, "static": static, "half": half}
     rollout = sample(small_model, **options)
     assert rollout.finished.any() and not rollout.finished.all()
     expected, _ = completion_logprobs(small_model, rollout, 2.0)
