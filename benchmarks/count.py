@@ -8,7 +8,7 @@ pretended GPU (tests/pretended_cuda.py), whose tensors are fake: they have shape
 and hold nothing. So nothing is computed, but every operation is seen. Views launch no kernel; any
 other operation counts as one, so the figures are a little too low. Models are built from configs.
 
-  graph          kernels of a token that are replayed as a CUDA graph
+  graph          kernels of a token that are replayed as a CUDA graph, drawing it included
   eager          kernels of a token that are launched one by one
   draw           kernels of sampling.draw alone
   draw_bytes     what it reads and writes, per row and vocabulary entry

@@ -25,14 +25,14 @@ QWEN = Qwen2Config(
 
 @pytest.mark.parametrize(
     ("config", "of_token", "of_update"),
-    [pytest.param(GPT2, 68, 429, id="gpt2"), pytest.param(QWEN, 126, 786, id="qwen2")],
+    [pytest.param(GPT2, 80, 429, id="gpt2"), pytest.param(QWEN, 117, 786, id="qwen2")],
 )
 def test_kernels_and_bytes_of_a_token_and_of_a_micro_batch_are_bounded(config, of_token, of_update):
     found = count.count(config)
     assert 10 * config.num_hidden_layers < found["graph"] <= of_token
-    assert found["draw"] < found["eager"] <= 47
-    assert found["draw_bytes"] <= 50
-    assert found["scored_bytes"] <= 24 and found["trained_bytes"] <= 95
+    assert found["draw"] <= 28 and found["eager"] <= 2
+    assert found["draw_bytes"] <= 22
+    assert found["scored_bytes"] <= 20 and found["trained_bytes"] <= 91
     assert found["micro_batch"] <= of_update
 
 
