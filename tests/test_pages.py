@@ -166,11 +166,8 @@ MARKDOWN = [
     *(page for folder in ("docs", "course") for page in (REPOSITORY / folder).rglob("*.md")),
 ]
 METRICS = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
-OF_OTHERS = {"strict", "no-deps", "help"}  # of mkdocs, of pip, of every parser
-GONE = """importance_cap whiten_rewards value_init reward_clip_range normalize_advantages compile
-micro_batch_size save_best merge_adapter record_tokens sample_every digits num_pairs label_noise
-prompt_column subset split eval_split importance_sampling_level cispo_bound tensorboard
-wandb""".split()
+# Of mkdocs, of pip, of every parser, of trl sft.
+OF_OTHERS = {"strict", "no-deps", "help", "model_name_or_path", "dataset_name"}
 
 
 def test_every_link_of_a_page_leads_to_a_file():
@@ -191,9 +188,7 @@ def test_every_flag_that_a_page_names_is_one_of_a_script_or_tool():
             known |= set(re.findall(r"\"--([\w-]+)\"", program.read_text(encoding="utf-8")))
     for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]:
         named = set(re.findall(r"(?<![\w-])--(\w[\w-]*)", page.read_text(encoding="utf-8")))
-        known_here = {*known, *GONE} if page.name == "running.md" else known
-        assert named <= known_here, f"{page.name}: {named - known_here}"
-    assert not known & set(GONE)
+        assert named <= known, f"{page.name}: {named - known}"
 
 
 @pytest.mark.parametrize(
