@@ -303,7 +303,8 @@ PROBLEMS = [
             " reference, and the reward is the score.",
             "kl by k1 where kl_coef is above 0; the rewards are the scores less kl_coef times the"
             " sum of a row of kl; then rloo_advantages; has_gradient is True where the advantage"
-            " isn't 0, and everywhere if entropy_coef is above 0; on the CPU.",
+            " isn't 0, and everywhere if entropy_coef is above 0; lengths are the numbers of"
+            " tokens of the rows; both on the CPU.",
         ),
         step="4",
     ),
