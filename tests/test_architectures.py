@@ -81,6 +81,17 @@ def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(mod
     assert torch.allclose(logprobs, rollout.logprobs, atol=1e-4)
 
 
+def test_the_copy_that_decodes_is_the_model_but_for_its_rounding(model):
+    """Fused norms, the activation, one mask for all layers: here a copy that isn't rounded."""
+    plain = sample(model, num_generations=3, temperature=2.0)
+    for static in (False, True):
+        copied = sample(
+            model, num_generations=3, temperature=2.0, half=torch.float32, static=static
+        )
+        assert torch.equal(copied.tokens, plain.tokens)
+        assert torch.allclose(copied.logprobs, plain.logprobs, atol=1e-4)
+
+
 def test_a_static_cache_and_bfloat16_weights_change_no_more_than_rounding(model):
     plain = sample(model, num_generations=3)
     static = sample(model, num_generations=3, static=True)

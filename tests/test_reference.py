@@ -235,6 +235,17 @@ def test_adapters_that_look_at_weights_or_hold_buffers_and_indices_decode_in_bfl
     assert 0 < (logprobs(rounded) - logprobs(policy)).abs().mean() < 0.1
 
 
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_the_copy_that_decodes_has_the_adapter_merged_and_says_the_same(make):
+    policy = train(add_adapter(make(), 4)).eval()
+    copied = half_precision_copy(policy, torch.float32)
+    assert not any(hasattr(module, "base_layer") for module in copied.modules())
+    with policy.disable_adapter():
+        without = logprobs(policy)
+    assert (logprobs(policy) - without).abs().max() > 0.01
+    assert torch.allclose(logprobs(copied), logprobs(policy), atol=1e-4)
+
+
 def test_the_value_model_of_an_adapted_policy_trains_its_own_adapter_over_the_same_base(policy):
     value_model = ValueModel.on_backbone_of(train(policy))
     assert (completion_values(value_model, RAGGED) == 0).all()

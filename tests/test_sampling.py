@@ -15,7 +15,7 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, completion_mask
-from plumbing.decoding import Decoder, half_precision_copy
+from plumbing.decoding import Decoder, attend, half_precision_copy
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.models import model_inputs
@@ -209,6 +209,24 @@ def test_half_precision_rounds_no_rotary_frequencies():
     model = small_llama()
     copied = half_precision_copy(model, torch.bfloat16)
     assert torch.equal(copied.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_attention_of_one_token_is_that_of_pytorch_to_rounding(kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(3, heads, length, 8, generator=generator)
+        for heads, length in ((4, 1), (kv_heads, 7), (kv_heads, 7))
+    )
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]])
+    mask = mask.bool()[:, None, None]
+    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
+    for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        states = (x.to(dtype) for x in (query, key, value))
+        found, _ = attend(module, *states, mask.clone(), scaling=0.3)
+        assert torch.allclose(found.float(), expected.transpose(1, 2), atol=rounding)
 
 
 @pytest.mark.parametrize("static", [False, True])
