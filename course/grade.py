@@ -58,8 +58,8 @@ def read_submission(path: Path) -> dict[str, str]:
     return {k: v.decode("utf-8-sig", "replace").replace("\r\n", "\n") for k, v in texts.items()}
 
 
-def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str]:
-    """{file: text} of what the submission changes in the repository. Raises NotFound.
+def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str] | str:
+    """{file: text} of what the submission changes in the repository, or why it can't be graded.
 
     Helpers, constants and imports come along from all files of the submission: those that ours
     lacks, and in the problem's file those that differ, but no function of another problem. Other
@@ -67,7 +67,7 @@ def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str]:
     """
     for file in [problem.file] if problem.function else [problem.file, *SHARED]:
         if file not in texts:
-            raise NotFound(f"{file} isn't in the submission")
+            return f"{file} isn't in the submission"
     found = {file: text for file, text in texts.items() if file not in PROGRAM}  # new files
     if not problem.function:
         return found | {file: texts[file] for file in FILES if file in texts}
@@ -83,11 +83,11 @@ def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str]:
             if name not in known or (is_own and known[name] != ast.dump(node))
         ]
         if is_own and not any(problem.function in names_of(node) for node in theirs):
-            raise NotFound(f"{problem.function} is not in {file}, or doesn't parse")
+            return f"{problem.function} is not in {file}, or doesn't parse"
         found[file] = "\n\n".join([*map(ast.unparse, ours), *map(attempt, dict.fromkeys(theirs))])
     for text in found.values():
         if borrowed := re.search(r"^\s*(?:from|import)\s+(test_\w+|conftest|judge)", text, re.M):
-            raise NotFound(f"the code imports {borrowed[1]}, a part of the tests")
+            return f"the code imports {borrowed[1]}, a part of the tests"
     return found
 
 
@@ -105,7 +105,7 @@ def statements(source: str) -> list[ast.stmt]:
         compile(source, "submission", "exec")  # which sees more errors than ast.parse
         return ast.parse(source).body
     # Decorators, a line that begins a statement, and the lines that belong to it.
-    parts = re.findall(r"(?m)^(?:@.*\n)*[^\s#)\]}@].*(?:\n(?:[\s#)\]}].*|$))*", source)
+    parts = re.findall(r"(?m)^(?:@.*\n)*[^\s#)\]}@].*(?:\n(?:[ \t#)\]}].*|$))*", source)
     return [node for part in parts if part != source for node in statements(part)]
 
 
@@ -117,19 +117,18 @@ def names_of(node: ast.stmt) -> set[str]:
     return {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_NAME"}
 
 
-def grade(texts: dict[str, str], problem: Problem, template: Path, seconds: int) -> dict:
-    """Run the tests of a problem on a submission: its points, in Gradescope's form. `template` is a
-    copy of the repository.
+def grade(changed: dict | str, problem: Problem, template: Path, seconds: int) -> dict:
+    """Run the tests of a problem on what `transplanted` gives: its points, in Gradescope's form.
+    `template` is a copy of the repository.
     """
     tests, given = problem.properties, [path.name for path in (template / "tests").iterdir()]
+    if isinstance(changed, str):
+        return points(problem, dict.fromkeys(tests, changed))
     with tempfile.TemporaryDirectory(prefix="grade-") as work:
         folder = Path(work) / "copy"
         shutil.copytree(template, folder)
-        try:
-            for name, text in transplanted(texts, problem).items():
-                (folder / name).write_text(text, encoding="utf-8")
-        except NotFound as e:
-            return points(problem, dict.fromkeys(tests, str(e)))
+        for name, text in changed.items():
+            (folder / name).write_text(text, encoding="utf-8")
         lines, ending = in_a_process(folder, problem, seconds)
         kept, *_ = filecmp.cmpfiles(template / "tests", folder / "tests", given, shallow=False)
     replaced = [line["replaced"] for line in lines if "replaced" in line]
@@ -184,7 +183,8 @@ def graded(path: Path, problems: list[Problem], seconds: int) -> list[dict]:
         for name in [*PROGRAM, "tests/conftest.py", "tests/small.py", *files]:
             (Path(work) / name).parent.mkdir(exist_ok=True)
             shutil.copy(REPOSITORY / name, Path(work) / name)
-        return list(pool.map(lambda x: grade(texts, x, Path(work), seconds), problems))
+        changes = [transplanted(texts, x) for x in problems]  # ast.parse wants a single thread
+        return list(pool.map(lambda *x: grade(*x, Path(work), seconds), changes, problems))
 
 
 def grade_class(folder: Path, table: Path, problems: list[Problem], seconds: int) -> None:

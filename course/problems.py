@@ -139,16 +139,16 @@ PROBLEMS = [
     Problem(
         "generate", "sampling.py", "generate", "the sampling loop",
         (
-            "Read the prompts, then draw a token for each row, read it, and so on. Decoder of"
-            " plumbing/decoding.py has the cache; a loop without one is right as well, and slower.",
-            "All in evaluation mode and without gradients. Decoder takes the repeated prompts;"
-            " prefill() gives the first logits, rows says which rows are left, step() reads what"
-            " they drew and whether it ends them. Without it, model_inputs of plumbing/models.py"
-            " makes the positions from the mask.",
-            "Repeat each prompt num_generations times; take a uniform number for each row and token"
-            " from the given generator; at each step draw() a token for the rows that are left and"
-            " note it with its log-prob, and whether it ends the row: it is an EOS, or stop(the"
-            " row's tokens, None) says so. Stop when step() gives None. At the end the mask is True"
+            "Read the prompts, then draw a token for each row, read it, and so on. A loop that"
+            " reads the whole text again for each token is right, and slower than ours, which"
+            " keeps a cache in `decoder`: yours may leave that argument alone.",
+            "All in evaluation mode and without gradients. model_inputs of plumbing/models.py"
+            " makes the positions from the mask; draw() takes the logits of the last column and"
+            " one uniform number for each row.",
+            "Repeat each prompt num_generations times; take a uniform number for each row and"
+            " token from the given generator; at each step draw() a token for each row and note"
+            " it with its log-prob, and whether it ends the row: it is an EOS, or stop(the row's"
+            " tokens, None) says so. Stop when all rows have ended. At the end the mask is True"
             " up to the first end, the rest becomes pad_token_id, log-prob 0.",
         ),
     ),
