@@ -19,7 +19,7 @@ didn't say: see docs/experiments.md, "Trusted too far".
 [3] Touvron et al. 2023, arXiv 2307.09288. [4] Eisenstein et al. 2023, arXiv 2312.09244.
 
   python reward_model.py         # pairs of sums: judges 91 to 93% of those held out, a minute
-  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model    # sums 44% -> 76 to 86%
+  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model    # sums 46% -> 76 to 86%
   python reward_model.py --model gpt2 --pairs my_pairs.jsonl
 """
 
