@@ -1,27 +1,19 @@
-"""Prompts and rewards: a Task reads them, makes tokens of prompts, and scores completions.
+"""Prompts: a Task reads them, makes tokens of them, and has the texts that follow scored.
 
 Prompts come from a file or a dataset, are filled into a template, and are split into those to train
-on and those held out. Rewards have TRL's signature.
+on and those held out.
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import contextlib
-import copy
-import difflib
 import functools
-import importlib.util
-import inspect
 import json
-import math
+import os
 import random
 import re
 import string
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -38,16 +30,23 @@ from plumbing.errors import (
     Fault,
     InputError,
     described,
+    did_you_mean,
     first_line,
     is_out_of_memory,
     optional_library,
 )
 from plumbing.forward import completion_logprobs, on_cpu, to
 from plumbing.models import context_length, eos_token_ids
+from plumbing.rewards import (
+    RewardFunction,
+    call_reward,
+    check_answers,
+    load_reward,
+    score_texts,
+)
 from sampling import generate
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
-RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
 ROW_FORMAT = 'each line must be like {"prompt": "..."} or {"prompt": [{"role": .., "content": ..}]}'
 # Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
 # the model doesn't know: a pad token that was added to the tokenizer alone.
@@ -83,13 +82,11 @@ class Task:
     def score(
         self, rows: list[dict], rollout: Rollout, every: bool = False
     ) -> tuple[Tensor, list[str]]:
-        """Score a rollout of G completions for each of N prompts: (scores (N*G,), texts).
-
-        The rewards are added with their weights. One that is None is left out of the sum; where all
-        are, the score is NaN, or with `every` an InputError.
+        """Score a rollout of G completions for each of N prompts: (scores (N*G,), texts). A score
+        is NaN where all its rewards are None, or with `every` an InputError.
         """
         texts = decode(self.tokenizer, rollout, self.config.stop)
-        scores = score_texts(self, rows, texts, completion_ids(rollout))
+        scores = score_texts(self.rewards, self.weights, rows, texts, completion_ids(rollout))
         if every and scores.isnan().any():
             raise InputError("a reward is None, and this algorithm needs one for every completion")
         return to(rollout.tokens.device, scores), texts
@@ -100,10 +97,8 @@ class Task:
         """
         if self.verifier is None:
             return None
-        num_generations = len(texts) // len(rows)
-        rows = [row for row in rows for _ in range(num_generations)]
-        right = _call_reward(self.verifier, rows, texts, completion_ids(rollout))
-        return right.view(-1, num_generations)
+        right = call_reward(self.verifier, rows, texts, completion_ids(rollout))
+        return right.view(len(rows), -1)
 
 
 def load_task(
@@ -118,8 +113,7 @@ def load_task(
     heldout_only: none is trained on, and with --eval_prompts the task's own needn't suit the flags.
     """
     if config.task not in tasks.TASKS:
-        nearest = difflib.get_close_matches(str(config.task), tasks.TASKS, n=1)
-        known = ", ".join(tasks.TASKS) + (f"; did you mean {nearest[0]}?" if nearest else "")
+        known = ", ".join(tasks.TASKS) + did_you_mean(config.task, tasks.TASKS)
         raise InputError(f"--task {config.task}: not in tasks.py, which has {known}")
     chat = tokenizer.chat_template is not None
     task = tasks.TASKS[config.task](chat)
@@ -227,17 +221,19 @@ def read_rows(
     `split` is read where the name has none; `parse` makes a row of what is there, or raises
     ValueError. Raises InputError with the first bad row; `form` says what a line of JSON must be.
     """
-    suffix = Path(name).suffix
-    if suffix in (".jsonl", ".json", ".txt") or (Path(name).is_file() and suffix[1:] not in TABLES):
-        found, kind, remedy = _lines_of(name, flag), "line", f"; {form}"
-    else:
-        found, kind, remedy = _from_datasets(name, split, flag), "row", ""
+    suffix = Path(name).suffix[1:]
+    is_json = suffix in ("jsonl", "json", "txt") or (Path(name).is_file() and suffix not in TABLES)
+    kind, remedy = ("line", f"; {form}") if is_json else ("row", "")
     rows = []
-    for number, row in found:
+    found = _read(name, flag).split("\n") if is_json else _from_datasets(name, split, flag)
+    for number, row in enumerate(found, 1):
+        if is_json and not row.strip():
+            continue
         try:
-            rows.append(parse(_from_json(row) if kind == "line" else row))
-        except (ValueError, TypeError) as e:
-            raise InputError(f"{name}, {kind} {number}: {first_line(e)}{remedy}") from e
+            rows.append(parse(json.loads(row) if is_json else row))
+        except (ValueError, TypeError, RecursionError) as e:
+            fault = "not JSON: " * isinstance(e, (json.JSONDecodeError, RecursionError))
+            raise InputError(f"{name}, {kind} {number}: {fault}{first_line(e)}{remedy}") from e
     if not rows:
         raise InputError(f"{name}: is empty{remedy}")
     return rows
@@ -246,24 +242,15 @@ def read_rows(
 TABLES = ("csv", "parquet")
 
 
-def _lines_of(path: str, flag: str) -> list[tuple[int, str]]:
-    """The lines that aren't blank, each with its number."""
+def _read(path: str, flag: str) -> str:
     try:
         # "sig": without the byte order mark that some editors write at the start.
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{flag} {path}: can't be read ({first_line(e)})") from e
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _from_json(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not JSON ({first_line(e)})") from e
-
-
-def _from_datasets(name: str, split: str, flag: str) -> list[tuple[int, dict]]:
+def _from_datasets(name: str, split: str, flag: str) -> list[dict]:
     remedy = "pip install datasets, or give a file of JSON lines"
     datasets = optional_library("datasets", f"{flag} {name}: {remedy}")
     datasets.disable_progress_bars()
@@ -274,17 +261,16 @@ def _from_datasets(name: str, split: str, flag: str) -> list[tuple[int, dict]]:
     else:
         # A folder may have a colon in its name, a dataset on the hub has none.
         parts = [name] if Path(name).exists() else name.split(":", 2)  # train[:100] has one too
-        source, subset = parts[0], (parts[1] if len(parts) > 1 else "") or None
+        source, subset, own_split = [*parts, "", ""][:3]
         if subset and Path(source, subset).is_dir():  # the hub's layout, without its README
-            source, subset = str(Path(source, subset)), None
-        arguments, options = [source, subset], {"split": parts[2] if len(parts) > 2 else split}
+            source, subset = str(Path(source, subset)), ""
+        arguments, options = [source, subset or None], {"split": own_split or split}
     try:
-        rows = datasets.load_dataset(*arguments, **options).to_list()
+        return datasets.load_dataset(*arguments, **options).to_list()
     except Exception as e:  # it raises anything, for a damaged file or without a network
-        hint = "" if kind in TABLES else f" (split {options['split']})"
         # What it says of a damaged file is that "an error occurred".
-        raise InputError(f"{flag} {name}{hint}: {first_line(e.__cause__ or e)}") from e
-    return [*enumerate(rows, 1)]
+        fault = first_line(e.__cause__ or e)
+        raise InputError(f"{flag} {name} (split {options['split']}): {fault}") from e
 
 
 def _prompt_of(row: object, template: str | None) -> Prompt:
@@ -294,7 +280,8 @@ def _prompt_of(row: object, template: str | None) -> Prompt:
         raise ValueError(f'no key "{names[0]}"')
     for name in names:
         if name not in row:
-            raise ValueError(f'no key "{name}"{_nearest(name, list(row))}')
+            there = ", ".join(row) + did_you_mean(name, row)
+            raise ValueError(f'no key "{name}", there are {there}')
     # One column alone may hold messages, which the template {messages} leaves as they are.
     if template in (None, f"{{{names[0]}}}"):
         return _checked(row[names[0]], names[0])
@@ -307,10 +294,8 @@ def _prompt_of(row: object, template: str | None) -> Prompt:
 
 def _checked(prompt: object, name: str) -> Prompt:
     """The prompt, of the column `name`, if it is one. Raises ValueError."""
-    if not isinstance(prompt, (str, list)) or prompt == []:
-        raise ValueError(f'"{name}" is neither text nor messages')
-    if not prompt:
-        raise ValueError(f'"{name}" is empty')
+    if not prompt or not isinstance(prompt, (str, list)):
+        raise ValueError(f'"{name}" is neither text nor messages, or is empty')
     if isinstance(prompt, str):
         return prompt
     messages = [text_message(message) for message in prompt]
@@ -338,21 +323,14 @@ def text_message(message: object) -> dict[str, Any]:
     return message | {"content": content}
 
 
-def _nearest(name: str, names: list[str]) -> str:
-    """ ", there are a, b: did you mean a?" """
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f", there are {', '.join(names)}" + (f": did you mean {found[0]}?" if found else "")
-
-
 def names_in(template: str) -> list[str]:
     """The columns that a template names, in braces. {{ and }} are braces of the text."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        if bad := [name for name in names if not name.isidentifier()]:
+            raise ValueError(f"{{{bad[0]}}} names no column")
     except ValueError as e:
         raise InputError(f"--prompt_template: {e}; a brace of the text is written {{{{") from e
-    if bad := [name for name in names if not name.isidentifier()]:
-        fault = f"{{{bad[0]}}} names no column"
-        raise InputError(f"--prompt_template: {fault}; a brace of the text is written {{{{")
     return names
 
 
@@ -368,18 +346,11 @@ def after_system(system: str, prompt: Prompt) -> Prompt:
 
 def text_or_file(value: str | None, flag: str) -> str | None:
     """What the file of this name holds, without its last line break; `value` if there is none."""
-    try:
-        is_file = value is not None and Path(value).is_file()
-    except (OSError, ValueError):  # too long for a name
-        return value
-    if not is_file:
-        if value is not None and re.fullmatch(r"\S+\.(txt|md|jinja)", value):
-            raise InputError(f"{flag} {value}: there is no such file")
-        return value
-    try:
-        return Path(value).read_text(encoding="utf-8-sig").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"{flag} {value}: can't be read ({first_line(e)})") from e
+    if value is not None and os.path.isfile(value):  # not Path: a text is too long for a name
+        return _read(value, flag).removesuffix("\n")
+    if re.fullmatch(r"\S+\.(txt|md|jinja)", value or ""):
+        raise InputError(f"{flag} {value}: there is no such file")
+    return value
 
 
 def split_prompts(rows: list[dict], what: str = "prompts") -> tuple[list[dict], list[dict]]:
@@ -422,32 +393,22 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         raise InputError("the prompts are chat messages, and the model has no chat template")
     try:
         if isinstance(prompt, str):
-            ids = _text_tokens(tokenizer, [prompt])[0]
+            found = tokenizer(prompt, return_special_tokens_mask=True)
+            ids, added = found.input_ids, found.special_tokens_mask
+            while ids and added[len(ids) - 1]:  # EOS or a separator: a completion follows
+                ids = ids[:-1]
         else:
             has_begun = prompt[-1]["role"] == "assistant"
             turn = {"add_generation_prompt": not has_begun, "continue_final_message": has_begun}
             text = tokenizer.apply_chat_template(prompt, tokenize=False, **turn)
             # The template writes BOS itself; add_special_tokens would put a second one in front.
-            ids = without_second_bos(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
+            ids = tokenizer(text, add_special_tokens=False).input_ids
     except Exception as e:  # half a surrogate pair, roles that the template does not know, ...
         fault = f"{type(e).__name__}: {first_line(e)}"
         raise InputError(f"the prompt {str(prompt)[:60]!a} can't be tokenised ({fault})") from e
     if not ids:
         raise InputError(f"the prompt {prompt!r} has no tokens")
-    return ids
-
-
-def _text_tokens(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The token ids of texts that completions follow: without the EOS or the separator that some
-    tokenizers add at the end.
-    """
-    found = tokenizer(texts, return_special_tokens_mask=True)
-    rows = []
-    for ids, added in zip(found.input_ids, found.special_tokens_mask, strict=True):
-        while ids and added[len(ids) - 1]:
-            ids = ids[:-1]
-        rows.append(without_second_bos(tokenizer, ids))
-    return rows
+    return without_second_bos(tokenizer, ids)
 
 
 def without_second_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -460,11 +421,11 @@ def _check_prompts(config: Any, policy: PreTrainedModel, task: Task) -> None:
     limit, new = context_length(policy), config.max_new_tokens
     if limit is not None and new >= limit:
         raise InputError(f"--max_new_tokens {new}: the model's context is {limit}, prompt included")
-    prompts = [row["prompt"] for row in task.train + task.heldout]
-    for prompt, ids in zip(prompts, _tokens_of_all(task.tokenizer, prompts), strict=True):
+    for row in task.train + task.heldout:
+        ids = prompt_tokens(task.tokenizer, row["prompt"])
         if limit is not None and len(ids) + new > limit:
             fault = f"a prompt of {len(ids)} tokens leaves no room for {new} new ones in a context"
-            remedy = f"lower --max_new_tokens or shorten {str(prompt)[:60]!r}"
+            remedy = f"lower --max_new_tokens or shorten {str(row['prompt'])[:60]!r}"
             raise InputError(f"{fault} of {limit}: {remedy}")
         check_ids(policy, max(ids), f"--model {config.model}")
         task.longest_prompt = max(task.longest_prompt, len(ids))
@@ -485,17 +446,6 @@ def _say_which_special_tokens_are_typed(task: Task) -> None:
     found = (pattern.search(message["content"]) for chat in chats for message in chat)
     if first := next(filter(None, found), None):
         print(f"A message has the text {first[0]!r}: the model reads it as the special token.")
-
-
-def _tokens_of_all(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
-    """prompt_tokens of each prompt: texts all at once, which is many times as fast."""
-    if all(isinstance(prompt, str) for prompt in prompts):
-        with contextlib.suppress(Exception):
-            ids = _text_tokens(tokenizer, prompts)
-            if all(ids):
-                return ids
-    # One by one: so that an error names its prompt.
-    return [prompt_tokens(tokenizer, prompt) for prompt in prompts]
 
 
 def encode_prompts(tokenizer: Tokenizer, rows: list[dict]) -> tuple[Tensor, Tensor]:
@@ -612,16 +562,16 @@ def decode(tokenizer: Tokenizer, rollout: Rollout, stop: Sequence[str] = ()) -> 
     """The text of each completion, B strings, without EOS and padding, with its stop string."""
     rollout, length = on_cpu(rollout), rollout.completion_mask.shape[1]
     special, texts = set(special_tokens(tokenizer).values()), []
-    rows, masks = rollout.tokens[:, :-length].tolist(), rollout.attention_mask[:, :-length].tolist()
+    prompts, real = rollout.tokens[:, :-length].tolist(), rollout.attention_mask.tolist()
     completions, all_finished = completion_ids(rollout), rollout.finished.tolist()
-    text_of_prompt = functools.cache(lambda ids: tokenizer.decode(list(ids)))
-    for row, mask, ids, finished in zip(rows, masks, completions, all_finished, strict=True):
+    text_of_ids = functools.cache(lambda ids: tokenizer.decode(list(ids)))
+    for row, mask, ids, finished in zip(prompts, real, completions, all_finished, strict=True):
         # Special tokens of a completion stay: a reward must see a <think> that is one.
-        prompt = [i for i, real in zip(row, mask) if real and i not in special]
-        context = (tokenizer, prompt, text_of_prompt(tuple(prompt)))
-        text = text_after(*context, ids[:-1] if finished else ids)
+        prompt = [i for i, is_real in zip(row, mask) if is_real and i not in special]
+        before = text_of_ids(tuple(prompt))
+        text = text_after(tokenizer, prompt, before, ids[:-1] if finished else ids)
         if finished and stop and ids[-1] not in special:  # maybe the end of a stop string
-            whole = text_after(*context, ids)
+            whole = text_after(tokenizer, prompt, before, ids)
             text = whole if any(string in whole for string in stop) else text
         texts.append(text)
     return texts
@@ -633,8 +583,8 @@ def text_after(tokenizer: Tokenizer, prompt: list[int], before: str, completion:
     """
     text = tokenizer.decode(prompt + completion)
     if not text.startswith(before):  # a character whose bytes begin in the prompt
-        before, text = "", tokenizer.decode(completion)
-    return text[len(before) :]
+        return tokenizer.decode(completion)
+    return text.removeprefix(before)
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
@@ -642,180 +592,3 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     mask = on_cpu(rollout).completion_mask  # True up to the end of each
     rows, lengths = on_cpu(rollout).tokens[:, -mask.shape[1] :].tolist(), mask.sum(1).tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-# --- Rewards ---
-
-
-def load_reward(
-    spec: str, ready_made: dict[str, RewardFunction], flag: str = "--reward"
-) -> RewardFunction:
-    """One of `ready_made` by its name, or FILE.py:FUNCTION; runs the file. Raises InputError."""
-    if spec in ready_made:
-        return ready_made[spec]
-    path, _, name = spec.rpartition(":")
-    if not path or not name:
-        known = ", ".join(ready_made)
-        raise InputError(f"{flag} {spec}: write it as FILE.py:FUNCTION, or choose from {known}")
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise InputError(f"{flag} {spec}: there is no file {path}")
-    if file.suffix != ".py":
-        raise InputError(f"{flag} {spec}: {path} is not a Python file")
-    try:
-        module = _import_file(file, file.stat().st_mtime_ns)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # sys.exit() too
-        raise InputError(f"{flag} {spec}: {path} fails on import: {described(e)}") from e
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"{flag} {spec}: {path} has no function {name}")
-    return function
-
-
-@functools.lru_cache
-def _import_file(file: Path, mtime: int) -> ModuleType:
-    """Import a file, once for all its functions: it may load a model.
-
-    Its folder comes into sys.path, and it keeps its own name: so it can import its neighbours, and
-    the processes that it spawns can import it.
-    """
-    if str(file.parent) not in sys.path:
-        sys.path.insert(1, str(file.parent))  # after the folder of the script, which comes first
-    importlib.invalidate_caches()
-    name, found = file.stem, None
-    with contextlib.suppress(ImportError, ValueError):  # a name with a dot; __main__
-        found = importlib.util.find_spec(name)
-    if found is None or found.origin != str(file):
-        print(f"{file.name}: Python has another module {name}. If it spawns processes, rename it.")
-        name = re.sub(r"\W", "_", str(file))
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    # A pool that it keeps fails at the exit, with a traceback, where what it needs is gone first.
-    atexit.register(vars(module).clear)
-    spec.loader.exec_module(module)
-    return module
-
-
-def check_answers(name: str, verifier: RewardFunction, rows: list[dict]) -> None:
-    """Raise InputError now for an answer that the verifier can't read or that isn't there, not when
-    its row is due.
-    """
-    if "answer" not in inspect.signature(verifier).parameters:
-        return
-    for row in rows:
-        if row.get("answer") is None:
-            fault = f"the prompt {str(row['prompt'])[:60]!r} has none"
-            raise InputError(f"the reward {name} needs a column answer, and {fault}")
-    verifier([""] * len(rows), answer=[row["answer"] for row in rows])
-
-
-def score_texts(
-    task: Task, rows: list[dict], texts: list[str], ids: list[list[int]] | None = None
-) -> Tensor:
-    """Score G texts for each of N rows: (N*G,), as Task.score does. Without the token ids no reward
-    gets `completion_ids`.
-    """
-    num_generations = len(texts) // len(rows)
-    rows = [row for row in rows for _ in range(num_generations)]
-    columns = [_call_reward(reward, rows, texts, ids) for reward in task.rewards]
-    scores = torch.stack(columns, dim=1)  # (N*G, rewards)
-    total = (scores * torch.tensor(task.weights)).nansum(dim=1)
-    return total.masked_fill(scores.isnan().all(dim=1), math.nan)
-
-
-def _call_reward(
-    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list | None
-) -> Tensor:
-    """Call a reward function with TRL's keyword arguments: (B,) float32, NaN where it gave None."""
-    what = f"the reward function {getattr(reward, '__name__', type(reward).__name__)}"
-    try:
-        values = reward(**_reward_arguments(reward, rows, texts, ids))
-        if inspect.isawaitable(values) or hasattr(values, "__aiter__"):
-            values = _event_loop().run_until_complete(_awaited(values))
-        if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
-            kind = type(values).__name__
-            raise InputError(f"{what} must return a list of numbers or None, not a {kind}")
-        # Here the code of a generator runs.
-        values = list(values.detach() if isinstance(values, Tensor) else values)
-        if any(map(inspect.isawaitable, values)):
-            values = _event_loop().run_until_complete(_all_awaited(values))
-    except (InputError, KeyboardInterrupt):
-        raise
-    except BaseException as e:  # time-outs and cancelled tasks are no Exception
-        if is_out_of_memory(e):
-            raise
-        raise InputError(f"{what} raised {described(e)}{_place(e, reward)}") from e
-    known = [value is not None for value in values]
-    try:
-        scores = torch.tensor([math.nan if v is None else float(v) for v in values])
-    except Exception as e:  # of tensors, tables, ...
-        raise InputError(f"{what} must return a list of numbers or None ({first_line(e)})") from e
-    if len(known) != len(texts):
-        raise InputError(f"{what} returned {len(known)} values for {len(texts)} completions")
-    for value, there, text in zip(scores.tolist(), known, texts, strict=True):
-        if there and not math.isfinite(value):
-            raise InputError(f"{what} returned {value} for {text[:60]!r}")
-    return scores
-
-
-def _reward_arguments(
-    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list | None
-) -> dict[str, list]:
-    """The keyword arguments that a reward function takes, of B rows and their completions. All are
-    copies: a reward that appends to a prompt would change the data.
-    """
-    rows = [_copied(row) for row in rows]
-    prompts = [row["prompt"] for row in rows]
-    completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    keys = sorted({key for row in rows for key in row} - {"prompt"})
-    arguments = {key: [row.get(key) for row in rows] for key in keys}
-    arguments |= {"prompts": prompts, "completions": completions}
-    arguments.pop("completion_ids", None)
-    if ids is not None:
-        arguments["completion_ids"] = [list(row) for row in ids]
-    parameters = inspect.signature(reward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return arguments
-    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-
-
-def _copied(value: Any) -> Any:
-    """copy.deepcopy, but faster for what JSON holds."""
-    if isinstance(value, dict):
-        return {key: _copied(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_copied(x) for x in value]
-    return value if isinstance(value, (str, int, float)) else copy.deepcopy(value)
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The one in which all rewards are awaited: connections that they keep open belong to it."""
-    return asyncio.new_event_loop()
-
-
-async def _awaited(values: Any) -> Any:
-    """What a coroutine returns or an asynchronous generator yields."""
-    if inspect.isawaitable(values):
-        return await values
-    return [value async for value in values]
-
-
-async def _all_awaited(values: list) -> list:
-    """The values, some of which are coroutines: they wait at the same time."""
-    waiting = [value for value in values if inspect.isawaitable(value)]
-    found = iter(await asyncio.gather(*waiting))
-    return [next(found) if inspect.isawaitable(value) else value for value in values]
-
-
-def _place(error: BaseException, reward: RewardFunction) -> str:
-    """Where in its own file a reward raised the error: " (rewards.py, line 3)", or nothing."""
-    file = getattr(sys.modules.get(getattr(reward, "__module__", "")), "__file__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""

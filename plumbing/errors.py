@@ -1,8 +1,9 @@
 """The errors that a run ends with, each shown as one line."""
 
+import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 
@@ -48,6 +49,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, in whatever words, says that there is no memory left."""
     found = isinstance(error, RuntimeError) and any(x in str(error) for x in NO_MEMORY)
     return found or isinstance(error, MemoryError)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?", or nothing where no name is near."""
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def optional_library(name: str, message: str) -> ModuleType:

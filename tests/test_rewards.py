@@ -12,8 +12,9 @@ from small import byte_tokenizer, make_rollout, save_model, task_of
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 import grpo
-from plumbing.data import Task, load_reward
+from plumbing.data import Task
 from plumbing.errors import InputError
+from plumbing.rewards import load_reward
 from tasks import REWARDS, TASKS
 from tools import inspect_reward
 from tools.inspect_reward import explained_by_prompt

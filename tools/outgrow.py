@@ -31,9 +31,10 @@ import grpo
 import ppo
 import rloo
 import tasks
-from plumbing.data import Task, load_reward, load_task, prompt_tokens, score_texts
+from plumbing.data import Task, load_task, prompt_tokens
 from plumbing.errors import InputError, first_line, optional_library
 from plumbing.models import TINY, adapter_base, load_policy
+from plumbing.rewards import load_reward, score_texts
 from plumbing.run import run_main
 
 CONFIGS = {"ppo": ppo.Config, "grpo": grpo.Config, "rloo": rloo.Config}
@@ -250,12 +251,13 @@ compute_score = scorer({names!r}, {weights!r})
 
 def scorer(names: list[str], weights: list[float]) -> Callable[..., float]:
     """verl's compute_score: the rewards of one completion, added with their weights."""
-    task = Task([], [], [load_reward(name, tasks.REWARDS) for name in names], weights)
+    rewards = [load_reward(name, tasks.REWARDS) for name in names]
 
     def compute_score(
         data_source: str, solution_str: str, ground_truth: str, extra_info: dict, **more: Any
     ) -> float:
-        score = score_texts(task, [json.loads(extra_info["columns"])], [solution_str]).item()
+        rows = [json.loads(extra_info["columns"])]
+        score = score_texts(rewards, weights, rows, [solution_str]).item()
         # A reward that is None is left out of the sum. If all are, there is no score, and verl
         # needs one: 0 would count in the mean of the group, so the run ends.
         if math.isnan(score):
