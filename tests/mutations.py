@@ -193,7 +193,7 @@ MUTATIONS = [
     ("prompt_tokens", "tokenizer(text, add_special_tokens=False)", "tokenizer(text)", "EOS after a chat prompt"),
     ("without_second_bos", "ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids", "ids", "two BOS before a prompt"),
     ("encode_prompts", "pad_rows(ids, PADDING, \"left\", \"cpu\")", "pad_rows(ids, PADDING, \"right\", \"cpu\")", "prompts padded on the right"),
-    ("RewardModel.__call__", "0, \"right\", self.model.device)", "0, \"left\", self.model.device)", "the reward model reads shifted positions"),
+    ("RewardModel.__call__", "0, \"right\", device)", "0, \"left\", self.model.device)", "the reward model reads shifted positions"),
     ("_order", "random.Random(f\"{seed},{number}\")", "random.Random(f\"{seed}\")", "the same order of prompts in every pass"),
     ("split_prompts", "train, heldout = rows[num_heldout:], rows", "train, heldout = rows, rows", "held-out prompts are trained on"),
     ("numeric_match", "Decimal(n[-1])", "Decimal(n[0])", "the first number counts as the answer"),
