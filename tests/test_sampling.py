@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small import EOS, VOCAB, letter_tokenizer, save_model, small_gpt2, small_llama
+from torch import Tensor
+from transformers import DynamicCache
 
 import grpo
 import ppo
@@ -246,6 +248,35 @@ def test_log_probs_of_half_precision_decoding_are_those_of_a_forward_pass_to_rou
 
 
 # --- Shortcuts that must change nothing ---
+
+
+@torch.no_grad()
+def plainly(model, prompt_ids, prompt_mask, uniforms, temperature, eos) -> tuple[Tensor, Tensor]:
+    """The decode loop without a shortcut: all rows to the end, a cache that grows by a token.
+
+    prompts (B, P), uniforms (T, B) -> (tokens, mask), each (B, T).
+    """
+    cache, tokens, mask, drawn = DynamicCache(), prompt_ids, prompt_mask, []
+    for uniform in uniforms:
+        inputs = model_inputs(model, tokens, mask, cache=cache, use_cache=True)
+        logits = model(**inputs).logits[:, -1]
+        cumulative = (logits / temperature).softmax(-1).cumsum(-1)
+        tokens = (cumulative <= uniform.unsqueeze(1)).sum(1, keepdim=True)  # or multinomial
+        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        drawn.append(tokens)
+    drawn = torch.cat(drawn, dim=1)
+    return drawn, completion_mask(drawn, [eos])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_completions_are_those_of_the_plain_loop(small_model, static):
+    options = {"num_generations": 8, "max_new_tokens": 20, "temperature": 2.0, "static": static}
+    rollout = sample(small_model, **options)
+    uniforms = torch.rand(20, 24, generator=torch.Generator().manual_seed(0))
+    rows = (PROMPTS.repeat_interleave(8, 0), PROMPT_MASK.repeat_interleave(8, 0))
+    tokens, mask = plainly(small_model.eval(), *rows, uniforms, 2.0, EOS)
+    assert rollout.finished.sum() > 3 and torch.equal(rollout.completion_mask, mask)
+    assert torch.equal(rollout.tokens[:, 3:][mask], tokens[mask])
 
 
 def count_forwards(model) -> list[tuple[int, int]]:
