@@ -3,8 +3,8 @@
 This is our own loop over the model's forward pass. `model.generate` would apply top_k,
 repetition_penalty and more from the checkpoint's generation_config: the samples would come from
 another distribution than the one that is trained, and the estimated KL would be wrong, even
-negative. Our loop is also faster, because of plumbing/decoding.py; the same in a dozen lines, without
-its shortcuts, is `plainly` in tests/test_sampling.py, with which it is compared.
+negative. Our loop is also faster, because of plumbing/decoding.py. `plainly` in
+tests/test_sampling.py is the same without its shortcuts, a dozen lines: the two are compared.
 
 A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. So
 is the token that completes a stop string (`--stop`), which ends a completion as well. A row that
