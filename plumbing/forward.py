@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from common import Rollout, ValueModel, at_least_float32, base_model, entropy_of
+from common import Rollout, ValueModel, at_least_float32, base_model, entropy_of, token_logprobs
 from plumbing.models import logits_from, mask_is_known, model_inputs
 
 CHUNK = 2**23  # logits at a time, at least: 32 MB in float32
@@ -328,9 +328,9 @@ def _score_tokens(
     """Log-probs and, with `entropy`, entropies of tokens (n,): (2, n) or (1, n)."""
     logits = at_least_float32(logits_of(hidden))  # (n, V)
     logits = logits if temperature == 1 else logits / temperature
-    logprobs = logits.log_softmax(-1)  # (n, V), for both
-    scores = [logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)]
+    if not entropy:
+        return token_logprobs(logits, tokens).unsqueeze(0)
+    logprobs = logits.log_softmax(-1)  # (n, V), once for both
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     # Last, because checkpoint computes anew only up to what the backward pass needs.
-    if entropy:
-        scores.append(entropy_of(logprobs if entropy_grad else logprobs.detach()))
-    return torch.stack(scores)
+    return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
