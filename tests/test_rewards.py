@@ -374,13 +374,13 @@ def test_what_the_prompt_explains_is_all_none_or_the_share_that_was_put_in():
 
 
 def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(capsys, tmp_path):
-    (tmp_path / "r.py").write_text(
+    (tmp_path / "inspected.py").write_text(
         "def length(completion_ids, prompts):\n"
         "    return [float(len(ids)) + ('9' in p) for ids, p in zip(completion_ids, prompts)]\n"
         "def first(prompts):\n"
         "    return [float(p.split('+')[0]) for p in prompts]\n"
     )
-    reward = f"--reward {tmp_path}/r.py"
+    reward = f"--reward {tmp_path}/inspected.py"
     inspect_reward.main(f"{reward}:length --max_new_tokens 5 --num_prompts 8".split())
     output = capsys.readouterr().out
     assert output.startswith("64 scores: mean ") and "the prompt alone explains " in output

@@ -43,6 +43,7 @@ def length_of_prompt(prompts, completions, **columns):
 def run(tmp_path, monkeypatch, capsys):
     """Runs a script in a folder with a small model: exit code, and what it has printed."""
     job_maker(tmp_path)
+    capsys.readouterr()  # the progress bar of saving the model
     Path(tmp_path, "more.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
