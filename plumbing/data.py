@@ -158,6 +158,11 @@ def load_task(
 # --- Reading prompts ---
 
 
+def as_messages(prompt: Prompt) -> list[dict[str, str]]:
+    """A prompt as chat messages: text is one of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def text_of(completion: str | list[dict[str, str]]) -> str:
     """The text of a completion, whether it is a string or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -338,7 +343,7 @@ def after_system(system: str, prompt: Prompt) -> Prompt:
     """The prompt as chat messages after a system message, which is left out where it is empty.
     Raises ValueError where there is one already.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
     if messages[0]["role"] == "system":
         raise ValueError("the messages have a system message already")
     return [{"role": "system", "content": system}] * bool(system) + messages

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from common import base_model, disable_dropout, evaluating, store_in_bfloat16
 from plumbing.data import (
     PADDING,
     Prompt,
+    as_messages,
     check_ids,
     decode,
     encode_prompts,
@@ -152,17 +154,22 @@ def check_scores(model: PreTrainedModel, flag: str, name: str) -> None:
         raise InputError(f"{flag} {name}: {fault}")
 
 
+def _load_classifier(name: str, flag: str, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+    """(model, names of missing weights). Raises InputError."""
+    if (Path(name) / "adapter_config.json").exists():
+        remedy = "give the model that it is merged into, model/ in the folder of its run"
+        raise InputError(f"{flag} {name}: is an adapter; {remedy}")
+    path = str(TINY) if name == "tiny" else name
+    return from_hub_or_folder(AutoModelForSequenceClassification, path, flag, **options)
+
+
 def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
     """A model to train as a reward model: a causal language model or a sequence classifier, which
     keeps its head if it has one label. A new head starts at 0, so the first scores are 0. Raises
     InputError.
     """
-    path = str(TINY) if name == "tiny" else name
-    if (Path(path) / "adapter_config.json").exists():
-        raise InputError(f"--model {name}: is an adapter; give the model that it is merged into")
-    kind = AutoModelForSequenceClassification
     options = {"num_labels": 1, "ignore_mismatched_sizes": True}
-    model, missing = from_hub_or_folder(kind, path, "--model", **options)
+    model, missing = _load_classifier(name, "--model", **options)
     prefix = f"{model.base_model_prefix}."
     # A pooler is part of the head: BERT has it where it was trained to classify.
     if lost := [w for w in missing if w.startswith(prefix) and "pooler" not in w]:
@@ -171,15 +178,10 @@ def load_for_training(name: str, lora_r: int = 0) -> nn.Module:
     if missing:
         model.config.ends_with_eos = False
         if any("SequenceClassification" in x for x in model.config.architectures or []):
-            print(
-                f"{name}: a classifier of several labels; its head is replaced by one of one label."
-            )
-        heads = [m for n, m in model.named_modules() if not f"{n}.".startswith(prefix)]
-        for head in heads:
-            if isinstance(head, nn.Linear) and head.out_features == 1:
-                nn.init.zeros_(head.weight)
-                if head.bias is not None:
-                    nn.init.zeros_(head.bias)
+            print(f"{name}: a classifier of several labels; its head is replaced by one of one.")
+        for weight, p in model.named_parameters():
+            if not weight.startswith(prefix) and len(p) == 1:  # of one output
+                nn.init.zeros_(p)
     model.config.ends_with_eos = reads_eos(model)
     return add_adapter(model, lora_r, "SEQ_CLS") if lora_r > 0 else model
 
@@ -193,9 +195,7 @@ class RewardModel:
         self, name: str, device: torch.device, batch_size: int = 32, bf16: bool = False
     ) -> None:
         flag = "--reward_model"
-        if (Path(name) / "adapter_config.json").exists():
-            raise InputError(f"{flag} {name}: is an adapter; its run has it merged, in model/")
-        self.model, missing = from_hub_or_folder(AutoModelForSequenceClassification, name, flag)
+        self.model, missing = _load_classifier(name, flag)
         labels = self.model.config.num_labels
         if labels != 1:
             raise InputError(f"{flag} {name}: has {labels} labels, and a reward model has one")
@@ -211,11 +211,20 @@ class RewardModel:
         self.batch_size = batch_size
         self.what = f"{flag} {name}"
 
-    def tokens(self, prompts: list[Prompt], completions: list[Completion]) -> list[list[int]]:
-        """What the model reads of each prompt with its completion. Raises InputError."""
+    def tokens(
+        self, prompts: list[Prompt], completions: list[Completion], new_tokens: int = 0
+    ) -> list[list[int]]:
+        """What the model reads of each prompt with its completion. Raises InputError where it can't
+        read that with `new_tokens` more.
+        """
         eos, both = reads_eos(self.model), zip(prompts, completions, strict=True)
         ids = [text_ids(self.tokenizer, p, c, self.what, eos) for p, c in both]
         check_ids(self.model, max(map(max, ids)), self.what)
+        limit, longest = longest_text(self.model, self.tokenizer), max(map(len, ids)) + new_tokens
+        if longest > limit:  # it may need more tokens than the policy
+            fault = f"takes {limit} tokens, and a prompt with its completion has {longest} of them"
+            remedy = "begin anew with a lower --max_new_tokens or shorter prompts"
+            raise InputError(f"{self.what}: {fault}: {remedy}")
         return ids
 
     def check_prompts(self, prompts: list[Prompt], max_new_tokens: int) -> None:
@@ -225,12 +234,7 @@ class RewardModel:
         empty = [
             "" if isinstance(p, str) else [{"role": "assistant", "content": ""}] for p in prompts
         ]
-        ids = self.tokens(prompts, empty)
-        limit, longest = longest_text(self.model, self.tokenizer), max(map(len, ids))
-        if longest + max_new_tokens > limit:
-            fault = f"takes {limit} tokens, and a prompt has {longest} before {max_new_tokens} new"
-            raise InputError(f"{self.what}: {fault} ones: shorten it or lower --max_new_tokens")
-        shown = self.tokenizer.decode(ids[0])
+        shown = self.tokenizer.decode(self.tokens(prompts, empty, max_new_tokens)[0])
         shown = shown if len(shown) <= 120 else f"{shown[:60]} ... {shown[-60:]}"
         print(f"The reward model reads the first prompt, with an empty completion, as {shown!r}.")
         if isinstance(prompts[0], str) and not hasattr(self.model.config, "ends_with_eos"):
@@ -241,10 +245,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, prompts: list[Prompt], completions: list, **columns) -> list[float]:
-        ids, limit = self.tokens(prompts, completions), longest_text(self.model, self.tokenizer)
-        if (longest := max(map(len, ids))) > limit:  # it may need more tokens than the policy
-            fault = f"takes {limit} tokens, and a prompt with its completion has {longest} of them"
-            raise InputError(f"{self.what}: {fault}: begin anew with a lower --max_new_tokens")
+        ids = self.tokens(prompts, completions)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # little padding in a batch
         device, scores = self.model.device, []
         with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
@@ -318,8 +319,7 @@ def pair_of(row: object) -> dict:
     prompt = _text_or_messages(row, "prompt", True) if row.get("prompt") else ""
     # An answer may be empty, a whole text may not.
     texts = [_text_or_messages(row, key, bool(prompt)) for key in KEYS]
-    margin = row.get("margin")
-    margin = 0.0 if margin is None else margin
+    margin = 0.0 if row.get("margin") is None else row["margin"]
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < 1e6:
         raise ValueError(f'"margin" is {margin!r}, and must be a number')
     if len({type(x) for x in texts}) == 2:
@@ -329,7 +329,7 @@ def pair_of(row: object) -> dict:
     elif isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     elif not prompt and texts[0] != texts[1]:
-        length = [*(a == b for a, b in zip(*texts)), False].index(False)
+        length = _common_length(*texts)
         prompt, texts = texts[0][:length], [text[length:] for text in texts]
     return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
 
@@ -346,16 +346,19 @@ def _text_or_messages(row: dict, key: str, may_be_empty: bool) -> Prompt:
     return value
 
 
+def _common_length(a: Sequence, b: Sequence) -> int:
+    return [*(x == y for x, y in zip(a, b)), False].index(False)
+
+
 def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], list[list[dict]]]:
     """The prompt as messages, and those of the two completions after it. Raises ValueError.
 
     Many datasets have whole conversations, and the prompt beside them once more.
     """
     whole = any(text[0]["role"] in ("system", "user") for text in texts)
-    start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    start = as_messages(prompt)
     if not prompt:  # what the two have in common, but for the last message
-        same = [a == b for a, b in zip(texts[0][:-1], texts[1][:-1])]
-        length = [*same, False].index(False)
+        length = _common_length(texts[0][:-1], texts[1][:-1])
         return texts[0][:length], [text[length:] for text in texts]
     if not whole:
         return start, texts
@@ -550,29 +553,23 @@ class PairMeter(Totals):
         )
 
     @staticmethod
-    def warnings(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
-        return pair_warnings(history)
-
-
-def pair_warnings(history: list[Metrics]) -> list[tuple[str, str]]:
-    """What the metrics of all steps so far, with those of evaluations, warn of: (name, line with
-    cause and remedy) each.
-    """
-    found, now, last = [], history[-1], history[-20:]
-    evaluations = [m for m in history if "eval/loss" in m]
-    losses = [m["eval/loss"] for m in evaluations]
-    if losses and losses[-1] > min(losses) + 0.1:
-        text = f"the held-out loss has risen from {min(losses):.2f} to {losses[-1]:.2f}: the model"
-        remedy = "take more pairs or fewer steps"
-        found += [("overfitting", f"{text} learns pairs by heart; {remedy}")]
-    if abs(now["reward/mean"]) > 10:
-        text = f"the mean score is {now['reward/mean']:.0f}, and differences alone are learnt:"
-        found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
-    for m in evaluations[-1:]:
-        if abs(m["eval/length_correlation"]) > 0.7:
-            text = f"score and length correlate by {m['eval/length_correlation']:.2f}: a policy"
-            found += [("length", f"{text} will learn the length; balance it in the pairs")]
-    if len(last) == 20 and statistics.mean(m["reward/accuracy"] for m in last) < 0.5:
-        text = "for 20 steps not even half of the pairs were judged right:"
-        found += [("worse than chance", f"{text} lower --learning_rate, look at the labels")]
-    return found
+    def warnings(history: list[Metrics], bf16: bool = False) -> list[tuple[str, str]]:
+        """As metrics.warnings_about, of pairs."""
+        found, now, last = [], history[-1], history[-20:]
+        evaluations = [m for m in history if "eval/loss" in m]
+        losses = [m["eval/loss"] for m in evaluations]
+        if losses and losses[-1] > min(losses) + 0.1:
+            text = f"the held-out loss has risen from {min(losses):.2f} to {losses[-1]:.2f}: the"
+            remedy = "model learns pairs by heart; take more pairs or fewer steps"
+            found += [("overfitting", f"{text} {remedy}")]
+        if abs(now["reward/mean"]) > 10:
+            text = f"the mean score is {now['reward/mean']:.0f}, and differences alone are learnt:"
+            found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
+        for m in evaluations[-1:]:
+            if abs(m["eval/length_correlation"]) > 0.7:
+                text = f"score and length correlate by {m['eval/length_correlation']:.2f}: a policy"
+                found += [("length", f"{text} will learn the length; balance it in the pairs")]
+        if len(last) == 20 and statistics.mean(m["reward/accuracy"] for m in last) < 0.5:
+            text = "for 20 steps not even half of the pairs were judged right:"
+            found += [("worse than chance", f"{text} lower --learning_rate, look at the labels")]
+        return found

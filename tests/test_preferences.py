@@ -207,11 +207,11 @@ def test_a_reward_model_that_was_trained_with_eos_is_asked_with_eos_and_agrees(j
 @pytest.mark.parametrize(
     ("prompts", "template", "fault"),
     [
-        (["a", "ab" * 30], None, "takes 64 tokens, and a prompt has 61 before 4 new ones: shorten"),
+        (["a", "ab" * 30], None, "takes 64 tokens, and a prompt .* has 65 of them: begin anew"),
         (["a", "a<new>"], None, "gives id 20, and the model knows 20 tokens"),
         (["a", "\ud800"], None, "can't be tokenised"),
         ([[USER], [SYSTEM]], "{{ raise_exception('no ' + messages[0].role) }}", "Error: no user"),
-        ([[USER] * 2], "{% for m in messages %}{{ m.content * 15 }}{% endfor %}" * 2, "has 60 bef"),
+        ([[USER] * 2], "{% for m in messages %}{{ m.content * 15 }}{% endfor %}" * 2, "has 65 of"),
     ],
 )
 def test_prompts_that_a_reward_model_can_not_read_are_refused_before_the_first_step(

@@ -282,14 +282,15 @@ def test_a_state_is_on_the_disk_before_it_takes_its_name(module, name, tmp_path,
     assert read_state(path)["step"] == 1 and len(list(tmp_path.iterdir())) == 1
 
 
-def test_every_byte_of_a_checkpoint_counts_however_large_it_is(tmp_path):
+def test_every_byte_that_a_checkpoint_holds_counts(tmp_path):
     """torch.load alone doesn't notice most of them."""
     path = tmp_path / "state.pt"
-    weights = torch.randn(9_000_000)  # 36 MB: the checksum is computed in blocks of 16 MB
+    weights = torch.randn(100_000)
     write_state(path, dict.fromkeys(FIELDS, 0) | {"weights": {"a": weights}})
     assert torch.equal(read_state(path)["weights"]["a"], weights)
     data = path.read_bytes()
-    for at in (10, 10**6, 20 * 10**6, 35 * 10**6, len(data) - 1):
+    start = data.index(weights.numpy().tobytes())
+    for at in (data.index(b"generators"), start, start + 123_456, start + 399_999):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(InputError, match=r"state\.pt is damaged \(its checksum is wrong\)"):
             read_state(path)

@@ -17,13 +17,13 @@ import reward_model
 from plumbing.errors import Fault
 from plumbing.preferences import (
     KEYS,
+    PairMeter,
     Pairs,
     RewardModel,
     evaluate_pairs,
     last_real_token,
     pair_batches,
     pair_scores,
-    pair_warnings,
 )
 from reward_model import preference_loss
 
@@ -303,7 +303,7 @@ FINE = {"reward/mean": 0.0, "reward/accuracy": 0.7, "eval/loss": 0.5, "eval/leng
     ],
 )
 def test_a_run_warns_of_what_goes_wrong(change, times, names):
-    assert [name for name, _ in pair_warnings([FINE] + [FINE | change] * times)] == names
+    assert [name for name, _ in PairMeter.warnings([FINE] + [FINE | change] * times)] == names
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ import grpo
 import ppo
 import rloo
 import tasks
-from plumbing.data import Task, load_task, prompt_tokens
+from plumbing.data import Task, as_messages, load_task, prompt_tokens
 from plumbing.errors import InputError, first_line, optional_library
 from plumbing.models import TINY, adapter_base, load_policy
 from plumbing.rewards import load_reward, score_texts
@@ -212,11 +212,6 @@ def text_template(tokenizer: Tokenizer, prompts: list[str]) -> str:
         if all(ids == prompt_tokens(tokenizer, p) for ids, p in zip(theirs, prompts)):
             return template
     raise InputError("verl would read a prompt as other tokens; make them chat messages")
-
-
-def as_messages(prompt: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    """The prompt as verl wants it, in messages."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
