@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal
 
-from plumbing.errors import InputError, first_line
+from plumbing.errors import InputError, did_you_mean, first_line
 from plumbing.models import adapter_base, fast_at_bfloat16, fast_at_float16, pick_device
 
 try:
@@ -107,9 +106,7 @@ class TrainConfig(BaseConfig):
     num_steps: int = _update(help="optimisation steps")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
     learning_rate: float = _update(help="of AdamW, at its highest; adapters: 10 times")
-    warmup_steps: int = _update(
-        10, "over which the learning rate rises; then it falls to 0", least=0
-    )
+    warmup_steps: int = _update(10, "of a rising learning rate; then it falls to 0", least=0)
     micro_batch_tokens: int | None = _update(
         help="most tokens per forward and backward pass, padding included; by memory on a GPU",
         tiny=None,
@@ -117,9 +114,7 @@ class TrainConfig(BaseConfig):
     )
     max_grad_norm: float = _update(1.0, "a longer gradient is scaled down to this norm")
     disable_dropout: bool = _update(True, "false shows what dropout does to the ratio")
-    lora_r: int = _update(
-        0, "rank of a new LoRA adapter (needs peft); 0 trains all weights", least=0
-    )
+    lora_r: int = _update(0, "rank of a new LoRA adapter; 0 trains all weights", least=0)
     gradient_checkpointing: bool = _update(False, "less memory, more time")
     output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
     overwrite: bool = _run(False, "rename the run in output_dir to <output_dir>.old")
@@ -133,9 +128,7 @@ class TrainConfig(BaseConfig):
 class TaskConfig(BaseConfig):
     """The flags of all that samples completions and scores them."""
 
-    task: str = _job(
-        help="of tasks.py: add (sums), sentiment (film reviews)", tiny="add", other="sentiment"
-    )
+    task: str = _job(help="add, sentiment or one more of tasks.py", tiny="add", other="sentiment")
     prompts: str | None = _job(
         None, "file of JSON lines, CSV or Parquet, or dataset NAME:SUBSET:SPLIT; not the task's"
     )
@@ -143,9 +136,7 @@ class TaskConfig(BaseConfig):
     system_prompt: str | None = _job(None, "text or file; makes chat messages of text, '' too")
     eval_prompts: str | None = _job(None, "held-out prompts; default: a tenth of the prompts")
     reward: list[str] = _job([], "FILE.py:FUNCTION or one of tasks.py, several; not the task's")
-    reward_weights: list[float] = _job(
-        [], "one per reward, the reward model's last; default 1", least=-math.inf
-    )
+    reward_weights: list[float] = _job([], "default 1; reward_model's last", least=-math.inf)
     reward_model: str | None = _job(None, "sequence classifier with one label: a folder or a name")
     verifier: str | None = _job(None, "as reward; 1 for a right answer: eval/accuracy")
     num_generations: int = _rollout(help="completions per prompt, G")
@@ -157,9 +148,7 @@ class TaskConfig(BaseConfig):
         tiny=256,
         other=32,
     )
-    fp16: bool | None = _rollout(
-        None, "decode in float16; default: on a GPU that is slow at bfloat16 (T4, V100)"
-    )
+    fp16: bool | None = _rollout(None, "decode in float16; default: on a T4 or V100, say")
     cuda_graphs: bool = _rollout(True, "false: decode without CUDA graphs, slowly")
 
 
@@ -232,10 +221,9 @@ def _parse(config_class: type[BaseConfig], doc: str, args: list[str]) -> dict[st
     name = unknown[0].partition("=")[0]
     if not name.startswith("-"):
         raise InputError(f"{name!r} belongs to no flag: flags are written --name value")
-    candidates = [*fields, *(name for name, ours in TRL_NAMES.items() if ours in fields)]
-    nearest = difflib.get_close_matches(name.strip("-").replace("-", "_"), candidates, n=1)
-    hint = f"did you mean --{nearest[0]}?" if nearest else "--help lists the flags"
-    raise InputError(f"unknown flag {name}: {hint}")
+    known = [*fields, *(name for name, ours in TRL_NAMES.items() if ours in fields)]
+    hint = did_you_mean(name.replace("-", "_"), [f"--{name}" for name in known])
+    raise InputError(f"unknown flag {name}{hint or '; --help lists the flags'}")
 
 
 def _parser(config_class: type[BaseConfig], doc: str) -> argparse.ArgumentParser:
@@ -341,12 +329,9 @@ def check_groups(config: TaskConfig) -> None:
         raise InputError(f"--overlong_buffer {buffer}: {fault}")
     batch, parts = config.prompts_per_step * group, config.num_mini_batches
     if batch % parts:
-        below = max(n for n in range(1, parts + 1) if batch % n == 0)
-        above = next((f" or {n}" for n in range(parts, batch + 1) if batch % n == 0), "")
-        raise InputError(
-            f"--num_mini_batches {parts} doesn't divide the {batch} completions of a step"
-            f" (prompts_per_step * num_generations): choose {below}{above}"
-        )
+        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        what = f"the {batch} completions of a step (prompts_per_step * num_generations)"
+        raise InputError(f"--num_mini_batches {parts}: must divide {what}: choose from {divisors}")
 
 
 # --- The folder of a run ---
@@ -380,7 +365,7 @@ def check_folder(config: TrainConfig) -> None:
                 raise InputError(f"{folder} already holds a run: {remedy}")
             open_metrics(folder).close()
             if config.resume:
-                _check_settings(config, folder / "config.json")
+                _check_settings(config, folder)
             if config.overwrite:
                 holds_run(Path(f"{folder}.old"))  # which it will replace
         if config.resume and not (folder / CHECKPOINT).exists():
@@ -421,21 +406,27 @@ def open_metrics(folder: Path) -> BinaryIO:
     return file
 
 
-def _check_settings(config: TrainConfig, path: Path) -> None:
-    """Check that `config` is that of the run whose config.json is `path`. Raises InputError."""
+def settings_of_run(folder: Path) -> dict[str, Any]:
+    """The settings of the run in `folder`, and its `script`. Raises InputError."""
+    path = folder / "config.json"
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        script = before.pop("script")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise InputError(f"--resume: {path} can't be read ({first_line(e)})") from e
-    if script != config.script:
-        raise InputError(f"--resume: {path.parent} holds a run of {script}.py")
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        return settings | {"script": settings["script"]}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise InputError(f"{path}: can't be read ({first_line(e)})") from e
+
+
+def _check_settings(config: TrainConfig, folder: Path) -> None:
+    """Check that `config` is that of the run in `folder`. Raises InputError."""
+    before = settings_of_run(folder)
+    if before["script"] != config.script:
+        raise InputError(f"--resume: {folder} holds a run of {before['script']}.py")
     for name, value in dataclasses.asdict(config).items():
         # Found at the start of a run: one pass over the pairs, what a GPU's memory allows.
         if value is None and name in ("num_steps", *LIMITS):
             setattr(config, name, before.get(name))
             continue
         if name not in FREE_ON_RESUME and before.get(name) != value:
-            has = f"the run in {path.parent} has {before.get(name)}"
+            has = f"the run in {folder} has {before.get(name)}"
             rule = "--resume goes on with the settings of the run"
             raise InputError(f"--{name} {value}: {has}, and {rule}")

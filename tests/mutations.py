@@ -198,7 +198,7 @@ MUTATIONS = [
     ("split_prompts", "train, heldout = rows[num_heldout:], rows", "train, heldout = rows, rows", "held-out prompts are trained on"),
     ("numeric_match", "Decimal(n[-1])", "Decimal(n[0])", "the first number counts as the answer"),
     ("_check_settings", "if name not in FREE_ON_RESUME and", "if False and", "a resumed run takes other settings"),
-    ("_check_settings", "if script != config.script:", "if False:", "a run of another script is resumed"),
+    ("_check_settings", "if before[\"script\"] != config.script:", "if False:", "a run of another script is resumed"),
     ("Run._resume", "self.optimizer.load_state_dict(state[\"optimizer\"])", "pass", "a resumed run starts with a new optimiser"),
     ("Run._resume", "generator.set_state(its_state)", "pass", "a resumed run draws the first random numbers again"),
     ("Run._open_files", "            file.truncate(state[name] if state else 0)\n", "", "lines after the checkpoint stay"),

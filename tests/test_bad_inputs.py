@@ -100,7 +100,7 @@ FILES |= {
 BAD = [  # (script, flags, part of the line)
     # Flags. What is tested of them in test_config.py is left out here.
     ("ppo", "--learning_rat 1", "did you mean --learning_rate?"),
-    ("ppo", "--learn 1e-3", "unknown flag --learn:"),
+    ("ppo", "--learn 1e-3", "unknown flag --learn"),
     ("ppo", "stray", "'stray' belongs to no flag"),
     ("ppo", "--num_steps many", "--num_steps: invalid int value: 'many'"),
     ("ppo", "--overwrite maybe", "must be true or false, not 'maybe'"),

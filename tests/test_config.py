@@ -61,15 +61,15 @@ def test_how_a_flag_may_be_written(flags, name, expected):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--kl-coeff=1", "unknown flag --kl-coeff: did you mean --kl_coef?"),
-        ("--zzzzzz 1", "unknown flag --zzzzzz: --help lists the flags"),
-        ("--epsilon_high 0.3", "unknown flag --epsilon_high: did you mean --epsilon?"),
+        ("--kl-coeff=1", "unknown flag --kl-coeff; did you mean --kl_coef?"),
+        ("--zzzzzz 1", "unknown flag --zzzzzz; --help lists the flags"),
+        ("--epsilon_high 0.3", "unknown flag --epsilon_high; did you mean --epsilon?"),
         ("--reward_weights nan", "--reward_weights [nan]: must be a finite number"),
         ("--missing_eos_penalty inf", "--missing_eos_penalty inf: must be a finite number"),
         ("--temperature 0.0009", "--temperature 0.0009: must be 0.001 or greater"),
         (f"--seed {2**63 - 1}", "must be between 0 and"),
-        ("--prompts_per_step 12 --num_mini_batches 5", "choose 4 or 6"),
-        ("--prompts_per_step 4 --num_mini_batches 9", "choose 4"),
+        ("--prompts_per_step 12 --num_mini_batches 5", "choose from 1, 2, 3, 4, 6, 12"),
+        ("--prompts_per_step 4 --num_mini_batches 9", "choose from 1, 2, 4"),
         ("--num_generations 4 --rollout_batch_size 3", "must hold the 4 completions of a prompt"),
     ],
 )

@@ -31,6 +31,7 @@ import grpo
 import ppo
 import rloo
 import tasks
+from plumbing.config import settings_of_run
 from plumbing.data import Task, as_messages, load_task, prompt_tokens
 from plumbing.errors import InputError, first_line, optional_library
 from plumbing.models import TINY, adapter_base, load_policy
@@ -100,15 +101,14 @@ NOT_THERE = {  # refused where they are set
 
 def config_of(folder: Path) -> tuple[str, Any]:
     """(script, its Config) of the run in `folder`. Raises InputError."""
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        script = settings.pop("script")
-        config = CONFIGS[script](**settings) if script in CONFIGS else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise InputError(f"{folder}/config.json can't be read ({first_line(e)})") from e
-    if config is None:
+    settings = settings_of_run(folder)
+    script = settings.pop("script")
+    if script not in CONFIGS:
         raise InputError(f"{folder}: a run of {script}.py, and verl has nothing like it")
-    return script, config
+    try:
+        return script, CONFIGS[script](**settings)
+    except TypeError as e:  # of another version
+        raise InputError(f"{folder}/config.json: {first_line(e)}") from e
 
 
 def check_flags(script: str, config: Any) -> None:
