@@ -7,6 +7,7 @@ changes a default with a line like `kl_coef: float = flag(0.04)`: the help stays
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,11 +23,6 @@ from typing import Any, BinaryIO, ClassVar, Literal
 
 from plumbing.errors import InputError, did_you_mean, first_line
 from plumbing.models import adapter_base, fast_at_bfloat16, fast_at_float16, pick_device
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 # TRL's names for our flags: they are accepted as well.
 TRL_NAMES = {
@@ -387,12 +383,14 @@ def open_metrics(folder: Path) -> BinaryIO:
     """metrics.jsonl, to be appended to. Raises InputError while another process has it open so.
 
     The lock is the system's: it ends with its process, even if that is killed. Forked processes
-    don't inherit it. Windows has no such lock.
+    don't inherit it.
     """
     path = folder / "metrics.jsonl"
     file = path.open("ab")
     try:
-        if fcntl is not None:
+        with contextlib.suppress(ImportError):  # Windows has no such lock
+            import fcntl
+
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # With --overwrite another process may have renamed the folder just now.
         is_free = os.path.samefile(path, file.fileno())

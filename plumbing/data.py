@@ -120,9 +120,26 @@ def load_task(
     task.tokenizer, task.config = tokenizer, config
     if heldout_only:
         task.train, task.heldout = [], [] if config.eval_prompts else task.heldout
-    has_own_reward = bool(config.reward or config.reward_model)
-    _load_prompts(config, task, has_own_reward, chat)
-    if has_own_reward:
+    _load_prompts(config, task, chat)
+    _load_rewards(config, task, tasks, policy.device)
+    if not (task.train or heldout_only) or not task.heldout:
+        raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
+    prompts = [row["prompt"] for row in task.train + task.heldout]
+    if chat and isinstance(prompts[0], str):
+        print(
+            "The prompts are plain text, so the model's chat template is not used."
+            ' --system_prompt "" makes messages of them.'
+        )
+    _check_prompts(config, policy, task)
+    if config.reward_model:
+        task.rewards[-1].check_prompts(prompts, config.max_new_tokens)
+    _say_which_special_tokens_are_typed(task)
+    return task
+
+
+def _load_rewards(config: Any, task: Task, tasks: ModuleType, device: torch.device) -> None:
+    """Put the rewards and the verifier that the flags name into the task. Raises InputError."""
+    if config.reward or config.reward_model:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
         task.weights = []
         if config.prompts or config.eval_prompts:
@@ -136,23 +153,10 @@ def load_task(
     if config.reward_model:
         from plumbing.preferences import RewardModel  # which most runs don't need
 
-        task.rewards.append(RewardModel(config.reward_model, policy.device, bf16=config.bf16))
+        task.rewards.append(RewardModel(config.reward_model, device, bf16=config.bf16))
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
-    if not (task.train or heldout_only) or not task.heldout:
-        raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
-    if chat and isinstance((task.train or task.heldout)[0]["prompt"], str):
-        print(
-            "The prompts are plain text, so the model's chat template is not used."
-            ' --system_prompt "" makes messages of them.'
-        )
-    _check_prompts(config, policy, task)
-    if config.reward_model:
-        prompts = [row["prompt"] for row in task.train + task.heldout]
-        task.rewards[-1].check_prompts(prompts, config.max_new_tokens)
-    _say_which_special_tokens_are_typed(task)
-    return task
 
 
 # --- Reading prompts ---
@@ -168,7 +172,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> None:
+def _load_prompts(config: Any, task: Task, chat: bool) -> None:
     """Put the prompts that the flags name into the task, in their template. Raises InputError."""
     template = text_or_file(config.prompt_template, "--prompt_template")
     system = text_or_file(config.system_prompt, "--system_prompt")
@@ -180,9 +184,9 @@ def _load_prompts(config: Any, task: Task, has_own_reward: bool, chat: bool) -> 
 
     def read(name: str, split: str, flag: str) -> list[dict]:
         rows = read_prompts(name, split, template=template, flag=flag)
-        faults = () if has_own_reward or task.row_fault is None else map(task.row_fault, rows)
-        if fault := next(filter(None, faults), None):
-            raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
+        if task.row_fault is not None and not (config.reward or config.reward_model):
+            for fault in filter(None, map(task.row_fault, rows)):
+                raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
         return rows
 
     if config.prompts:
@@ -548,9 +552,8 @@ def stop_criteria(tokenizer: Tokenizer, strings: list[str]) -> StopStringCriteri
     try:
         criteria = StopStringCriteria(tokenizer, strings)
     except ValueError as e:  # no token has the last character of a string, for example
-        raise InputError(
-            f"--stop {strings}: can't be found with this tokenizer: {first_line(e)}"
-        ) from e
+        fault = f"can't be found with this tokenizer: {first_line(e)}"
+        raise InputError(f"--stop {strings}: {fault}") from e
     # It would take the name of a special token for text: "<|pad|>" would end at the string ">".
     special = [*special_tokens(tokenizer).values()]
     criteria.embedding_vec = criteria.embedding_vec.clone()  # the library uses it for others too

@@ -51,11 +51,6 @@ from plumbing.errors import (
 from plumbing.metrics import Evaluation, Meter, Metrics, headline, sample_records
 from plumbing.tokens import token_records
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
 FILES = ("metrics", "samples", "tokens")  # .jsonl
 FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
 warned""".split()  # of a checkpoint
@@ -616,7 +611,9 @@ def peak_memory(device: str) -> float:
     # getrusage would count what the parent process had when it started us.
     if status.exists() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text())):
         return int(found[1]) * 1024
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # Windows
         return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
