@@ -3,7 +3,6 @@
   python tests/mutations.py                # all, on two cores: about an hour
   python tests/mutations.py KL clip        # those whose description holds one of the words
   python tests/mutations.py --list FILE    # those of a JSON file: [[function, old, new, bug], ...]
-  pip install cosmic-ray && python tests/mutations.py --mutants 200    # edits of an off-the-shelf tool
 
 A bug is one edit within one function, which is found by its name: `gae`, `Meter.add`, `ppo.main`
 where several files have it. The fast tests are tried first, those that name the function before
@@ -17,12 +16,10 @@ import functools
 import json
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -346,46 +343,6 @@ def rounds_for(function: str) -> tuple[list[str], list[str]]:
     return ["-m", "not slow", *names], ["-m", "slow", *names]
 
 
-# --- Mutants of cosmic-ray, an off-the-shelf tool ---
-
-MUTATED = "common.py ppo.py grpo.py rloo.py sampling.py".split()
-# Families of operators whose members stand for each other, and the members that are taken: those
-# nearest to the code (`<` becomes `<=`), for a cruder one is caught more easily.
-FAMILIES = ("ReplaceBinaryOperator", "ReplaceComparisonOperator", "ReplaceUnaryOperator")
-NEAREST = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Div Mod_FloorDiv Pow_Mul BitAnd_BitOr
-BitOr_BitAnd Lt_LtE LtE_Lt Gt_GtE GtE_Gt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is In_NotIn NotIn_In
-Delete_USub Delete_Invert Delete_Not""".split()
-NEEDS_ARGUMENTS = ("VariableReplacer", "VariableInserter")
-
-
-def mutants() -> Iterator[tuple[str, str, tuple[Path, str]]]:
-    """(module, operator and changed line, edit) of every mutant; annotations are left alone."""
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator, operator_names
-
-    for path in (REPOSITORY / name for name in MUTATED):
-        code = path.read_text(encoding="utf-8")
-        nodes = (x for n in ast.walk(ast.parse(code)) for x in (getattr(n, k, None) for k in NOTES))
-        notes = [n for n in nodes if isinstance(n, ast.expr)]
-        spans = [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in notes]
-        for name in operator_names():
-            family, _, member = name.removeprefix("core/").partition("_")
-            if family in NEEDS_ARGUMENTS or (family in FAMILIES and member not in NEAREST):
-                continue
-            operator = get_operator(name)()
-            places = [p for n in ast_nodes(get_ast(code)) for p in operator.mutation_positions(n)]
-            for index, (start, end) in enumerate(places):
-                if not any(first <= start and end <= last for first, last in spans):
-                    mutated = mutate_code(code, operator, index)
-                    pairs = zip(code.splitlines(), mutated.splitlines())
-                    line = next((y.strip() for x, y in pairs if x != y), "")
-                    yield path.stem, f"{name.removeprefix('core/')}: {line}", (path, mutated)
-
-
-NOTES = ("annotation", "returns")
-
-
 def attempt(function: str, edit: tuple[Path, str]) -> tuple[str, str | None]:
     """Which kind of tests catches an edit (fast, slow, none), and the first test that does."""
     for kind, tests in zip(("fast", "slow"), rounds_for(function), strict=True):
@@ -400,15 +357,10 @@ def main() -> None:
     )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--list", type=Path, metavar="FILE", help="other bugs, as JSON")
-    parser.add_argument("--mutants", type=int, metavar="N", help="N mutants, drawn at random")
     options = parser.parse_args()
-    if options.mutants:
-        chosen = list(mutants())
-        random.Random(0).shuffle(chosen)
-        chosen = chosen[: options.mutants]
-    else:  # a stale entry ends it here
-        bugs = json.loads(options.list.read_text()) if options.list else MUTATIONS
-        chosen = [(bug[0], bug[3], planted(*bug)) for bug in bugs]
+    bugs = json.loads(options.list.read_text()) if options.list else MUTATIONS
+    # A stale entry ends it here.
+    chosen = [(bug[0], bug[3], planted(*bug)) for bug in bugs]
     chosen = [x for x in chosen if not options.words or any(w in x[1] for w in options.words)]
     os.environ["OMP_NUM_THREADS"] = "1"
     FORKSERVER.set_forkserver_preload(PRELOAD)

@@ -6,11 +6,8 @@ import transformers
 from small import letter_tokenizer, make_rollout, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import grpo
 from common import ValueModel, disable_dropout
-from plumbing.data import check_policy
 from plumbing.decoding import Decoder
-from plumbing.errors import InputError
 from plumbing.forward import completion_logprobs, completion_values, micro_batches
 from plumbing.models import load_causal
 from sampling import generate
@@ -119,18 +116,3 @@ def test_a_row_alone_is_the_row_in_a_left_padded_batch_whatever_the_micro_batch(
     assert len(parts) > 1
     for rows, part in parts:
         assert torch.allclose(completion_logprobs(model, part, 1.0)[0], whole[rows], atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("T5", "ForConditionalGeneration"), ("Mamba", "ForCausalLM")]
-)
-def test_a_model_that_cannot_be_supported_gets_one_line(name, kind, tmp_path):
-    """No causal language model, or one without a key-value cache that holds every token."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "d_model": 32}
-    sizes |= {"d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2, "state_size": 4}
-    config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, eos_token_id=EOS)
-    model = getattr(transformers, name + kind)(config)
-    folder = save_model(tmp_path, model, letter_tokenizer())
-    with pytest.raises(InputError) as error:
-        check_policy(grpo.Config(model=folder), load_causal(folder))
-    assert str(error.value).startswith(f"--model {folder}: ") and "\n" not in str(error.value)

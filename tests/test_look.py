@@ -1,20 +1,16 @@
 """The page that tools/look.py makes of a run, in a browser too, and tokens.jsonl, its source."""
 
-import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
-from small import letter_tokenizer
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import grpo
 import ppo
 import rloo
-from common import gae
 from plumbing import tokens
 from plumbing.errors import InputError
 from tools import look
@@ -157,53 +153,15 @@ def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
 SCRIPTS = [grpo, *(pytest.param(x, marks=pytest.mark.slow) for x in (rloo, ppo))]
-near = functools.partial(pytest.approx, rel=1e-3, abs=1e-3)
 
 
 def recorded(job, **flags):
     """The lines of tokens.jsonl of a run that records at every step."""
     job(**{"eval_every": 1} | flags)
-    return [json.loads(x) for x in (job.folder / "tokens.jsonl").read_text().splitlines()]
-
-
-def logprobs_by_hand(model, line):
-    tokenizer = letter_tokenizer()
-    prompt = tokenizer(line["prompt"]).input_ids
-    ids = prompt + tokenizer.convert_tokens_to_ids(line["tokens"])
-    logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0] / 0.7
-    logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-    return logprobs.gather(1, torch.tensor(ids[len(prompt) :])[:, None])[:, 0].tolist()
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda x: x.__name__)
-def test_the_numbers_are_those_of_the_step(script, make_job):
-    job, G = make_job(script), 1 if script is ppo else 4
-    flags = {"kl_coef": 0.3, "learning_rate": 1e-3, "warmup_steps": 0, "num_epochs": 1}
-    lines = [line for line in recorded(job, num_steps=2, **flags) if line["step"] == 1]
-    assert [line["completion_index"] for line in lines] == list(range(8))
-    assert [len({x["prompt"] for x in lines[i : i + G]}) for i in range(0, 8, G)] == [1] * (8 // G)
-    for line in lines:
-        assert line["split"] == "train" and line["num_tokens"] == len(line["tokens"])
-        assert all(f"`{key}`" in PAGE.partition("## tokens.jsonl")[2] for key in line)
-        assert line["ref_logprobs"] == near(logprobs_by_hand(job.model, line))
-        assert line["new_logprobs"] == near(logprobs_by_hand(job.folder / "model", line))
-        assert line["old_logprobs"] == near(line["sampler_logprobs"])
-        kl = [a - b for a, b in zip(line["old_logprobs"], line["ref_logprobs"])]
-        assert line["kl"] == near(kl) and max(map(abs, kl)) > 0.01
-        assert line["ratio"] == near(1 if script is rloo else [1] * line["num_tokens"])
-        if script is ppo:
-            rewards, values = (torch.tensor([line[name]]) for name in ("rewards", "values"))
-            shaped = [-0.3 * x for x in kl]
-            shaped[-1] += line["score"]
-            assert line["rewards"] == near(shaped)
-            returns = gae(rewards, values, torch.ones_like(values).bool(), 1.0, 0.95)[1]
-            assert line["returns"] == near(returns[0].tolist())
-    if script is not ppo:
-        scores = torch.tensor([line["score"] for line in lines])
-        kl = torch.tensor([sum(line["kl"]) for line in lines])
-        of_rloo = rloo.rloo_advantages(scores - 0.3 * kl, G)
-        expected = grpo.group_advantages(scores, G) if script is grpo else of_rloo
-        assert [x["advantages"] for x in lines] == near(expected.tolist())
+    lines = [json.loads(x) for x in (job.folder / "tokens.jsonl").read_text().splitlines()]
+    page = PAGE.partition("## tokens.jsonl")[2]
+    assert all(f"`{key}`" in page for line in lines for key in line)
+    return lines
 
 
 def test_recording_changes_nothing_of_a_run_even_with_dropout(make_job):

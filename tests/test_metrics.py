@@ -340,11 +340,3 @@ def test_the_tool_prints_what_a_run_logs_of_the_same_model(evaluated, tmp_path, 
     assert [json.loads(line)["completion"] for line in lines] == expected
     with pytest.raises(InputError, match=r"--output .*out.jsonl: is there already"):
         tool.main(flags.split())
-
-
-def test_a_prompt_with_an_unknown_verdict_is_left_out_of_the_accuracy(make_job, tmp_path):
-    (tmp_path / "v.py").write_text(
-        "def v(completions):\n    return [None, *[1.0] * (len(completions) - 1)]\n"
-    )
-    metrics = make_job(grpo)(verifier=f"{tmp_path}/v.py:v", eval_generations=2)[0]
-    assert metrics["eval/accuracy"] == 1

@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-import ppo
-from plumbing.errors import InputError
 from ppo import policy_loss, shape_rewards, value_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
@@ -119,21 +117,3 @@ def test_a_value_counts_as_clipped_where_the_clip_decides_and_not_by_rounding():
     old, values = 0.05 * old, 0.05 * torch.rand(100, 10, generator=generator)
     loss, clipped = value_loss(values, old, returns, 0.2)
     assert torch.equal(loss, value_loss(values, old, returns, 1e6)[0]) and not clipped.any()
-
-
-def test_without_a_kl_the_score_is_the_reward_and_the_first_ratio_is_1(make_job):
-    """By default nothing is taken off a completion without EOS, and dropout is off."""
-    job = make_job(ppo)
-    file = job.folder.parent / "half.py"
-    file.write_text("def half(completions, **kw): return [0.5] * len(completions)\n")
-    line = job(kl_coef=0, reward=f"{file}:half")[0]
-    assert line["objective/scores"] == 0.5 and line["length/truncated_frac"] > 0
-    assert line["val/ratio_max_dev_first"] < 1e-5
-
-
-def test_a_reward_of_none_is_refused_since_ppo_has_no_group_to_leave_it_out_of(make_job):
-    job = make_job(ppo)
-    file = job.folder.parent / "none.py"
-    file.write_text("def none(completions, **kw): return [None] * len(completions)\n")
-    with pytest.raises(InputError, match="None"):
-        job(reward=f"{file}:none")

@@ -16,7 +16,7 @@ import reward_model
 import rloo
 from plumbing import preferences
 from plumbing.errors import InputError
-from plumbing.preferences import KEYS, RewardModel, pair_of, read_pairs, text_ids
+from plumbing.preferences import RewardModel, pair_of, read_pairs, text_ids
 
 CPU = torch.device("cpu")
 
@@ -182,26 +182,6 @@ def test_a_causal_reward_model_reads_text_with_one_eos_at_its_end_unless_its_con
     model.check_prompts(["a"], 4)
     assert ("TRL and OpenRLHF train so" in (out := capsys.readouterr().out)) == (hint is None)
     assert "as 'a<eos>'" in out
-
-
-def test_a_reward_model_that_was_trained_with_eos_is_asked_with_eos_and_agrees(job, tmp_path):
-    """As TRL and OpenRLHF train: the texts end with EOS, and config.json says nothing of it."""
-    rows = [
-        row | {"chosen": f"b{row['rejected']}a", "rejected": f"a{row['rejected']}"}
-        for row in rows_of(300)
-    ]
-    texts = [{k: v if k == "prompt" else f"{v}<eos>" for k, v in row.items()} for row in rows]
-    folder = tmp_path / "run" / "model"
-    job(pairs=lines_of(tmp_path / "own.jsonl", texts), num_steps=60, eval_every=60)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    agreement = {}
-    for hint in (config.pop("ends_with_eos"), None):
-        path.write_text(json.dumps(config if hint is None else config | {"ends_with_eos": hint}))
-        model, prompts = RewardModel(str(folder), CPU), [row["prompt"] for row in rows[:100]]
-        chosen, rejected = (model(prompts, [row[k] for row in rows[:100]]) for k in KEYS)
-        agreement[hint] = sum(a > b for a, b in zip(chosen, rejected)) / 100
-    assert agreement[None] > 0.95 > 0.9 > agreement[False]
 
 
 @pytest.mark.parametrize(

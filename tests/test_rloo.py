@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-import rloo
 from rloo import rloo_advantages, rloo_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
@@ -152,17 +151,5 @@ def test_a_ratio_that_overflows_exp_gives_no_nan_and_a_bad_completion_keeps_its_
 
 @pytest.mark.problem("rloo_advantages", 1)
 def test_groups_of_one_are_refused():
-    with pytest.raises(ValueError):
-        rloo_advantages(torch.ones(3), 1)
-
-
-def test_a_mistaken_call_says_what_is_wrong():
     with pytest.raises(ValueError, match="a group needs 2 or more"):
         rloo_advantages(torch.ones(3), 1)
-    with pytest.raises(TypeError, match="positional"):
-        rloo_loss(numbers(0), numbers(1), numbers(3)[0], MASK, 0.2)
-
-
-def test_the_only_update_of_a_rollout_has_the_policy_itself_as_the_old_one(make_job):
-    line = make_job(rloo)()[0]
-    assert line["val/ratio"] == 1 and line["policy/approxkl_avg"] == line["objective/kl"] == 0

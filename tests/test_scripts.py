@@ -21,13 +21,6 @@ from plumbing.errors import Fault
 
 SLOWER = [pytest.param(script, marks=pytest.mark.slow) for script in (ppo, rloo)]
 LOSS = {ppo: "policy_loss", grpo: "grpo_loss", rloo: "rloo_loss"}
-METRICS = """objective/kl objective/kl_token objective/entropy objective/scores
-objective/non_score_reward objective/rlhf_reward policy/approxkl_avg policy/clipfrac_avg
-policy/entropy_avg loss/policy_avg val/ratio val/ratio_max_dev_first val/num_eos_tokens length/mean
-length/max length/truncated_frac grad_norm lr episode tokens_per_second time/rollout time/update
-memory/peak_gb""".split()
-OF_PPO = ["loss/value_avg", "val/clipfrac_avg", "val/explained_variance"]
-OF_GROUPS = ["reward/std_within_group", "reward/frac_flat_groups"]
 REWARDS = """
 def flat(completions, **columns):
     return [1.0] * len(completions)
@@ -148,29 +141,10 @@ def test_with_one_update_per_rollout_the_ratio_is_1_however_step_3_rounds(job, m
 # --- What a run leaves ---
 
 
-def test_a_run_writes_every_metric_finite_and_evaluates_when_due_and_at_the_end(job):
+def test_a_run_evaluates_when_due_and_at_the_end(job):
     lines = job(num_steps=3, eval_every=2)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    expected = METRICS + (OF_PPO if job.script is ppo else OF_GROUPS)
-    for line in lines[:3]:
-        missing = [name for name in expected if not math.isfinite(line.get(name, math.nan))]
-        assert not missing
-        total = line["objective/scores"] + line["objective/non_score_reward"]
-        assert line["objective/rlhf_reward"] == pytest.approx(total, abs=1e-5)
     assert ["eval/reward" in line for line in lines] == [True, False, True, True]
-    assert [line["episode"] for line in lines[:3]] == [8, 16, 24]
-
-
-def test_the_saved_model_is_the_trained_one_and_the_configuration_is_resolved(job):
-    before = AutoModelForCausalLM.from_pretrained(job.model)
-    job(learning_rate=0.01)
-    after = AutoModelForCausalLM.from_pretrained(job.folder / "model")
-    moved = [(a != b).any() for a, b in zip(after.parameters(), before.parameters(), strict=True)]
-    assert all(moved)
-    assert after.config.resid_pdrop == 0.1  # dropout is off in the run, not in what it leaves
-    config = json.loads((job.folder / "config.json").read_text())
-    assert config["eval_every"] == 20  # the default but for the tiny model
-    assert config["task"] == "sentiment"
 
 
 def test_a_seed_decides_the_run_and_evaluations_share_no_random_numbers_with_it(job, monkeypatch):
@@ -348,12 +322,6 @@ def test_two_steps_of_the_embedded_model_change_its_weights_and_leave_finite_met
 
 
 # --- Learning ---
-
-
-def test_an_entropy_bonus_raises_the_entropy(job):
-    flags = {"reward": f"{job.rewards}flat", "num_steps": 6, "learning_rate": 5e-3, "kl_coef": 0}
-    lines = job(entropy_coef=1, warmup_steps=0, **flags)
-    assert lines[5]["policy/entropy_avg"] > lines[0]["policy/entropy_avg"] + 0.1
 
 
 def learn(job) -> float:

@@ -25,7 +25,6 @@ from small import (
 )
 from transformers import Qwen2Config
 
-import ppo
 from common import ValueModel
 from plumbing.config import parse_flags
 from plumbing.data import prompt_batch
@@ -158,32 +157,6 @@ def test_fit_says_what_the_peak_fits_and_what_it_cannot_read_in_one_line(model, 
         fit.main(["--prompt_tokens", "0"])
     with pytest.raises(InputError, match=r"--model nowhere/at/all: its config can't be read"):
         fit.main(["--model", "nowhere/at/all"])
-
-
-def test_evaluate_prints_what_a_run_logs_of_the_same_model(model, tmp_path, capsys):
-    rows = [json.dumps({"prompt": p}) for p in ("x", "yy y", "zzz", "w", "the", "a b")] * 4
-    (tmp_path / "p.jsonl").write_text("\n".join(rows))
-    (tmp_path / "r.py").write_text(
-        "def length(completions):\n    return [len(c) / 8 for c in completions]\n"
-        "def right(completions):\n    return [float('a' in c) for c in completions]\n"
-    )
-    flags = f"""--model {model} --prompts {tmp_path}/p.jsonl --eval_prompts {tmp_path}/p.jsonl
-        --reward {tmp_path}/r.py:length --verifier {tmp_path}/r.py:right --max_new_tokens 4
-        --eval_generations 4 --num_eval_prompts 100 --bf16 false --device cpu""".split()
-    run, out = tmp_path / "run", tmp_path / "out.jsonl"
-    ppo.main([*flags, "--num_steps", "1", "--output_dir", str(run)])
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    capsys.readouterr()
-    evaluate.main([*flags, "--rollout_batch_size", "32", "--output", str(out)])
-    printed = capsys.readouterr().out
-    for name in ("reward", "reward_greedy", "accuracy", "accuracy_greedy", "pass_at_k"):
-        assert f"{line[f'eval/{name}']:.3f}" in printed, name
-    assert f"accuracy is {line['eval/accuracy_se']:.4f}" in printed
-    samples = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
-    found = [json.loads(x)["completion"] for x in out.read_text().splitlines()]
-    assert found == [x["completion"] for x in samples if x["split"] == "heldout" and x["step"] == 0]
-    with pytest.raises(InputError, match=r"--output .*out.jsonl: is there already"):
-        evaluate.main([*flags, "--output", str(out)])
 
 
 def test_evaluate_takes_a_column_that_the_prompts_of_the_task_lack(model, tmp_path, capsys):
