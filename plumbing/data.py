@@ -182,8 +182,12 @@ def _load_prompts(config: Any, task: Task, chat: bool) -> None:
         fault = "--system_prompt: the model has no chat template"
         raise InputError(f"{fault}; write the text into --prompt_template")
 
+    def with_prompt(row: dict) -> dict:
+        prompt = _prompt_of(row, template)
+        return row | {"prompt": prompt if system is None else after_system(system, prompt)}
+
     def read(name: str, split: str, flag: str) -> list[dict]:
-        rows = read_prompts(name, split, template=template, flag=flag)
+        rows = read_rows(name, split, flag, ROW_FORMAT, with_prompt)
         if task.row_fault is not None and not (config.reward or config.reward_model):
             for fault in filter(None, map(task.row_fault, rows)):
                 raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
@@ -193,32 +197,14 @@ def _load_prompts(config: Any, task: Task, chat: bool) -> None:
         rows = read(config.prompts, "train", "--prompts")
         task.train, task.heldout = (rows, []) if config.eval_prompts else split_prompts(rows)
     else:  # those of the task itself, checked in the same way
-        _change_prompts(task, f"--task {config.task}: ", lambda row: _prompt_of(row, template))
+        try:
+            task.train, task.heldout = (
+                [with_prompt(row) for row in rows] for rows in (task.train, task.heldout)
+            )
+        except (ValueError, TypeError) as e:
+            raise InputError(f"--task {config.task}: {e}") from e
     if config.eval_prompts:
         task.heldout = read(config.eval_prompts, "test", "--eval_prompts")
-    if system is not None:
-        _change_prompts(task, "--system_prompt: ", lambda row: after_system(system, row["prompt"]))
-
-
-def _change_prompts(task: Task, what: str, new_prompt: Callable[[dict], Prompt]) -> None:
-    try:
-        task.train, task.heldout = (
-            [row | {"prompt": new_prompt(row)} for row in rows]
-            for rows in (task.train, task.heldout)
-        )
-    except (ValueError, TypeError) as e:
-        raise InputError(f"{what}{e}") from e
-
-
-def read_prompts(
-    name: str, split: str = "train", *, template: str | None = None, flag: str = "--prompts"
-) -> list[dict]:
-    """Rows from a file or a dataset: see read_rows. The key `prompt` of a row is its column of this
-    name, or what the template makes of its columns. Raises InputError with the first bad row.
-    """
-    return read_rows(
-        name, split, flag, ROW_FORMAT, lambda row: row | {"prompt": _prompt_of(row, template)}
-    )
 
 
 def read_rows(
@@ -349,7 +335,7 @@ def after_system(system: str, prompt: Prompt) -> Prompt:
     """
     messages = as_messages(prompt)
     if messages[0]["role"] == "system":
-        raise ValueError("the messages have a system message already")
+        raise ValueError("the messages have a system message already: leave out --system_prompt")
     return [{"role": "system", "content": system}] * bool(system) + messages
 
 

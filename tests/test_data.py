@@ -11,7 +11,7 @@ from tokenizers import normalizers, processors
 
 import grpo
 import tasks
-from plumbing.data import Task, encode_prompts, prompt_batch, read_prompts
+from plumbing.data import Task, encode_prompts, prompt_batch
 from plumbing.errors import InputError
 
 CHAT_TEMPLATE = (
@@ -216,7 +216,7 @@ def test_a_system_prompt_comes_before_every_prompt_and_makes_messages_of_text(tm
     without = [{"prompt": [message("<hi>")]}] * 2
     assert rows_of(path, system_prompt="", **flags) == without, "no empty system message"
     path = write(tmp_path / "b.jsonl", [{"prompt": [system, message("hi")]}])
-    with pytest.raises(InputError, match=r"--system_prompt: .*already"):
+    with pytest.raises(InputError, match=r"b.jsonl, line 1: .* already: leave out --system_prompt"):
         rows_of(path, system_prompt="x", **flags)
 
 
@@ -311,7 +311,9 @@ def test_a_prompt_has_one_bos_no_eos_and_opens_or_continues_the_assistants_turn(
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=ends
     )
-    (row,) = read_prompts(write(tmp_path / "p.jsonl", [{"prompt": prompt}]))
+    (row,) = {
+        str(r): r for r in rows_of(write(tmp_path / "p.jsonl", [{"prompt": prompt}]), chat=True)
+    }.values()
     ids, _ = encode_prompts(tokenizer, [row])
     assert tokenizer.decode(ids[0]) == expected
 
