@@ -25,24 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from plumbing.errors import InputError, first_line, run_tool
 from plumbing.metrics import warnings_about
 from tools import plot
+from tools.plot import read_lines
 
 NEEDED = "step prompt score finished num_tokens tokens".split()  # keys of a completion
-
-
-def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, each with the keys that are needed. Raises InputError."""
-    records = []
-    try:
-        # A last line that is not complete is left out: the run may be writing it.
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-            # What isn't a number in JSON (NaN, Infinity) becomes unknown, as null is.
-            record = json.loads(line, parse_constant=lambda name: None)
-            if not isinstance(record, dict) or not set(needed) <= set(record):
-                raise ValueError(f"line {number} lacks something")
-            records.append(record)
-    except (OSError, ValueError) as e:
-        raise InputError(f"{path}: can't be read ({first_line(e)})") from e
-    return records
 
 
 def warnings_of(metrics: list[dict[str, Any]], bf16: bool) -> list[dict[str, Any]]:

@@ -41,18 +41,29 @@ COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
 Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
 
 
+def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
+    """The records of a .jsonl file, each with the keys that are needed. Raises InputError."""
+    records = []
+    try:
+        # A last line that is not complete is left out: the run may be writing it.
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            # What isn't a number in JSON (NaN, Infinity) becomes unknown, as null is.
+            record = json.loads(line, parse_constant=lambda name: None)
+            if not isinstance(record, dict) or not set(needed) <= set(record):
+                raise ValueError(f"line {number} lacks something")
+            records.append(record)
+    except (OSError, ValueError) as e:
+        raise InputError(f"{path}: can't be read ({first_line(e)})") from e
+    return records
+
+
 def read_metrics(folder: Path) -> Curves:
     """The metrics of a run, known values alone. Raises InputError."""
     path, curves = Path(folder) / "metrics.jsonl", {}
-    try:
-        # A last line that is not complete is left out: the run may be writing it.
-        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-            record = json.loads(line)
-            for name, value in record.items():
-                if value is not None:
-                    curves.setdefault(name, {})[record["step"]] = value
-    except (OSError, ValueError, KeyError, AttributeError) as e:
-        raise InputError(f"{path}: can't be read ({first_line(e)})") from e
+    for record in read_lines(path, "step"):
+        for name, value in record.items():
+            if value is not None:
+                curves.setdefault(name, {})[record["step"]] = value
     if not curves:
         raise InputError(f"{path}: holds no metrics yet")
     return curves
