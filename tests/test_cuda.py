@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import signal
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ import grpo
 import ppo
 import rloo
 from plumbing.decoding import Decoder
-from plumbing.run import Interrupted, Run
+from plumbing.run import Interrupted, Run, signals
 from sampling import generate
 
 pytestmark = [
@@ -93,7 +94,7 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_goes_on_as_if_it_had_not_been_stop
 
     def stop(self, step, meter, **more):
         log(self, step, meter, **more)
-        self.signal = 2 if step == 1 else None
+        signals.seen = signal.SIGINT if step == 1 else None
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(Run, "log", stop)
