@@ -4,9 +4,10 @@
   gradients    4 bytes for each weight that trains
   moments      8 bytes for each weight that trains: Adam's
   reference    a copy of the policy's weights; none with a new LoRA adapter or --kl_coef 0
-  KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in bfloat16)
-  decoding     a bfloat16 copy of the weights; and what one layer makes of the prompts of the rows
-               that are decoded together, or what is made of the logits of their next tokens
+  KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in half precision)
+  decoding     a copy of the weights in half precision; and what one layer makes of the prompts of
+               the rows that are decoded together, or what is made of the logits of their next
+               tokens
   activations  what one micro-batch keeps for its backward pass, counted in a forward pass with fake
                tensors, which have a size and hold nothing
   logits       of a chunk of tokens: logits, log-softmax and their gradients, and the head's
@@ -99,7 +100,8 @@ def count(
         disable_dropout(*models)
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    precision = 2 if config.bf16 else 4
+    decodes_in_half = config.bf16 or config.fp16
+    precision = 2 if decodes_in_half else 4
     head = policy.get_output_embeddings().weight
     casts_head = config.bf16 and config.device != "cpu" and head.element_size() == 4
     of_head = (4 + 4 * casts_head) if config.lora_r == 0 else 2 * casts_head
@@ -109,7 +111,7 @@ def count(
         reference=_bytes(*copies),
         # It shares the weights that are in bfloat16.
         decoding_copy=sum(2.0 * p.numel() for p in policy.parameters() if p.element_size() == 4)
-        * bool(config.bf16),
+        * bool(decodes_in_half),
         trained=sum(p.numel() for p in _weights(*models) if p.requires_grad),
         states=2 * shape.num_hidden_layers * heads * head_size * precision,
         layers=shape.num_hidden_layers,

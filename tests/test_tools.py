@@ -70,6 +70,15 @@ def test_the_parts_of_the_memory_are_those_that_one_counts_by_hand(model):
     assert 1.5 * 4 * n < parts_of("ppo", model)["weights"] < 2 * 4 * n + 1000, "and a value model"
 
 
+@pytest.mark.parametrize("half", ["--bf16", "--fp16"])
+def test_decoding_in_half_precision_takes_a_copy_and_half_of_the_cache(half, model):
+    flags = ["--model", str(model), "--bf16", "false"]
+    whole = fit.counts_of(fit.config_of("grpo", flags, "cuda"), 8)
+    counts = fit.counts_of(fit.config_of("grpo", [*flags, half, "true"], "cuda"), 8)
+    assert counts.states == whole.states / 2 and whole.decoding_copy == 0
+    assert counts.decoding_copy == 2 * small_llama(vocab_size=20).num_parameters()
+
+
 def test_rollout_and_update_share_a_gpus_memory_and_there_are_no_gradients_in_a_rollout(model):
     for flags in (SIZES, f"{SIZES} --micro_batch_tokens 14 --rollout_batch_size 8"):
         parts = parts_of("grpo", model, flags, memory=2**30)
@@ -145,6 +154,16 @@ def test_activations_are_what_the_forward_pass_keeps(make, generations, prompt_t
     counts = replace(counts, kept=counts.kept / counts.models, models=1)
     found = estimate(counts, config, prompt_tokens)["activations"]
     assert found == pytest.approx(expected, rel=0.15)
+
+
+def test_fit_leaves_the_folder_of_a_run_alone_and_does_not_ask_what_is_in_it(
+    model, tmp_path, capsys
+):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("no run")
+    fit.main(["--model", model, "--output_dir", str(folder)])
+    assert "fits: 8 GB" in capsys.readouterr().out and len([*folder.iterdir()]) == 1
 
 
 def test_fit_says_what_the_peak_fits_and_what_it_cannot_read_in_one_line(model, capsys):

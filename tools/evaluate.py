@@ -1,7 +1,7 @@
 """Evaluate a model on held-out prompts, as the scripts do while they train, without training.
 
 python tools/evaluate.py --model runs/ppo-tiny-add-s0/model --task add --max_new_tokens 5
-python tools/evaluate.py --model Qwen/Qwen2.5-0.5B-Instruct --eval_prompts openai/gsm8k:main:test
+python tools/evaluate.py --model Qwen/Qwen2.5-0.5B-Instruct --eval_prompts openai/gsm8k:main:test \\
     --prompt_template "{question}" --system_prompt "" --reward gsm8k
 """
 

@@ -65,7 +65,8 @@ def fits(parts: dict[str, float], gb: int) -> bool:
 def config_of(script: str, flags: list[str], device: str) -> Any:
     """The config of a run on "cuda" or "cpu", with a GPU here or without. Raises InputError."""
     config = importlib.import_module(script).Config
-    config = parse_flags(config, __doc__, [*flags, "--device", "cpu", "--overwrite"])
+    # In no folder: a run of this job may be going on in its own.
+    config = parse_flags(config, __doc__, [*flags, "--device", "cpu", "--output_dir", "no-folder"])
     if device == "cuda" and config.model != "tiny" and "--bf16" not in " ".join(flags):
         config.bf16 = True  # as the scripts choose on every GPU since 2020
     config.device = device
