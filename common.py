@@ -222,8 +222,8 @@ def store_in_bfloat16(model: nn.Module, device: torch.device) -> nn.Module:
     """Store the frozen matrices of `model` in bfloat16, in place; returns it. It takes half of the
     memory, and under autocast on `device` changes no result: there a matrix is rounded anyway.
 
-    Embeddings follow where bfloat16 holds them exactly, as in most checkpoints. In float32 stay
-    norms, biases, the head of a value or reward model and, on a CPU, that of a language model.
+    Embeddings follow where bfloat16 holds them exactly, as in most checkpoints. Norms, biases and
+    the head of a value or reward model stay in float32, on a CPU the head of a language model too.
     """
     whole = base_model(model)
     if not has_plain_adapters(model):
@@ -251,8 +251,8 @@ def store_in_bfloat16(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def has_plain_adapters(model: nn.Module) -> bool:
-    """Whether no adapter looks at the weights of the layer that it adapts, as DoRA does: plain LoRA
-    alone doesn't.
+    """Whether all adapters of the model, if it has any, are plain LoRA. Others may compute with the
+    weights of the layer that they adapt, as DoRA does.
     """
     adapters = [module for module in model.modules() if hasattr(module, "base_layer")]
     return all(
@@ -347,8 +347,8 @@ def reference(
     """The reference model that the KL is measured against: the one place that decides it.
 
     Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0. A
-    copy shares the weights that don't train. bf16: it is used under autocast alone, and a copy is
-    stored in bfloat16.
+    copy shares the weights that don't train. bf16: the run computes under autocast, so a copy may
+    be stored in bfloat16.
     """
     # Without a KL penalty no reference is needed.
     if kl_coef == 0:

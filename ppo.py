@@ -184,7 +184,7 @@ def main(args: list[str] | None = None) -> None:
             #    GAE; whitening comes after the returns, because V must learn the real rewards.
             #    Whitened advantages have mean 0: tokens better than the rest become likelier.
             rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
-            # Token by token, so on the CPU: on a GPU each small operation has to be launched.
+            # GAE goes token by token, so on the CPU: a GPU would launch each small operation.
             here = torch.stack([rewards, old_values, mask]).cpu()  # moved at once
             both = torch.stack(gae(*here, config.gamma, config.lam))
             advantages, returns = to(mask.device, both)  # (B, T)
