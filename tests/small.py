@@ -179,6 +179,35 @@ IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, an
 )
 
 
+def lines_of(path: str | Path) -> list[dict]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def computed(metrics: list[dict]) -> list[dict]:
+    """Metrics without times and memory, which differ from run to run."""
+    measured = ("time/", "memory/", "tokens_per_second")
+    return [{k: v for k, v in x.items() if not k.startswith(measured)} for x in metrics]
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    """{path: bytes} of every file below a folder."""
+    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def finished(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture) -> tuple:
+    """(Exit code, what is printed but the progress bar) of a script's command."""
+    capsys.readouterr()
+    code = 0
+    try:
+        script.run_main(lambda: script.main(flags))
+    except SystemExit as e:
+        code = e.code
+    out, errors = capsys.readouterr()
+    return code, out + errors.rpartition("\r")[2]
+
+
 def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
     """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
     takes a moment too, in which the process may be killed.
@@ -223,8 +252,7 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
                 values = value if isinstance(value, list) else [value]
                 args += [] if value is None else [f"--{name}", *map(str, values)]
             script.main(args)
-            text = (Path(ours["output_dir"]) / "metrics.jsonl").read_text()
-            return [json.loads(line) for line in text.splitlines()]
+            return lines_of(Path(ours["output_dir"]) / "metrics.jsonl")
 
         run.script, run.folder, run.model = script, Path(flags["output_dir"]), folder
         return run
@@ -261,7 +289,6 @@ def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
         import reward_model
 
         reward_model.main([part for k, v in settings.items() for part in (f"--{k}", str(v))])
-        lines = (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return lines_of(Path(settings["output_dir"]) / "metrics.jsonl")
 
     return run

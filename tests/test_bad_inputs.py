@@ -25,7 +25,6 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing.errors import first_line
 from plumbing.run import run_main
 from tools import inspect_reward, plot
 
@@ -51,49 +50,24 @@ def from_call_6(completions, completion_ids, **columns):
 def enormous(completions, completion_ids, **columns):
     return [1e38 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
 
-def divides_by_zero(completions, **columns):
-    raise ZeroDivisionError("division by zero")
-
-def too_few(completions, **columns):
-    return [1.0]
-
-def infinite(completions, **columns):
-    return [float("inf")] * len(completions)
-
-def words(completions, **columns):
-    return ["good"] * len(completions)
-
-def of_a_column(completions, verdict):
-    return verdict
-
 def unknown_now_and_then(completions, **columns):
     return [1.0, None] * (len(completions) // 2)
 
 number = 5
 """
-PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 ROWS = {
     "prompts": [{"prompt": p} for p in ("x", "yy y", "zzz", "w", "the", "a b", "q", "rs")],
     "no_prompt": [{"question": "x"}],
-    "no_content": [{"prompt": [{"role": "user"}]}],
-    "chat": [{"prompt": [{"role": "user", "content": "x"}]}],
     "no_answer": [{"prompt": "1+1="}],
     "one_answer": [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": None}],
     "answer_in_words": [{"prompt": "1+1=", "answer": "two"}],
-    "half_a_pair": [PAIR, {"prompt": "a", "chosen": "b"}],
-    "pair_of_two_kinds": [PAIR | {"rejected": [{"role": "assistant", "content": "c"}]}],
-    "margin_in_words": [PAIR | {"margin": "big"}],
-    "equal_pairs": [PAIR | {"rejected": "b"}] * 12,
 }
 FILES = {f"{name}.jsonl": "\n".join(map(json.dumps, rows)) for name, rows in ROWS.items()}
 FILES |= {
     "reward.py": REWARD + MORE_REWARDS,
     "no_python.py": "def f(:\n",
     "empty.jsonl": "\n",
-    "no_json.jsonl": '{"prompt": "x"}\n{"prompt": \n',
-    "no_prompt.csv": "question,answer\n1+1,2\n",
     "damaged.parquet": "PAR1 and no more",
-    "damaged.csv": 'prompt,answer\n"1+1=',
     "empty_run/metrics.jsonl": "",
     "empty_model/readme": "",
 }
@@ -105,13 +79,11 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--num_steps many", "--num_steps: invalid int value: 'many'"),
     ("ppo", "--overwrite maybe", "must be true or false, not 'maybe'"),
     ("ppo", "--kl_estimator k9", "--kl_estimator: invalid choice: 'k9'"),
-    ("ppo", "--kl_coef nan", "--kl_coef nan: must be a finite number"),
     ("ppo", "--device cuda:99", "--device cuda:99: this machine"),
     ("reward_model", "--report_to tensorbord", "--report_to: invalid choice: 'tensorbord'"),
     ("ppo", "--stop", "--stop: expected at least one argument"),
     ("grpo", "--overlong_buffer 9", "longer than the longest completion, --max_new_tokens 5"),
     ("ppo", "--eval_generations 300", "must hold the 300 completions of a prompt"),
-    ("ppo", "--max_new_tokens 128", "the model's context is 128"),
     ("ppo", "--max_new_tokens 125", "leaves no room for 125 new ones"),
     ("inspect_reward", "--num_generations 1", "2 or more"),
     # Models
@@ -121,37 +93,18 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--model mamba", "key-value cache"),
     ("ppo", "--model mixed --max_new_tokens 2", "don't belong together"),
     ("ppo", "--reward_model two_labels", "has 2 labels"),
-    ("ppo", "--reward_model small", "has 2 labels"),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: can't be read"),
-    ("ppo", "--eval_prompts nowhere.jsonl", "--eval_prompts nowhere.jsonl: can't be read"),
-    ("ppo", "--prompts empty.jsonl", "is empty; each line must be"),
-    ("ppo", "--prompts no_json.jsonl", "no_json.jsonl, line 2: not JSON"),
     ("ppo", "--prompts no_prompt.jsonl", 'line 1: no key "prompt"'),
-    ("ppo", "--prompts no_prompt.csv", 'row 1: no key "prompt"'),
-    ("ppo", "--prompts no_content.jsonl", 'a message has no "content"'),
-    ("ppo", "--prompts chat.jsonl --model small --task sentiment", "no chat template"),
     ("ppo", "--system_prompt Hello", "no chat template; write the text into --prompt_template"),
-    (
-        "ppo",
-        "--prompt_template {question}",
-        '--task add: no key "question", there are prompt, answer',
-    ),
-    ("ppo", "--prompt_template Solve:", "names no column"),
+    ("ppo", "--prompt_template {question}", '--task add: no key "question", there are prompt'),
     ("ppo", "--prompt_template templat.txt", "--prompt_template templat.txt: there is no such"),
-    ("ppo", "--prompts no_answer.jsonl --prompt_template {promt}:", "did you mean prompt"),
     ("ppo", "--eval_prompts answer_in_words.jsonl --reward gsm8k", "in the answer 'two'"),
     ("ppo", "--prompts answer_in_words.jsonl --reward numeric_match", "needs a number"),
-    ("ppo", "--prompts one_answer.jsonl --reward gsm8k", "and the prompt '2+2=' has none"),
     ("ppo", "--prompts damaged.parquet --reward brevity", "Parquet magic bytes not found"),
-    ("ppo", "--prompts damaged.csv --reward brevity", "EOF inside string"),
+    ("ppo", "--prompts one_answer.jsonl --reward gsm8k", "and the prompt '2+2=' has none"),
     # Tasks and rewards
     ("ppo", "--prompts no_answer.jsonl", 'needs a key "answer"'),
-    (
-        "ppo",
-        "--prompts answer_in_words.jsonl --reward gsm8k",
-        "finds no number in the answer 'two'",
-    ),
     ("ppo", "--task sentimant", "not in tasks.py, which has add, sentiment"),
     ("ppo", "--reward better", "FILE.py:FUNCTION, or choose from"),
     ("ppo", "--verifier better", "--verifier better: write it as FILE.py:FUNCTION"),
@@ -161,24 +114,12 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--reward reward.py:fun", "has no function fun"),
     ("ppo", "--reward reward.py:number", "has no function number"),
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1"),
-    ("ppo", f"{RUN} --reward reward.py:divides_by_zero", "divides_by_zero raised ZeroDivision"),
-    ("ppo", f"{RUN} --reward reward.py:too_few", "returned 1 values for"),
-    ("ppo", f"{RUN} --reward reward.py:infinite", "returned inf for"),
-    ("ppo", f"{RUN} --reward reward.py:words", "must return a list of numbers"),
-    ("ppo", f"{RUN} --reward reward.py:of_a_column", "'verdict'"),
     ("ppo", f"{RUN} --reward reward.py:unknown_now_and_then", "a reward is None"),
     ("ppo", f"{RUN} --reward format_match", "'pattern'"),
     # Pairs
     ("reward_model", "--model small", "--pairs: is needed"),
-    ("reward_model", f"{PAIRS} empty.jsonl", "is empty; each line must be"),
     ("reward_model", f"{PAIRS} prompts.jsonl", 'line 1: no key "chosen"'),
-    ("reward_model", f"{PAIRS} half_a_pair.jsonl", 'line 2: no key "rejected"'),
-    ("reward_model", f"{PAIRS} pair_of_two_kinds.jsonl", "must be both text or both messages"),
-    ("reward_model", f"{PAIRS} margin_in_words.jsonl", "\"margin\" is 'big', and must be a number"),
-    ("reward_model", f"{PAIRS} equal_pairs.jsonl", "no pair is left to train on"),
     # Folders
-    ("ppo", f"{RUN} --output_dir small", "not a run"),
-    ("ppo", f"{RUN} --output_dir reward.py/run", "reward.py/run: can't be"),
     ("ppo", f"{RUN} --resume --overwrite", "give one of them"),
     ("plot", "nowhere", "nowhere/metrics.jsonl: can't be read"),
     ("plot", "empty_run", "holds no metrics yet"),
@@ -333,22 +274,6 @@ def test_after_a_fault_of_saving_the_model_at_the_end_resume_saves_it(run):
     assert result[1][0].endswith("; saving to run failed: no space left")
     assert run("ppo", f"{RUN} --resume") == (0, [])
     assert Path("run/model/model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (
-            "Error(s) in loading:\n\tsize mismatch\nmore",
-            "Error(s) in loading: size mismatch",
-        ),
-        ("a:\n\n b:\nc:\nd\ne", "a: b: c: d"),
-        ("says no more:", "says no more"),
-        ("\n", "ValueError"),
-    ],
-)
-def test_an_error_in_a_message_of_one_line_is_never_cut_off_at_a_colon(text, line):
-    assert first_line(ValueError(text)) == line
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import statistics
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from plumbing.metrics import (
     pass_at_k,
     warnings_about,
 )
-from plumbing.run import Run
 from tools import evaluate as tool
 
 
@@ -132,35 +129,6 @@ def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_gro
     stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
     assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
     assert metrics["reward/frac_flat_groups"] == 0.5
-
-
-def test_lengths_count_eos_and_neither_prompt_nor_padding():
-    completions = [[5, EOS], [6, 7, 8, 9, 10], [EOS], [5, 6, 7, EOS]]
-    rollout = make_rollout([[1, 2, 3], [4], [1], [2, 2]], completions, extra_right=2)
-    meter = Meter(rollout)
-    metrics = meter.known
-    assert (metrics["length/mean"], metrics["length/max"]) == (3, 5)
-    assert (metrics["length/truncated_frac"], metrics["val/num_eos_tokens"]) == (0.25, 3)
-    assert meter.num_tokens == 12
-
-
-def test_each_lap_of_a_step_is_the_time_since_the_one_before(monkeypatch):
-    now = itertools.accumulate([100.0, 2.0, 5.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = SimpleNamespace(
-        config=SimpleNamespace(device="cpu"), laps={}, lap_started=time.perf_counter()
-    )
-    Run.lap(watch, "rollout")
-    Run.lap(watch, "update")
-    monkeypatch.undo()
-    assert watch.laps == {"rollout": 2.0, "update": 5.0}
-
-
-def test_the_speed_is_that_of_all_phases_of_a_step_together(make_job):
-    (step, _) = make_job(grpo)(num_steps=1, completions=8)
-    seconds = step["time/rollout"] + step["time/update"]
-    assert step["tokens_per_second"] == pytest.approx(8 * step["length/mean"] / seconds)
-    assert step["memory/peak_gb"] > 0.01
 
 
 # --- Warnings ---

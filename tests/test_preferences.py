@@ -207,13 +207,6 @@ def test_prompts_that_a_reward_model_can_not_read_are_refused_before_the_first_s
     assert "\n" not in str(error.value)
 
 
-def test_a_last_message_of_the_assistant_is_continued_for_a_reward_model_too():
-    tokenizer = letter_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}x{{ m.content }}z{% endfor %}"
-    ids = text_ids(tokenizer, [USER, GOOD], [BAD])
-    assert tokenizer.decode(ids) == "xqzxabz"
-
-
 def test_in_bfloat16_the_scores_keep_their_order_and_are_rounded_alone(tmp_path, monkeypatch):
     folder = judge(tmp_path / "judge", small_llama(vocab_size=20))
     texts = ["abcdeabc", "b", "cadbe", "dbe<eos>", "ea", "cc"]
@@ -241,6 +234,8 @@ def test_messages_go_through_the_template_and_get_no_second_bos():
     ids = text_ids(tokenizer, user, answer)
     assert tokenizer.decode(ids) == f"{bos}xqzxaz"
     assert text_ids(tokenizer, [], [*user, *answer]) == ids
+    begun = text_ids(tokenizer, [*user, *answer], [BAD])  # a last message that is continued
+    assert tokenizer.decode(begun) == f"{bos}xqzxabz"
     assert tokenizer.decode(text_ids(tokenizer, "q", "a")) == f"{bos}qa"
 
 

@@ -6,13 +6,12 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from small import job_maker, run_undrawn
+from small import computed, contents, finished, job_maker, lines_of, run_undrawn
 
 import grpo
 import ppo
@@ -36,27 +35,13 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(script, *flags):
-        code = 0
-        try:
-            script.run_main(lambda: script.main([*FLAGS, *flags]))
-        except SystemExit as e:
-            code = e.code
-        out, errors = capsys.readouterr()
-        return code, out + errors.rpartition("\r")[2]  # without the progress bar
+        return finished(script, [*FLAGS, *flags], capsys)
 
     return run
 
 
 def records(folder):
-    """What metrics.jsonl holds, but what differs from run to run anyway."""
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/", "tokens_per_second")
-    return [{k: v for k, v in x.items() if not k.startswith(measured)} for x in lines]
-
-
-def contents(folder):
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return computed(lines_of(Path(folder, "metrics.jsonl")))
 
 
 def assert_same_run(folder, expected):
@@ -150,18 +135,6 @@ def test_a_resumed_run_may_change_where_and_how_it_runs_and_nothing_that_it_comp
         assert code == (130 if name in FREE else 2), name
         assert name in FREE or "the run in run has another value" in text or name == "script"
         assert contents(".") == before
-
-
-def test_a_command_that_is_refused_leaves_the_run_that_is_there_as_it_is(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # the last check of all
-    run(ppo)
-    tracked = "--report_to wandb"
-    for flags in ("--resume --num_steps 2", f"--overwrite {tracked}", f"--resume {tracked}"):
-        if flags == f"--resume {tracked}":  # what is there is the start of a run
-            shutil.rmtree("run/checkpoint")
-        before = contents(".")
-        code, text = run(ppo, *flags.split())
-        assert code == 2 and "error: " in text and contents(".") == before
 
 
 # --- Ctrl-C twice, kill -9, a full disk ---

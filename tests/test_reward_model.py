@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import letter_tokenizer, reward_model_job, rows_of, save_model, small_llama
+from small import (
+    computed,
+    letter_tokenizer,
+    lines_of,
+    reward_model_job,
+    rows_of,
+    save_model,
+    small_llama,
+)
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM, GPT2Config
 
@@ -27,7 +35,6 @@ from plumbing.preferences import (
 )
 from reward_model import preference_loss
 
-MEASURED = ("time/", "memory/", "tokens_per_second")
 BERT = BertConfig(
     vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
     intermediate_size=16, max_position_embeddings=32, num_labels=1,
@@ -38,14 +45,6 @@ TWO_LABELS = GPT2Config(vocab_size=20, n_embd=32, n_layer=1, n_head=2, num_label
 @pytest.fixture
 def job(tmp_path):
     return reward_model_job(tmp_path)
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def of_the_model(metrics: list[dict]) -> list[dict]:
-    return [{k: v for k, v in m.items() if not k.startswith(MEASURED)} for m in metrics]
 
 
 def with_a_head(folder: Path, dropout: float = 0.0) -> str:
@@ -218,7 +217,7 @@ def test_a_new_head_starts_at_0_and_learns_the_preference(kind, job, tmp_path, c
 def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, job, tmp_path):
     metrics = job(**flags)
     run = tmp_path / "run"
-    last = read(run / "samples.jsonl")[-8:]
+    last = lines_of(run / "samples.jsonl")[-8:]
     found = RewardModel(str(run / "model"), torch.device("cpu"))
     for key in ("chosen", "rejected"):
         scores = found([r["prompt"] for r in last], [r[key] for r in last])
@@ -237,7 +236,7 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     flags = f"--model {tmp_path}/small --pairs {tmp_path}/pairs.jsonl --output_dir {tmp_path}/pass"
     flags += " --pairs_per_step 10 --warmup_steps 2 --learning_rate 0.008 --device cpu"
     reward_model.main(flags.split())
-    steps = read(tmp_path / "pass" / "metrics.jsonl")
+    steps = lines_of(tmp_path / "pass" / "metrics.jsonl")
     assert [m["step"] for m in steps] == [*range(8), 8] and steps[7]["episode"] == 80  # of 72
     rates = [0.004, 0.008, *(0.008 * left / 6 for left in (6, 5, 4, 3, 2, 1))]
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
@@ -260,9 +259,9 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(job, tmp_pat
         m.setattr(reward_model, "preference_loss", fails_in_step_4)
         with pytest.raises(Fault, match=r"step 4: broken; .*is saved up to step 4"):
             job(**flags)
-    assert of_the_model(job(**flags, resume="true")) == of_the_model(whole)
+    assert computed(job(**flags, resume="true")) == computed(whole)
     assert [file.read_bytes() for file in files] == expected
-    assert of_the_model(job(**flags, resume="true")) == of_the_model(whole), "nothing left to do"
+    assert computed(job(**flags, resume="true")) == computed(whole), "nothing left to do"
 
 
 def test_an_evaluation_shows_what_length_alone_says_and_leaves_no_trace(tmp_path):
@@ -315,7 +314,7 @@ def test_the_embedded_model_prefers_right_sums_with_some_labels_flipped_and_lear
         reward_model, "load_pairs", lambda *args: made.append(load_pairs(*args)) or made[0]
     )
     reward_model.main(f"--num_steps 30 --device cpu --output_dir {tmp_path}/run".split())
-    assert read(tmp_path / "run" / "metrics.jsonl")[-1]["eval/accuracy"] > 0.7
+    assert lines_of(tmp_path / "run" / "metrics.jsonl")[-1]["eval/accuracy"] > 0.7
 
     for part, share in ((made[0].train, 0.1), (made[0].heldout, 0.0)):
         sums = [str(sum(map(int, p["prompt"].strip("=").split("+")))) for p in part]

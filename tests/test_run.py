@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from small import job_maker, letter_tokenizer, save_model, small_gpt2
+from small import contents, finished, job_maker, letter_tokenizer, lines_of, save_model, small_gpt2
 from transformers import GPT2LMHeadModel, GPT2Model
 
 import grpo
@@ -43,7 +43,6 @@ def length_of_prompt(prompts, completions, **columns):
 def run(tmp_path, monkeypatch, capsys):
     """Runs a script in a folder with a small model: exit code, and what it has printed."""
     job_maker(tmp_path)
-    capsys.readouterr()  # the progress bar of saving the model
     Path(tmp_path, "more.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -51,24 +50,9 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "reward", raising=False)  # of another test
 
     def run(*flags, script=ppo):
-        code = 0
-        try:
-            script.run_main(lambda: script.main([*FLAGS, "--output_dir", "run", *flags]))
-        except SystemExit as e:
-            code = e.code
-        out, errors = capsys.readouterr()
-        return code, out + errors.rpartition("\r")[2]  # without the progress bar
+        return finished(script, [*FLAGS, "--output_dir", "run", *flags], capsys)
 
     return run
-
-
-def lines_of(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def contents(folder):
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 # --- The folder and the records ---
@@ -101,10 +85,12 @@ def test_a_run_is_left_alone_without_overwrite_and_kept_as_old_with_it(run):
     assert contents("run.old") == second and contents("run") != second
 
 
-def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(run):
+def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # the last check of all
     run()
     before = contents(".")
-    for fault in (["--reward", "more.py:worse"], ["--prompts", "nowhere.jsonl"]):
+    faults = "--reward more.py:worse", "--prompts nowhere.jsonl", "--report_to wandb"
+    for fault in map(str.split, faults):
         assert run("--overwrite", *fault)[0] == 2
         assert contents(".") == before
     kept = contents("run")
@@ -350,11 +336,3 @@ def test_seeds_become_one_line_of_means_in_a_band(tmp_path, monkeypatch):
     assert (heights.min(), heights.max()) == (0, 14)
     assert line.get_label() == "ppo-tiny-add (3 seeds)"
     assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"
-
-
-@pytest.mark.draws
-def test_a_folder_without_a_run_ends_in_one_line_and_code_2(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        plot.run_tool(lambda: plot.main([str(tmp_path)]))
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1

@@ -1,13 +1,12 @@
 """Whole runs of ppo.py, grpo.py and rloo.py on small models: what must hold for all three."""
 
 import functools
-import json
 import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import in_float64
+from small import computed, in_float64, lines_of
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
@@ -155,9 +154,7 @@ def test_a_seed_decides_the_run_and_evaluations_share_no_random_numbers_with_it(
         seeds[where].add(generator.initial_seed())
 
     def numbers(**flags) -> list[dict]:
-        lines = job(num_steps=2, num_eval_prompts=3, **flags)
-        timed = ("time/", "memory/", "tokens_per_second")
-        return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+        return computed(job(num_steps=2, num_eval_prompts=3, **flags))
 
     first = numbers(seed=3)
     assert numbers(seed=3) == first
@@ -310,7 +307,7 @@ def test_two_steps_of_the_embedded_model_change_its_weights_and_leave_finite_met
     flags = "--num_steps 2 --device cpu --bf16 false --eval_every 2 --output_dir"
     few = {"num_eval_pairs": 8} if script is reward_model else {"num_eval_prompts": 8}
     script.main([*flags.split(), str(tmp_path / "run"), *(f"--{k}={v}" for k, v in few.items())])
-    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     for line in lines[:2]:
         assert all(math.isfinite(x) for x in line.values() if x is not None)
