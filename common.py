@@ -325,8 +325,11 @@ class ValueModel(nn.Module):
         if any(p.requires_grad for p in backbone.parameters()):
             backbone = copy_of(backbone)
         else:
-            # A reward model is frozen: here its copy trains.
+            # A reward model is frozen, perhaps in bfloat16. Here its copy trains, and small steps
+            # would be lost in bfloat16.
             backbone = copy.deepcopy(backbone).requires_grad_(True)
+            for p in backbone.parameters():
+                p.data = at_least_float32(p.data)
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)

@@ -22,6 +22,7 @@ from common import (
     masked_whiten,
     policy_ratio,
     set_learning_rate,
+    store_in_bfloat16,
     token_entropy,
     token_logprobs,
 )
@@ -320,10 +321,11 @@ def test_a_fresh_value_model_predicts_exactly_0(small_model):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_value_model_trains_all_its_weights_and_shares_none_with_its_origin(frozen):
-    """A policy trains, a reward model is frozen."""
+    """A policy trains, a reward model is frozen, and stored in bfloat16 where it can be."""
     origin = small_gpt2().requires_grad_(not frozen)
+    store_in_bfloat16(origin, torch.device("cpu"))
     value_model = ValueModel.on_backbone_of(origin)
-    assert all(p.requires_grad for p in value_model.parameters())
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in value_model.parameters())
     memory = {p.data_ptr() for p in origin.parameters()}
     assert not memory & {p.data_ptr() for p in value_model.parameters()}
 
