@@ -1,5 +1,5 @@
-"""GRPO's advantages and losses, against their definitions written out in Python.
-test_groups_by_hand.py has its loop.
+"""GRPO's and RLOO's advantages and GRPO's losses, against their definitions written out in Python.
+test_groups_by_hand.py has the loops.
 """
 
 import math
@@ -7,22 +7,25 @@ import statistics
 
 import pytest
 import torch
+from small import UNEVEN as MASK
+from small import numbers
 
 from common import importance_ratio, kl_estimate
 from grpo import group_advantages, grpo_loss
+from rloo import rloo_advantages
 
-MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 KINDS = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
-SCALES = ["group", "batch", "none", "mean"]
+SCALES = ["group", "batch", "none", "mean", "rloo"]  # of GRPO; and RLOO
 nan = math.nan
 
 
-def numbers(seed: int, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(4, 4, generator=generator, dtype=torch.float64)
-
-
 # --- Advantages ---
+
+
+def advantages_of(rewards: torch.Tensor, group_size: int, scale: str) -> torch.Tensor:
+    if scale == "rloo":
+        return rloo_advantages(rewards, group_size)
+    return group_advantages(rewards, group_size, scale)
 
 
 def naive_advantages(rewards: list[float], group_size: int, scale: str) -> list[float]:
@@ -39,22 +42,26 @@ def naive_advantages(rewards: list[float], group_size: int, scale: str) -> list[
             "batch": statistics.stdev(known) + 1e-4,
         }
         divisors |= {"none": 1, "mean": statistics.mean(group)}
+        # The reward less the mean of the others is G / (G - 1) times that less the mean of all.
+        divisors |= {"rloo": (len(group) - 1) / len(group)}
         advantages.append((reward - statistics.mean(group)) / divisors[scale])
     return advantages
 
 
-@pytest.mark.problem("group_advantages", 2)
+@pytest.mark.problem("rloo_advantages", 2, "rloo")
+@pytest.mark.problem("group_advantages", 2, "group batch none mean")
 @pytest.mark.filterwarnings("error")  # of one number there is no std
 @pytest.mark.parametrize("scale", SCALES)
 def test_advantages_equal_their_definition_with_rewards_missing(scale):
     rewards = [1.0, 2, 4, 3, 3, 3, 0, nan, 5, nan, nan, 1, nan, nan, nan, 7, 7, 9]
-    ours = group_advantages(torch.tensor(rewards, dtype=torch.float64), 3, scale)
+    ours = advantages_of(torch.tensor(rewards, dtype=torch.float64), 3, scale)
     assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3, scale), abs=1e-5)
     for rewards in ([nan, nan, nan], [nan, 7.0, nan]):  # of the whole batch, one or none is known
-        assert group_advantages(torch.tensor(rewards), 3, scale).tolist() == [0, 0, 0]
+        assert advantages_of(torch.tensor(rewards), 3, scale).tolist() == [0, 0, 0]
 
 
-@pytest.mark.problem("group_advantages", 1)
+@pytest.mark.problem("rloo_advantages", 1, "rloo")
+@pytest.mark.problem("group_advantages", 1, "group batch none mean")
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("group_size", [2, 8, 12])
 def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_size, scale):
@@ -64,10 +71,10 @@ def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_siz
             continue
         rewards = torch.full((2 * group_size,), reward)
         rewards[group_size + 1] += 1
-        advantages = group_advantages(rewards, group_size, scale)
+        advantages = advantages_of(rewards, group_size, scale)
         assert (advantages[:group_size] == 0).all() and (advantages[group_size:] != 0).any()
         rewards[0] = nan  # one that is missing doesn't make the others differ
-        assert (group_advantages(rewards, group_size, scale)[:group_size] == 0).all()
+        assert (advantages_of(rewards, group_size, scale)[:group_size] == 0).all()
 
 
 @pytest.mark.problem("group_advantages", 1)
@@ -84,7 +91,7 @@ def test_advantages_are_at_least_float32_and_float64_where_the_rewards_are(scale
     rewards = [1, 2, 4, 3, 3, 3, 0, 8, 5]
     expected = naive_advantages(list(map(float, rewards)), 3, scale)
     for dtype in (torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        ours = group_advantages(torch.tensor(rewards, dtype=dtype), 3, scale)
+        ours = advantages_of(torch.tensor(rewards, dtype=dtype), 3, scale)
         assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         tolerance = 1e-12 if dtype == torch.float64 else 1e-6
         assert ours.tolist() == pytest.approx(expected, rel=tolerance, abs=tolerance), dtype
@@ -234,11 +241,15 @@ def test_cispo_bounds_a_weight_at_5_and_not_one_at_the_bound():
     assert clipped.tolist() == [[True, False]]
 
 
-@pytest.mark.problem("group_advantages", 1)
-@pytest.mark.parametrize(("size", "scale", "fault"), [(1, "group", "a group"), (2, "std", "'std'")])
+@pytest.mark.problem("rloo_advantages", 1, "rloo")
+@pytest.mark.problem("group_advantages", 1, "group std")
+@pytest.mark.parametrize(
+    ("size", "scale", "fault"),
+    [(1, "group", "2 or more"), (1, "rloo", "2 or more"), (2, "std", "std")],
+)
 def test_groups_of_one_and_an_unknown_scale_are_refused(size, scale, fault):
     with pytest.raises(ValueError, match=fault):
-        group_advantages(torch.ones(4), size, scale)
+        advantages_of(torch.ones(4), size, scale)
 
 
 @pytest.mark.problem("grpo_loss", 1)

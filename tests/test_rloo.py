@@ -1,67 +1,17 @@
-"""RLOO's baseline and loss, against their definitions written out in Python.
-test_groups_by_hand.py has its loop.
+"""RLOO's loss, against its definition written out in Python. test_grpo.py has its advantages,
+test_groups_by_hand.py its loop.
 """
 
 import math
 
 import pytest
 import torch
+from small import UNEVEN as MASK
+from small import numbers
 
-from rloo import rloo_advantages, rloo_loss
+from rloo import rloo_loss
 
-MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 nan = math.nan
-
-
-def numbers(seed: int, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(4, 4, generator=generator, dtype=torch.float64)
-
-
-# --- Advantages ---
-
-
-def naive_advantages(rewards: list[float], group_size: int) -> list[float]:
-    advantages = []
-    for i, reward in enumerate(rewards):
-        start = i // group_size * group_size
-        others = [rewards[j] for j in range(start, start + group_size) if j != i]
-        others = [r for r in others if not math.isnan(r)]
-        known = not math.isnan(reward) and others
-        advantages.append(reward - sum(others) / len(others) if known else 0.0)
-    return advantages
-
-
-@pytest.mark.problem("rloo_advantages", 2)
-def test_the_baseline_is_the_mean_of_the_other_completions_of_the_prompt_that_have_a_reward():
-    rewards = [1.0, 2, 4, 3, 3, 3, 0, nan, 5, nan, nan, 1, nan, nan, nan, 7, 7, 9]
-    ours = rloo_advantages(torch.tensor(rewards, dtype=torch.float64), 3)
-    assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3))
-
-
-@pytest.mark.problem("rloo_advantages", 1)
-@pytest.mark.parametrize("group_size", [2, 3, 8, 12])
-def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_size):
-    for reward in (0.0, 0.1, 0.3, 0.7, 1.1, 1e-6, -1e-6, 0.1e6, 1e6, -1e6):
-        rewards = torch.full((2 * group_size,), reward)
-        rewards[group_size + 1] += 1
-        advantages = rloo_advantages(rewards, group_size)
-        assert (advantages[:group_size] == 0).all() and (advantages[group_size:] != 0).all()
-        rewards[0] = nan  # one that is missing doesn't make the others differ
-        assert (rloo_advantages(rewards, group_size)[:group_size] == 0).all()
-
-
-def test_advantages_are_at_least_float32_and_float64_where_the_rewards_are():
-    rewards = [1, 2, 4, 3, 3, 3, 0, 8, 5]
-    expected = naive_advantages(list(map(float, rewards)), 3)
-    for dtype in (torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        ours = rloo_advantages(torch.tensor(rewards, dtype=dtype), 3)
-        assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-        assert ours.tolist() == pytest.approx(expected, rel=tolerance, abs=tolerance), dtype
-
-
-# --- Loss ---
 
 
 def naive_loss(logprobs, old, advantages, mask, clip: float) -> tuple[float, list[bool]]:
@@ -147,9 +97,3 @@ def test_a_ratio_that_overflows_exp_gives_no_nan_and_a_bad_completion_keeps_its_
         assert math.exp(19) < value.item() < math.inf and (logprobs.grad > math.exp(19)).all()
     else:
         assert value.item() == pytest.approx(-1.2 * advantage) and (logprobs.grad == 0).all()
-
-
-@pytest.mark.problem("rloo_advantages", 1)
-def test_groups_of_one_are_refused():
-    with pytest.raises(ValueError, match="a group needs 2 or more"):
-        rloo_advantages(torch.ones(3), 1)
