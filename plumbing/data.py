@@ -184,6 +184,7 @@ def _load_prompts(config: Any, task: Task, chat: bool) -> None:
 
     def with_prompt(row: dict) -> dict:
         prompt = _prompt_of(row, template)
+        json.dumps(prompt, allow_nan=False)  # or samples.jsonl couldn't hold what messages have
         return row | {"prompt": prompt if system is None else after_system(system, prompt)}
 
     def read(name: str, split: str, flag: str) -> list[dict]:
@@ -279,23 +280,21 @@ def _prompt_of(row: object, template: str | None) -> Prompt:
             raise ValueError(f'no key "{name}", there are {there}')
     # One column alone may hold messages, which the template {messages} leaves as they are.
     if template in (None, f"{{{names[0]}}}"):
-        return _checked(row[names[0]], names[0])
-    prompt = _checked(row["prompt"], "prompt") if "prompt" in names else None
+        return text_or_messages(row[names[0]], names[0])
+    prompt = text_or_messages(row["prompt"], "prompt") if "prompt" in names else None
     if isinstance(prompt, list):  # the last message is filled in
         filled = template.format(**row | {"prompt": text_of(prompt)})
         return [*prompt[:-1], prompt[-1] | {"content": filled}]
-    return _checked(template.format(**row), names[0])
+    return text_or_messages(template.format(**row), names[0])
 
 
-def _checked(prompt: object, name: str) -> Prompt:
-    """The prompt, of the column `name`, if it is one. Raises ValueError."""
-    if not prompt or not isinstance(prompt, (str, list)):
+def text_or_messages(value: object, name: str, may_be_empty: bool = False) -> Prompt:
+    """What a row has under the key `name`, if it is text or messages. Raises ValueError."""
+    if isinstance(value, str) and (value or may_be_empty):
+        return value
+    if not isinstance(value, list) or not value:
         raise ValueError(f'"{name}" is neither text nor messages, or is empty')
-    if isinstance(prompt, str):
-        return prompt
-    messages = [text_message(message) for message in prompt]
-    json.dumps(messages, allow_nan=False)  # or samples.jsonl couldn't hold what else there is
-    return messages
+    return [text_message(message) for message in value]
 
 
 def text_message(message: object) -> dict[str, Any]:

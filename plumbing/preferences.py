@@ -30,8 +30,8 @@ from plumbing.data import (
     prompt_batch,
     read_rows,
     split_prompts,
-    text_message,
     text_of,
+    text_or_messages,
     without_second_bos,
 )
 from plumbing.errors import Fault, InputError, first_line
@@ -316,9 +316,9 @@ def pair_of(row: object) -> dict:
         raise ValueError("not an object with keys")
     if lacks := [key for key in KEYS if key not in row]:
         raise ValueError(f'no key "{lacks[0]}"')
-    prompt = _text_or_messages(row, "prompt", True) if row.get("prompt") else ""
+    prompt = _role_and_content(row, "prompt", True) if row.get("prompt") else ""
     # An answer may be empty, a whole text may not.
-    texts = [_text_or_messages(row, key, bool(prompt)) for key in KEYS]
+    texts = [_role_and_content(row, key, bool(prompt)) for key in KEYS]
     margin = 0.0 if row.get("margin") is None else row["margin"]
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < 1e6:
         raise ValueError(f'"margin" is {margin!r}, and must be a number')
@@ -334,16 +334,14 @@ def pair_of(row: object) -> dict:
     return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
 
 
-def _text_or_messages(row: dict, key: str, may_be_empty: bool) -> Prompt:
+def _role_and_content(row: dict, key: str, may_be_empty: bool) -> Prompt:
     """What a row has under a key; of messages role and content, without what else a dataset keeps
     there. Raises ValueError.
     """
-    value = row[key]
-    if isinstance(value, list) and value:
-        return [{k: m[k] for k in ("role", "content")} for m in map(text_message, value)]
-    if not isinstance(value, str) or not (value or may_be_empty):
-        raise ValueError(f'"{key}" is neither text nor messages, or is empty')
-    return value
+    value = text_or_messages(row[key], key, may_be_empty)
+    if isinstance(value, str):
+        return value
+    return [{k: message[k] for k in ("role", "content")} for message in value]
 
 
 def _common_length(a: Sequence, b: Sequence) -> int:
