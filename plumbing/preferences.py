@@ -417,10 +417,8 @@ def _with_tokens(
     """The pairs with their tokens, without those that teach nothing. Raises InputError."""
     kept, same, long = [], 0, 0
     for pair in pairs:
-        ids = {
-            f"{key}_ids": text_ids(tokenizer, pair["prompt"], pair[key], source, eos)
-            for key in KEYS
-        }
+        texts = [text_ids(tokenizer, pair["prompt"], pair[key], source, eos) for key in KEYS]
+        ids = {"chosen_ids": texts[0], "rejected_ids": texts[1]}
         if ids["chosen_ids"] == ids["rejected_ids"]:
             same += 1  # the loss would be log 2 whatever the scores are
         elif max(map(len, ids.values())) > limit:
@@ -462,7 +460,7 @@ def pair_scores(
     """The scores of b pairs by one forward pass of 2b rows: (chosen (b,), rejected (b,), number of
     tokens), with gradient.
     """
-    ids = [pair[f"{key}_ids"] for key in ("chosen", "rejected") for pair in pairs]
+    ids = [pair[f"{key}_ids"] for key in KEYS for pair in pairs]
     tokens, mask = pad_rows(ids, 0, "right", model.device)  # (2b, L)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
         chosen, rejected = sequence_scores(model, tokens, mask).chunk(2)
@@ -516,18 +514,12 @@ def pair_records(pairs: list[dict], scores: Tensor) -> tuple[list[dict], list[st
     """Of N pairs with scores (2, N) the records for samples.jsonl, and lines to print."""
     records, lines = [], []
     for pair, (better, worse) in zip(pairs, scores.T.tolist(), strict=True):
-        kept = {key: pair[key] for key in ("prompt", "chosen", "rejected", "margin")}
+        kept = {key: pair[key] for key in ("prompt", *KEYS, "margin")}
         records.append(kept | {"score_chosen": better, "score_rejected": worse})
-        prompt, good, bad = (_shown(pair[key], width) for key, width in COLUMNS)
+        texts = (text_of(pair[key]) if pair[key] else "" for key in ("prompt", *KEYS))
+        prompt, good, bad = (textwrap.shorten(text, 26, placeholder=" ...") for text in texts)
         lines.append(f"  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
     return records, lines
-
-
-COLUMNS = (("prompt", 30), ("chosen", 24), ("rejected", 24))  # and how wide they are shown
-
-
-def _shown(text: Prompt | Completion, width: int) -> str:
-    return textwrap.shorten(text_of(text) if text else "", width, placeholder=" ...")
 
 
 class PairMeter(Totals):
