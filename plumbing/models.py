@@ -314,7 +314,7 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
 
 def choose_limits(config: Any, policy: PreTrainedModel, task: Any) -> None:
     """On a GPU, fill in --rollout_batch_size and --micro_batch_tokens where they aren't given: the
-    largest that fit into its free memory, by the formula of tools/fit.py. Prints them.
+    largest that fit into its free memory, by the formula of memory.py. Prints them.
     """
     from plumbing.memory import CONTEXT, SMALLEST, count, largest_limits  # which a CPU doesn't need
 

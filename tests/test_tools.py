@@ -169,9 +169,10 @@ def test_fit_leaves_the_folder_of_a_run_alone_and_does_not_ask_what_is_in_it(
 def test_fit_says_what_the_peak_fits_and_what_it_cannot_read_in_one_line(model, capsys):
     fit.main(["--script", "grpo", "--model", model, "--prompt_tokens", "12", "--device", "cpu"])
     assert "fits: 8 GB, 16 GB" in capsys.readouterr().out
-    fit.main(["--model", model, "--micro_batch_tokens", "64"])
-    limits = "(--rollout_batch_size 1024 --micro_batch_tokens 64)"
-    assert f"fits: 8 GB {limits}, 16 GB {limits}, 24" in capsys.readouterr().out
+    for flag in ("--micro_batch_tokens", "--micro-batch-tokens"):
+        fit.main(["--model", model, flag, "64"])
+        limits = "(--rollout_batch_size 1024 --micro_batch_tokens 64)"
+        assert f"fits: 8 GB {limits}, 16 GB {limits}, 24" in capsys.readouterr().out
     with pytest.raises(InputError, match="--prompt_tokens 0: must be a whole number above 0"):
         fit.main(["--prompt_tokens", "0"])
     with pytest.raises(InputError, match=r"--model nowhere/at/all: its config can't be read"):

@@ -52,7 +52,8 @@ def on_gpu(
     flags aren't in the command line `given`.
     """
     limits = largest_limits(counts, config, prompt_tokens, gb * 10**9)
-    limits = {name: limit for name, limit in limits.items() if f"--{name}" not in given}
+    given = given.replace("-", "_")  # --micro-batch-tokens is understood as well
+    limits = {name: limit for name, limit in limits.items() if name not in given}
     config = dataclasses.replace(config, **limits)
     return config, estimate(counts, config, prompt_tokens, gb * 10**9)
 
