@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import ValueModel, disable_dropout
 from plumbing.decoding import Decoder
-from plumbing.forward import completion_logprobs, completion_values, micro_batches
+from plumbing.forward import completion_logprobs, completion_values
 from plumbing.models import load_causal
 from sampling import generate
 
@@ -100,7 +100,7 @@ def test_a_static_cache_and_bfloat16_weights_change_no_more_than_rounding(model)
     assert same.float().mean() > 0.3 and 0 < off.mean() < 0.05
 
 
-def test_a_row_alone_is_the_row_in_a_left_padded_batch_whatever_the_micro_batch(model):
+def test_a_row_alone_is_the_row_in_a_left_padded_batch(model):
     whole, _ = completion_logprobs(model, RAGGED, 1.0)
     values_of = ValueModel.on_backbone_of(model).eval()
     torch.nn.init.normal_(values_of.head.weight)
@@ -112,7 +112,3 @@ def test_a_row_alone_is_the_row_in_a_left_padded_batch_whatever_the_micro_batch(
         row = slice(i, i + 1), slice(0, len(completion))
         assert torch.allclose(whole[row], completion_logprobs(model, alone, 1.0)[0], atol=1e-4)
         assert torch.allclose(values[row], completion_values(values_of, alone), atol=1e-4)
-    parts = micro_batches(RAGGED, max_tokens=20)
-    assert len(parts) > 1
-    for rows, part in parts:
-        assert torch.allclose(completion_logprobs(model, part, 1.0)[0], whole[rows], atol=1e-4)

@@ -286,16 +286,6 @@ def adapter(tmp_path, monkeypatch):
     return policy, tmp_path / "adapter"
 
 
-def test_a_merged_model_says_the_same_without_the_adapter_which_trains_on(adapter, tmp_path):
-    policy, before = adapter[0], logprobs(adapter[0])
-    save_trained(tmp_path, policy, letter_tokenizer())
-    merged, adapted = load_causal(str(tmp_path / "model")), load_causal(str(tmp_path / "adapter"))
-    assert not isinstance(merged, PeftModel) and isinstance(adapted, PeftModel)
-    assert torch.allclose(logprobs(merged), before, atol=1e-5)
-    assert torch.equal(logprobs(adapted), before) and torch.equal(logprobs(policy), before)
-    assert not torch.allclose(logprobs(policy.unload()), before, atol=1e-2)
-
-
 @pytest.mark.parametrize("layers", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_of_tied_embeddings_merges_into_the_same_model(layers, tmp_path):
     tied = small_llama().config
