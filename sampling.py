@@ -22,6 +22,7 @@ from transformers import StopStringCriteria
 
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
+from plumbing.errors import Fault
 from plumbing.forward import to
 
 
@@ -39,8 +40,9 @@ def sample(
     # The completions of one prompt stay together.
     num_prompts = max_rows // num_generations  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
-    with decoder or Decoder(model) as decoder:
-        options |= {"num_generations": num_generations, "decoder": decoder}
+    decoder = decoder or Decoder(model)
+    options |= {"num_generations": num_generations, "decoder": decoder}
+    with decoder:
         return concatenate([generate(model, *part, **options) for part in parts])
 
 
@@ -77,8 +79,11 @@ def generate(
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
     decoder = decoder or Decoder(model)
-    settings = (len(prompt_ids), max_new_tokens, temperature, top_k, top_p, *eos_token_ids)
-    draws = decoder.draws.setdefault(settings, Draws(settings, model.device))
+    how = (temperature, top_k, top_p)
+    settings = (len(prompt_ids), max_new_tokens, how, tuple(eos_token_ids))
+    if settings not in decoder.draws:
+        decoder.draws[settings] = Draws(*settings, model.device)
+    draws = decoder.draws[settings]
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
     draws.uniforms.uniform_(generator=generator)
     draws.ends.zero_()
@@ -86,11 +91,11 @@ def generate(
         decoder.start(prompt_ids, prompt_mask, draws)  # the prompts, and the first token of each
         seen = 0  # tokens in which stop strings were looked for
         while True:
-            if decoder.looks() or decoder.num_drawn == max_new_tokens:
+            if decoder.may_wait() or decoder.num_drawn == max_new_tokens:
                 rows = decoder.rows[: decoder.num_rows]  # which of the B rows are left
-                for t in range(seen, decoder.num_drawn) if stop is not None else ():
-                    # A string that begins in the prompt doesn't count.
-                    draws.ends[rows, t] |= stop(draws.tokens[rows, : t + 1], None)
+                if stop is not None:  # a string that begins in the prompt doesn't count
+                    for t in range(seen, decoder.num_drawn):
+                        draws.ends[rows, t] |= stop(draws.tokens[rows, : t + 1], None)
                 seen = decoder.num_drawn
                 if seen == max_new_tokens or not decoder.drop_ended():
                     break
@@ -98,6 +103,8 @@ def generate(
 
     # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(draws.ends.long(), [1])
+    if decoder.half == torch.float16 and not draws.logprobs[drawn_mask].isfinite().all():
+        raise Fault("the model's logits are not finite in float16: give --fp16 false")
     tokens = draws.tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
         tokens=torch.cat([to(model.device, prompt_ids), tokens], dim=1),
@@ -113,15 +120,22 @@ class Draws:
     these tensors: they serve all rollouts with the same settings.
     """
 
-    def __init__(self, settings: tuple, device: torch.device) -> None:
-        num_rows, max_new_tokens, *self.how, eos = *settings[:5], list(settings[5:])
-        self.settings, shape = settings, (num_rows, max_new_tokens)
+    def __init__(
+        self,
+        num_rows: int,
+        max_new_tokens: int,
+        how: tuple[float, int, float],
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.settings = (num_rows, max_new_tokens, how, eos_token_ids)
+        self.how, shape = how, (num_rows, max_new_tokens)
         self.uniforms = torch.empty(max_new_tokens, num_rows, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         # An EOS, or the token that completes a stop string.
         self.ends = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.eos = to(device, torch.tensor(eos, dtype=torch.long))
+        self.eos = to(device, torch.tensor(eos_token_ids, dtype=torch.long))
 
     def take(self, logits: Tensor, rows: Tensor, t: Tensor) -> Tensor:
         """Draw token t (1,) of the rows (R,) from logits (R, V): (R,)."""
@@ -140,6 +154,12 @@ def draw(
     cumulative probability exceeds the uniform number, so one random number per row is enough. The
     log-probs belong to the distribution after top_k and top_p.
     """
+    if logits.dtype == torch.float16:  # it ends at 65,504
+        # No index is right for NaN. Such a row draws any token, and its log-prob says that: -inf.
+        overflown = ~logits.isfinite().all(-1)
+        logits = logits.masked_fill(overflown.unsqueeze(1), 0)
+        drawn, logprobs = draw(logits.float(), uniform, temperature, top_k, top_p)
+        return drawn, logprobs.masked_fill(overflown, -torch.inf)
     if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
         return logits.argmax(-1), torch.zeros_like(uniform)
     if temperature != 1 or top_k > 0 or top_p < 1:

@@ -493,7 +493,8 @@ def check_policy(config: Any, policy: PreTrainedModel) -> None:
         with contextlib.nullcontext() if no_dropout else evaluating(policy):
             off, limit = _deviation(config, policy)
     except Fault as e:
-        raise InputError(f"{model}: can't be used, its weights are not finite") from e
+        remedy = "; try --fp16 false" if config.fp16 else ""
+        raise InputError(f"{model}: can't be used, its logits are not finite{remedy}") from e
     except Exception as e:  # a model of another kind raises anything
         if isinstance(e, InputError) or is_out_of_memory(e):
             raise

@@ -3,8 +3,8 @@
 - Prefill is one forward pass over each distinct prompt, whatever the number of its completions.
 - Rows that have ended leave the batch, several at a time.
 - Keys and values are written into memory of the final size, nothing is concatenated.
-- In half precision, weights are rounded once per rollout, an adapter is merged, and norms,
-  activations and the attention of one token take few operations.
+- In half precision, weights are rounded once per rollout, and norms, activations and the attention
+  of one token take few operations. On a CPU and in float16 an adapter is merged.
 - On CUDA a token, from reading the one before to drawing it, is one CUDA graph, not a thousand
   kernel launches, and the loop waits for the device every eighth token only. Graphs, weights and
   memory are kept for the next rollout.
@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 import common
 from common import base_model, clear_cache, has_plain_adapters
 from plumbing import models
-from plumbing.errors import Fault, InputError, first_line
+from plumbing.errors import Fault, InputError, first_line, is_out_of_memory
 from plumbing.forward import to
 from plumbing.models import mask_is_known, model_inputs
 
@@ -75,7 +75,8 @@ class Decoder:
 
     def __exit__(self, *error: object) -> None:
         self.in_rollout = self.is_fresh = False
-        if not self.capture:
+        # Nothing is kept after an error, nor on a CPU, where packed weights aren't refreshed.
+        if any(error) or not self.capture:
             return self._forget()
         # What an update takes is known once there was one: then the peak counts it.
         self.norm = self._norm_of_weights()
@@ -88,7 +89,9 @@ class Decoder:
 
     def _norm_of_weights(self) -> Tensor:
         trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
-        return torch.stack(torch._foreach_norm(trained)).sum() if trained else torch.zeros(())
+        if not trained:
+            return torch.zeros((), device=self.device)
+        return torch.stack(torch._foreach_norm(trained)).sum()
 
     def start(self, prompt_ids: Tensor, prompt_mask: Tensor, draws: Any) -> None:
         """Read the prompts (B, P), and draw the first token of each row.
@@ -176,7 +179,7 @@ class Decoder:
         num_rows = len(logits)
         self.last[:num_rows, 0] = self.now.take(logits, self.rows[:num_rows], self.t)
 
-    def looks(self) -> bool:
+    def may_wait(self) -> bool:
         """Whether to see now which rows have ended, which waits for the device: on a GPU only after
         every eighth token.
         """
@@ -243,6 +246,8 @@ class Decoder:
         try:
             return self._token(num_rows, columns)
         except RuntimeError as e:
+            if is_out_of_memory(e):
+                raise
             self._go_without_graphs(e)
         finally:
             torch.cuda.set_sync_debug_mode(before)

@@ -273,7 +273,7 @@ def test_a_model_with_weights_that_are_not_finite_is_refused(run):
     model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
     save_model(Path("nan"), model, letter_tokenizer())
     code, text = run("--model", "nan")
-    assert code == 2 and "can't be used, its weights are not finite" in text
+    assert code == 2 and "can't be used, its logits are not finite" in text
 
 
 CALLS = {  # the ways in which a model is called, by what its backbone's forward pass can see

@@ -173,6 +173,19 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(small_model, row, val
         sample(small_model, half=torch.float16)
 
 
+def test_a_later_token_whose_logits_overflow_float16_is_a_fault(small_model):
+    calls = []
+
+    def overflow(module, inputs, logits):
+        calls.append(len(calls))
+        return logits if len(calls) == 1 else logits.index_fill(0, torch.tensor([1]), torch.nan)
+
+    head = small_model.get_output_embeddings()
+    head.register_forward_hook(overflow)
+    with pytest.raises(Fault, match="not finite in float16: give --fp16 false"):
+        sample(small_model, half=torch.float16)
+
+
 # --- The model is left as it was ---
 
 
