@@ -137,7 +137,7 @@ for file in sys.argv[2:]:
     assert not torch.backends.cuda.cudnn_sdp_enabled(), file
 """
     programs = sorted(str(f) for f in found - {REPOSITORY / "common.py"})
-    subprocess.run([sys.executable, "-c", code, str(REPOSITORY), *programs], check=True)
+    subprocess.run([sys.executable, "-c", code, f"{REPOSITORY}/", *programs], check=True)
 
 
 # --- The embedded model ---
