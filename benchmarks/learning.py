@@ -1,12 +1,11 @@
 """What PPO, GRPO and RLOO learn by the episode and by the second: on the embedded model with their
-own defaults and at equal settings, five seeds each, and two jobs for SmolLM2-135M-Instruct.
+own defaults and at equal settings, five seeds each, and a job for SmolLM2-135M-Instruct.
 
   python benchmarks/learning.py                               # sums, embedded model, 25 minutes
   python benchmarks/learning.py --job updates                 # equal settings, 25 minutes
   python benchmarks/learning.py --job seconds                 # and the same seconds, 10 minutes
   python benchmarks/learning.py --job rate                    # and a higher rate, 10 minutes
   python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 1.5 hours
-  python benchmarks/learning.py --job reviews --model FOLDER  # film reviews, SmolLM2, an hour
   python benchmarks/learning.py --draw                        # pictures and tables alone
 
 Times are those of two CPU cores; say --device cuda where there is one. Seconds are those of rollout
@@ -106,23 +105,6 @@ JOBS = {
         ),
         flags="--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200",
     ),
-    # 24 held-out prompts are too few for a curve: the rewards of the last five steps instead.
-    "reviews": Job(
-        title="Film reviews in a positive tone, SmolLM2-135M-Instruct",
-        commands={"PPO": "ppo.py", "GRPO": "grpo.py", "RLOO": "rloo.py"},
-        seeds=5,
-        curves={"training": "reward in training"},
-        label="reward in training",
-        levels=(0.75, 1.0),
-        limits=(0.0, 2.0),
-        picture="learning-reviews.png",
-        short=(
-            KL,
-            "reward in training, after 640 episodes",
-            "reward in training, after 146 seconds",
-        ),
-        flags="--eval_every 5",
-    ),
 }
 
 
@@ -183,32 +165,26 @@ def train(command: str, flags: str, seed: int) -> tuple[list[dict], list[list[st
 
 
 def points_of(lines: list[dict]) -> list[dict[str, float]]:
-    """A point at each evaluation of a run. `sampled` and `greedy` are accuracies where the task has
-    a verifier, else rewards; `training` and `kl` the mean reward and KL since the point before,
-    `gb` the peak memory so far.
+    """A point at each evaluation of a run. `sampled` and `greedy` are accuracies, `kl` the mean KL
+    since the point before, `gb` the peak memory so far.
     """
     points, episodes, seconds, gb = [], 0, 0.0, 0.0
-    # Step 0 samples before any update: its reward and KL are those of the untrained model.
-    scores, kls = [lines[0]["objective/scores"]], [lines[0]["objective/kl"]]
+    kls = [lines[0]["objective/kl"]]  # step 0 samples from the untrained model
     for line in lines:
         if "eval/reward" in line:
-            # The accuracy is null without a verifier.
-            kind = "reward" if line.get("eval/accuracy") is None else "accuracy"
             point = {
                 "episodes": episodes,
                 "seconds": seconds,
-                "sampled": line[f"eval/{kind}"],
-                "greedy": line[f"eval/{kind}_greedy"],
-                "training": float(np.mean(scores)),
+                "sampled": line["eval/accuracy"],
+                "greedy": line["eval/accuracy_greedy"],
                 "kl": float(np.mean(kls)),
                 "gb": gb or line["memory/peak_gb"],
             }
             points.append({key: round(value, 4) for key, value in point.items()})
-            scores, kls = [], []
+            kls = []
         if "episode" in line:  # not in the last line, which is an evaluation alone
             episodes = line["episode"]
             seconds += line["time/rollout"] + line["time/update"]
-            scores.append(line["objective/scores"])
             kls.append(line["objective/kl"])
             gb = line["memory/peak_gb"]
     return points
@@ -346,8 +322,6 @@ def table(job: Job, curves_of: dict[str, list[list[dict]]], short: bool = False)
     for key, name in job.curves.items():
         row(f"{name}, before", 3, lambda c, key=key: c[0][key])
         row(f"{name}, at the end", 3, lambda c, key=key: c[-1][key])
-    if first_key == "training":
-        row("reward on held-out prompts, at the end", 3, lambda c: c[-1]["sampled"])
     row(KL, 2, lambda c: c[-1]["kl"])
     row("episodes of the run", 0, lambda c: c[-1]["episodes"])
     row("seconds of the run", 1, lambda c: c[-1]["seconds"])
@@ -371,9 +345,6 @@ def points_by_command(results: dict[str, dict], job: str) -> dict[str, list[list
     return {name: [run["points"] for run in runs] for name, runs in results[job].items()}
 
 
-LARGE = ("pretrained", "reviews")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -384,14 +355,14 @@ def main() -> None:
     parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
     parser.add_argument("--device", help="cuda, mps or cpu; default: the first there is")
     options = parser.parse_args()
-    if options.job in LARGE and not options.model and not options.draw:
+    if options.job == "pretrained" and not options.model and not options.draw:
         parser.error(f"--job {options.job} needs --model")
     # {job: {name of a command: [{"points": .., "samples": ..} per seed]}}
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not options.draw:
         job = JOBS[options.job]
         flags = f"{job.flags} --device {options.device}" if options.device else job.flags
-        if options.job in LARGE:
+        if options.job == "pretrained":
             flags += f" --model {shlex.quote(options.model)}"
         runs_of = results.setdefault(options.job, {name: [] for name in job.commands})
         metrics = {name: [] for name in job.commands}
