@@ -185,8 +185,8 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}: Schulman et al.
     2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. Both are
-    0 off the mask. The episode ends with the last real token of a row, also of one that
-    was cut at the length limit: after it V and A are 0, whatever the value model says at padding.
+    0 off the mask. The episode ends with the last real token of a row, also where it was cut at the
+    length limit: after it V and A are 0, whatever the value model says at padding.
     """
     mask = mask.bool()
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)

@@ -316,10 +316,12 @@ def choose_limits(config: Any, policy: PreTrainedModel, task: Any) -> None:
     """On a GPU, fill in --rollout_batch_size and --micro_batch_tokens where they aren't given: the
     largest that fit into its free memory, by the formula of memory.py. Prints them.
     """
+    if not config.device.startswith("cuda") or config.model == "tiny":
+        return
     from plumbing.memory import CONTEXT, SMALLEST, count, largest_limits  # which a CPU doesn't need
 
     names = [name for name in SMALLEST if getattr(config, name) is None]
-    if not config.device.startswith("cuda") or config.model == "tiny" or not names:
+    if not names:
         return
     free, total = torch.cuda.mem_get_info(config.device)
     # What this run holds already is part of what the formula counts.
