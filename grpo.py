@@ -45,7 +45,7 @@ from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty, replace_flat_groups
 from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import choose_limits, load_policy, set_up_training
+from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -124,8 +124,7 @@ def grpo_loss(
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient; num_tokens likewise. A row without a token adds 0. Returns (scalar, clipped (B,
-    T)). Raises ValueError.
+    exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)). Raises ValueError.
     """
     # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)
@@ -151,11 +150,9 @@ def grpo_loss(
         return masked_mean(loss, mask, dim=1).sum() / num_rows, clipped
     if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12, [5] eq. 4
         return loss.sum() / num_tokens.clamp(min=1), clipped
-    if loss_type != "dr_grpo":
-        known = "grpo, dapo, dr_grpo, gspo or cispo"
-        raise ValueError(f"unknown loss_type {loss_type!r}: choose {known}")
-    if max_new_tokens is None:
-        raise ValueError("loss_type dr_grpo needs max_new_tokens")
+    if loss_type != "dr_grpo" or max_new_tokens is None:
+        known = "grpo, dapo, dr_grpo (it needs max_new_tokens), gspo or cispo"
+        raise ValueError(f"loss_type {loss_type!r}: choose {known}")
     return loss.sum() / (num_rows * max_new_tokens), clipped  # by a constant: [2] section 3.2
 
 
@@ -168,7 +165,6 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
-    choose_limits(config, policy, task)  # of rows and tokens at a time, by a GPU's memory
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.

@@ -55,7 +55,7 @@ from plumbing.forward import (
     to,
 )
 from plumbing.metrics import Meter, evaluate, explained_variance
-from plumbing.models import choose_limits, load_policy, set_up_training
+from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -133,7 +133,6 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
-    choose_limits(config, policy, task)  # of rows and tokens at a time, by a GPU's memory
 
     # The value model, and the reference that the KL is measured against. Dropout is off: it
     # would make the policy differ from its own copy, and the KL at step 0 wouldn't be 0.

@@ -1,8 +1,8 @@
 """Log-probs and values of completions, by the forward pass that trains.
 
 Both functions compute what a plain forward pass over all tokens would, and do less work for it:
-each distinct prompt goes through the model once, columns that are padding in every row are skipped,
-and logits are made for a part of the completion tokens at a time.
+a prompt of several completions goes through the model once, columns that are padding in every row
+are skipped, and logits are made for a part of the completion tokens at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from common import Rollout, ValueModel, at_least_float32, base_model, entropy_of
 from plumbing.models import logits_from, mask_is_known, model_inputs
 
 CHUNK = 2**23  # logits at a time, at least: 32 MB in float32
+# On a GPU a pass without gradient reads so many times the tokens of one with gradient: it keeps
+# nothing for a backward pass, and more tokens at a time are faster there.
+WITHOUT_GRADIENT = 4
 
 
 def completion_logprobs(
@@ -84,8 +87,10 @@ def rollout_values(value_model: ValueModel, rollout: Rollout, config: Any) -> Te
 @torch.no_grad()
 def _over_rollout(forward: Callable[[Rollout], Tensor], rollout: Rollout, config: Any) -> Tensor:
     """forward(part) -> (b, T) over a whole rollout, cut by the two limits of the flags: (B, T)."""
-    limits = {"max_rows": config.rollout_batch_size, "max_tokens": config.micro_batch_tokens}
-    parts = micro_batches(rollout, **limits)
+    max_tokens = config.micro_batch_tokens
+    if max_tokens is not None and rollout.tokens.device.type == "cuda":
+        max_tokens *= WITHOUT_GRADIENT
+    parts = micro_batches(rollout, max_rows=config.rollout_batch_size, max_tokens=max_tokens)
     found = torch.cat([forward(part) for _, part in parts])
     return found[torch.cat([rows for rows, _ in parts]).argsort()]  # in the rollout's order
 
@@ -124,10 +129,10 @@ def micro_batches(
     """Cut `rows` (n,) of a rollout, default all, into parts of at most max_rows rows and max_tokens
     tokens: pairs of the rows (b,), on the rollout's device, and the rollout of these rows.
 
-    Padding is counted, and each prompt once; a row alone may be longer. The longest completions
-    come first: a micro-batch is as wide as its longest row, and padding costs as much as text. The
-    gradient is a sum over rows, so their order doesn't matter. That gradient checkpointing computes
-    a prompt for each of its rows isn't counted: it keeps far less of a token.
+    Padding is counted, and a prompt as often as it is computed; a row alone may be longer. The
+    longest completions come first: a micro-batch is as wide as its longest row, and padding costs
+    as much as text. The gradient is a sum over rows, so their order doesn't matter. That gradient
+    checkpointing computes a prompt for each of its rows isn't counted: it keeps far less of each.
 
     Rows where `wanted` (B,) is 0 are left out, but for one if there is no other: the optimiser
     needs a gradient to make its step, and that of such a row is 0.
@@ -141,11 +146,15 @@ def micro_batches(
     lengths = chosen.completion_mask.sum(1)
     order = lengths.argsort(descending=True, stable=True)
     plan = torch.stack([rows, which, prompt_lengths, lengths])[:, order].T.tolist()
+    on_cuda = rollout.tokens.device.type == "cuda"
     # Fill one micro-batch after the other; `widest` is the width of its prompts and completions.
     batches, prompts, widest = [[]], set(), (0, 0)
     for row, prompt, *widths in plan:
         wider = tuple(map(max, widest, widths))
-        tokens = len(prompts | {prompt}) * wider[0] + (len(batches[-1]) + 1) * wider[1]
+        num_rows, num_prompts = len(batches[-1]) + 1, len(prompts | {prompt})
+        if not worth_sharing(num_rows, num_prompts, *wider, on_cuda):
+            num_prompts = num_rows
+        tokens = num_prompts * wider[0] + num_rows * wider[1]
         too_many = max_tokens is not None and tokens > max_tokens
         if batches[-1] and (too_many or len(batches[-1]) == max_rows):
             batches.append([])
@@ -154,6 +163,15 @@ def micro_batches(
         prompts.add(prompt)
         widest = wider
     return [_part(rollout, torch.tensor(batch)) for batch in batches]
+
+
+def worth_sharing(rows: int, prompts: int, prompt_width: int, width: int, on_cuda: bool) -> bool:
+    """Whether each distinct prompt is computed once, before the completions of `width` tokens. That
+    makes two forward passes of one: on a CPU it always pays. A GPU has to launch twice as many
+    kernels, so there it has to save a third of the tokens.
+    """
+    shared, whole = prompts * prompt_width + rows * width, rows * (prompt_width + width)
+    return prompts < rows and (not on_cuda or 3 * shared <= 2 * whole)
 
 
 def _part(rollout: Rollout, rows: Tensor) -> tuple[Tensor, Rollout]:
@@ -197,10 +215,11 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
         with mask_is_known(no_padding):
             return backbone(**model_inputs(backbone, tokens, mask, **options)).last_hidden_state
 
-    # One forward pass over whole rows, where no prompt is shared or no cache can be used.
+    # One forward pass over whole rows, where that is faster or no cache can be used.
     modules = backbone.modules() if backbone.training else ()
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in modules)
-    if len(first) == len(which) or checkpointed:
+    on_cuda = tokens.device.type == "cuda"
+    if checkpointed or not worth_sharing(len(which), len(first), length, longest, on_cuda):
         return states(tokens, mask, use_cache=False)[:, -longest:]
 
     # Else one over the distinct prompts; their keys and values are repeated for the completions.

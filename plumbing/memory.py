@@ -12,9 +12,9 @@
                tensors, which have a size and hold nothing
   logits       of a chunk of tokens: logits, log-softmax and their gradients, and the head's
 
-Rollout and update don't overlap: on a GPU the larger of the two counts. Log-probs without gradient
-take less than an update. A CPU's allocator keeps what is freed, in pieces that seldom fit what
-comes next: there the two add up and take 1.3 times their size, and the libraries take 0.45 GB.
+Rollout and update don't overlap: on a GPU the larger of the two counts. A CPU's allocator keeps
+what is freed, in pieces that seldom fit what comes next: there the two add up and take 1.3 times
+their size, and the libraries take 0.45 GB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
-from plumbing.forward import chunk_size
+from plumbing.forward import WITHOUT_GRADIENT, chunk_size, worth_sharing
 from plumbing.models import add_adapter, mask_is_known, model_inputs
 
 LIBRARIES = 0.45e9  # of torch and transformers, on a CPU
@@ -76,28 +76,8 @@ def count(
     """Counts of a run with the flags `config`, the policy `model` and the reward model `judge`,
     from configs alone. Raises InputError where the model takes no adapter.
     """
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(copy.deepcopy(model), dtype=torch.float32)
-        shape = policy.config.get_text_config()
-        if config.lora_r > 0:
-            policy = add_adapter(policy, config.lora_r)
-        device = torch.device(config.device)
-        if config.bf16:
-            store_in_bfloat16(policy, device)
-        models = [policy]
-        if config.script == "ppo":
-            models.append(ValueModel.on_backbone_of(policy))
-        judges = []
-        if judge is not None:
-            judges.append(AutoModelForSequenceClassification.from_config(judge))
-            if config.bf16:
-                store_in_bfloat16(judges[0].requires_grad_(False), device)
-        copies = []
-        if config.kl_coef > 0 and config.lora_r == 0:
-            with reference(policy, config.kl_coef, config.bf16) as copied:
-                copies.append(copied)
-    if config.disable_dropout:
-        disable_dropout(*models)
+    policy, models, others, copies = _models(config, model, judge)
+    shape = policy.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     decodes_in_half = config.bf16 or config.fp16
@@ -107,7 +87,7 @@ def count(
     of_head = (4 + 4 * casts_head) if config.lora_r == 0 else 2 * casts_head
     length = prompt_tokens + config.max_new_tokens
     found = Counts(
-        weights=_bytes(*models, *judges),
+        weights=_bytes(*models, *others),
         reference=_bytes(*copies),
         # It shares the weights that are in bfloat16.
         decoding_copy=sum(2.0 * p.numel() for p in policy.parameters() if p.element_size() == 4)
@@ -124,6 +104,34 @@ def count(
     # what autocast has made of the weights.
     one, two = (len(models) * _kept(policy, rows, length, config) for rows in (1, 2))
     return dataclasses.replace(found, casts=2.0 * one - two, kept=(two - one) / length)
+
+
+def _models(
+    config: Any, model: PretrainedConfig, judge: PretrainedConfig | None
+) -> tuple[nn.Module, list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """(The policy, the models that train, reward models, copies for a reference), without memory
+    for their weights.
+    """
+    others, copies = [], []
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(copy.deepcopy(model), dtype=torch.float32)
+        if config.lora_r > 0:
+            policy = add_adapter(policy, config.lora_r)
+        if config.bf16:
+            store_in_bfloat16(policy, torch.device(config.device))
+        models = [policy]
+        if config.script == "ppo":
+            models.append(ValueModel.on_backbone_of(policy))
+        if judge is not None:
+            others.append(AutoModelForSequenceClassification.from_config(judge))
+            if config.bf16:
+                store_in_bfloat16(others[0].requires_grad_(False), torch.device(config.device))
+        if config.kl_coef > 0 and config.lora_r == 0:
+            with reference(policy, config.kl_coef, config.bf16) as copied:
+                copies.append(copied)
+    if config.disable_dropout:
+        disable_dropout(*models)
+    return policy, models, others, copies
 
 
 def _weights(*models: nn.Module) -> list[nn.Parameter]:
@@ -181,7 +189,7 @@ def estimate(
     """
     parts = {"weights": counts.weights, "gradients": 4.0 * counts.trained}
     parts |= {"moments": 8.0 * counts.trained, "reference": counts.reference}
-    parts |= _rollout(counts, config, prompt_tokens)
+    parts |= _rollout(counts, config, prompt_tokens, memory)
     parts |= _update(counts, config, prompt_tokens, memory)
     there = parts["weights"] + parts["moments"] + parts["reference"]
     rollout = parts["KV cache"] + parts["decoding"]
@@ -194,7 +202,9 @@ def estimate(
     return parts | {"peak": peak, "needed": needed}
 
 
-def _rollout(counts: Counts, config: Any, prompt_tokens: int) -> dict[str, float]:
+def _rollout(
+    counts: Counts, config: Any, prompt_tokens: int, memory: int | None
+) -> dict[str, float]:
     """The parts of a rollout or an evaluation, whichever decodes more rows at a time."""
     rows = prompts = 0
     for all_prompts, each in (
@@ -203,10 +213,15 @@ def _rollout(counts: Counts, config: Any, prompt_tokens: int) -> dict[str, float
     ):
         together = max(1, min(all_prompts, config.rollout_batch_size // each))
         prompts, rows = max(prompts, together), max(rows, together * each)
-    # First the prompts are read, then tokens are drawn: the larger counts. Without gradient a layer
-    # makes about .6 of what it keeps for a backward pass.
+    # First the prompts are read, then tokens are drawn, then completions get log-probs: the largest
+    # counts. Without gradient a layer makes about .6 of what it keeps for a backward pass.
     of_layer = 0.6 * counts.kept / counts.models / counts.layers
     made = max(prompts * prompt_tokens * of_layer, DRAWN * rows * counts.vocab_size)
+    if memory is not None and (limit := config.micro_batch_tokens) is not None:
+        completions = config.prompts_per_step * config.num_generations
+        scored = min(completions, config.rollout_batch_size)
+        tokens = scored * (prompt_tokens + config.max_new_tokens)
+        made = max(made, min(tokens, WITHOUT_GRADIENT * limit) * of_layer)
     return {
         "KV cache": float(rows * (prompt_tokens + config.max_new_tokens) * counts.states),
         "decoding": made + counts.decoding_copy,
@@ -221,12 +236,15 @@ def _update(
     """
     new, num_prompts = config.max_new_tokens, config.prompts_per_step
     rows = num_prompts * config.num_generations // config.num_mini_batches
+    widths = {"prompt_width": prompt_tokens, "width": new, "on_cuda": memory is not None}
     if (limit := config.micro_batch_tokens) is not None:
-        fit = limit // (prompt_tokens + new)
+        whole = limit // (prompt_tokens + new)
         shared = (limit - num_prompts * prompt_tokens) // new
-        rows = max(1, min(rows, fit if fit < num_prompts else shared))
+        shares = whole >= num_prompts and worth_sharing(shared, num_prompts, **widths)
+        rows = max(1, min(rows, shared if shares else whole))
     checkpointed = config.gradient_checkpointing
-    read = rows if checkpointed else min(rows, num_prompts)  # prompts
+    shares = not checkpointed and worth_sharing(rows, num_prompts, **widths)
+    read = num_prompts if shares else rows  # prompts
     tokens = read * prompt_tokens + rows * new
     kept = counts.kept * tokens
     if checkpointed:  # one layer at a time, and what goes into each, in float32

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ import grpo
 import ppo
 import rloo
 from common import Rollout
-from plumbing import decoding
+from plumbing import decoding, forward
 from plumbing.decoding import Decoder
-from plumbing.forward import on_cpu
+from plumbing.forward import micro_batches, on_cpu, rollout_logprobs
 from plumbing.run import Run
 from sampling import generate, sample
 
@@ -45,7 +46,10 @@ def compared(lines: list[dict]) -> list[dict]:
         pytest.param(rloo, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_on_the_device_equals_one_on_the_cpu_to_the_bit(script, flags, make_job):
+def test_a_run_on_the_device_equals_one_on_the_cpu_to_the_bit(script, flags, make_job, monkeypatch):
+    """With prompts and completions in the same forward passes as on a CPU."""
+    monkeypatch.setattr(forward, "worth_sharing", lambda rows, prompts, *_: prompts < rows)
+    monkeypatch.setattr(forward, "WITHOUT_GRADIENT", 1)
     flags |= {"num_steps": 2, "eval_every": 2, "max_new_tokens": 12, "num_eval_prompts": 8}
     run, found = make_job(script), []
     for device in ("cpu", "cuda"):
@@ -233,6 +237,37 @@ def test_the_limits_come_from_the_free_memory_and_a_resumed_run_keeps_them(
         assert tuple(config[name] for name in names) == limits
         printed = f"GB are free: --rollout_batch_size {limits[0]} --micro_batch_tokens {limits[1]}"
         assert (printed in capsys.readouterr().out) == (more == {})
+
+
+@pytest.mark.parametrize(
+    ("completions", "read", "trained"), [(2, ["4x7"], [2, 2]), (4, ["2x4", "8x3"], [3, 2, 3])]
+)
+def test_a_prompt_is_computed_once_where_that_saves_a_gpu_a_third_of_the_tokens(
+    completions, read, trained
+):
+    """Prompts and completions of 4 tokens; the last token is not read. micro_batch_tokens is 16:
+    all 32 or 40 tokens are read at a time, because without gradient the limit is four times that.
+    """
+    prompts = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]).repeat_interleave(completions, dim=0)
+    ones = torch.ones_like(prompts).bool()
+    tokens, mask = torch.cat([prompts, prompts + 5], dim=1), torch.cat([ones, ones], dim=1)
+    rollout = Rollout(tokens, mask, ones, torch.zeros(ones.shape), ones.any(1))
+    config = SimpleNamespace(temperature=1.0, bf16=False)
+    config.rollout_batch_size, config.micro_batch_tokens = 64, 16
+    expected = rollout_logprobs(small_gpt2().eval(), rollout, config)
+    shapes = []
+
+    def note(module, args, kwargs):
+        shapes.append("x".join(map(str, kwargs["input_ids"].shape)))
+
+    with pretended_cuda():
+        model = small_gpt2().eval().to(CUDA)
+        model.transformer.register_forward_pre_hook(note, with_kwargs=True)
+        there = Rollout(*(x.to(CUDA) for x in vars(rollout).values()))
+        found = rollout_logprobs(model, there, config)
+        assert torch.allclose(found.cpu(), expected, atol=1e-5) and shapes == read
+        parts = micro_batches(there, max_tokens=config.micro_batch_tokens)
+        assert [len(rows) for rows, _ in parts] == trained
 
 
 def test_the_flag_cuda_graphs_switches_them_off(make_job):
