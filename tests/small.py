@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import conftest  # noqa: F401, for files that run as scripts: the path, no hub, one thread
 import pytest
@@ -186,41 +186,6 @@ def numbers(seed: int, scale: float = 1.0) -> Tensor:
     """Of the shape of UNEVEN, in float64."""
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(4, 4, generator=generator, dtype=torch.float64)
-
-
-def kept_update(parameters: list[Tensor], max_norm: float, clip: Callable) -> SimpleNamespace:
-    """The gradients of an update before and after `clip`, which clips them, and their norm."""
-    update = SimpleNamespace(gradients=[p.grad.clone() for p in parameters])
-    update.norm = clip(parameters, max_norm)
-    update.clipped = [p.grad.clone() for p in parameters]
-    return update
-
-
-def equal_updates(updates: list[SimpleNamespace], expected: list[list[Tensor]], hint: str) -> None:
-    """Each kept update has the expected gradients, clipped as a whole to a norm of 0.8."""
-    for update, gradients in zip(updates, expected, strict=True):
-        length = torch.cat([g.flatten() for g in gradients]).norm().item()
-        scale = min(1.0, 0.8 / (length + 1e-6))  # torch adds 1e-6
-        for ours, clipped, g in zip(update.gradients, update.clipped, gradients, strict=True):
-            assert torch.allclose(ours, g, rtol=0, atol=1e-8), hint
-            assert torch.allclose(clipped, g * scale, rtol=0, atol=1e-8), "max_grad_norm?"
-        assert update.norm.item() == pytest.approx(length, rel=1e-8), "of other parameters?"
-
-
-def equal_after_adam(
-    updates: list[SimpleNamespace], before: list[Tensor], after: list[Tensor]
-) -> None:
-    """The kept updates of two steps lead from `before` to `after`, which may be its beginning,
-    with learning rates 0.01 and 0.005 and no weight decay."""
-    parameters = [p.detach().clone().requires_grad_() for p in before]
-    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-    for index, update in enumerate(updates):
-        optimizer.param_groups[0]["lr"] = 0.01 if index < len(updates) / 2 else 0.005
-        for p, g in zip(parameters, update.clipped, strict=True):
-            p.grad = g
-        optimizer.step()
-    for ours, theirs in zip(after, parameters):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-8), "another rate, decay or order?"
 
 
 def lines_of(path: str | Path) -> list[dict]:

@@ -1,5 +1,5 @@
 """GRPO's and RLOO's advantages and GRPO's losses, against their definitions written out in Python.
-test_groups_by_hand.py has the loops.
+test_by_hand.py has the loops.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""PPO's rewards and losses. test_ppo_by_hand.py has its loop."""
+"""PPO's rewards and losses. test_by_hand.py has its loop."""
 
 import math
 

@@ -1,5 +1,5 @@
 """RLOO's loss, against its definition written out in Python. test_grpo.py has its advantages,
-test_groups_by_hand.py its loop.
+test_by_hand.py its loop.
 """
 
 import math

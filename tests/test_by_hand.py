@@ -1,0 +1,385 @@
+"""Two steps of each loop against the same steps written out naively from the equations.
+
+At the first step every log-ratio, KL and value is 0, so a wrong sign or a dropped coefficient
+cannot show. Of the second one rewards, advantages, gradients, metrics and the weights at the end
+are computed here a second time, row by row. Both sides are in float64, so they agree to nine
+digits; the metrics, which the loop adds up in float32, to six.
+"""
+
+import copy
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small import in_float64, letter_tokenizer, lines_of, save_model, small_gpt2
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import grpo
+import ppo
+import rloo
+from plumbing.data import Task
+
+EOS, ROWS = 19, 12  # 4 prompts x 3 completions
+FLAGS = {"num_epochs": 2, "num_mini_batches": 2, "clip_range": 0.05}
+SHARED = """
+--num_steps=2 --prompts_per_step=4 --num_generations=3 --max_new_tokens=5 --temperature=1.5
+--kl_coef=0.3 --learning_rate=0.01 --warmup_steps=0 --max_grad_norm=0.8 --rollout_batch_size=6
+--micro_batch_tokens=32 --eval_every=1 --num_eval_prompts=2 --device=cpu --seed=11
+""".split()
+RUNS = {  # the kind of loss: the flags in which its run differs
+    "ppo": {
+        "kl_estimator": "k3",
+        "missing_eos_penalty": 0.75,
+        "gamma": 0.9,
+        "lam": 0.5,
+        "clip_range_value": 0.03,
+        "vf_coef": 0.5,
+        "entropy_coef": 0.4,
+        "num_epochs": 3,
+    },
+    "grpo": {},
+    "dr_grpo": {
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "entropy_coef": 0.4,
+        "num_epochs": 1,  # so old log-probs are needed for the minibatches alone
+    },
+    "dapo": {
+        "loss_type": "dapo",
+        "clip_range_high": 0.08,
+        "scale_rewards": "batch",
+        "mask_truncated_completions": True,
+    },
+    "gspo": {"loss_type": "gspo", "clip_range": 0.01},
+    "cispo": {"loss_type": "cispo"},
+    "rloo": {"entropy_coef": 0.4},
+}
+PROMPTS = ["x", "yy y", "zz", "w", "the", "a bc", "q", "rs", "to", "u", "p o", "n"] * 2
+REWARD = """
+def by_prompt(prompts, completions, **columns):
+    return [len(p) + 0.125 * len(c) + c.count("a") for p, c in zip(prompts, completions)]
+"""  # eighths: float32 holds them exactly
+
+
+class Job:
+    """A run, what went through its loop, and its second step by hand. Models: the policy, and in
+    PPO the value model.
+    """
+
+    def __init__(self, kind: str, folder) -> None:
+        self.kind, self.script = kind, {"ppo": ppo, "rloo": rloo}.get(kind, grpo)
+        self.flags = FLAGS | RUNS[kind]
+        self.rollouts, self.before, self.updates, self.values = [], [], [], []
+        model = save_model(folder / "m", small_gpt2(vocab_size=20), letter_tokenizer())
+        (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in PROMPTS))
+        (folder / "r.py").write_text(REWARD)
+        args = [f"--model={model}", f"--prompts={folder}/p.jsonl", f"--output_dir={folder}/run"]
+        args += [f"--reward={folder}/r.py:by_prompt", *SHARED]
+        with pytest.MonkeyPatch.context() as patch:
+            self.spy(patch)
+            self.script.main([*args, *(f"--{name}={x}" for name, x in self.flags.items())])
+        self.metrics, self.tokens = (
+            lines_of(folder / f"run/{name}.jsonl") for name in ("metrics", "tokens")
+        )
+        self.final = AutoModelForCausalLM.from_pretrained(folder / "run/model", dtype=torch.float64)
+        self.last = self.updates[len(self.updates) // 2 :]  # of the second step
+        self.rows = self.second_step()
+
+    def spy(self, patch: pytest.MonkeyPatch) -> None:
+        sample, clip = self.script.sample, torch.nn.utils.clip_grad_norm_
+        score, loss, build = Task.score, grpo.grpo_loss, ppo.ValueModel.on_backbone_of
+
+        def build_and_keep(policy):
+            self.values = [build(policy)]
+            return self.values[0]
+
+        def sample_and_keep(policy, *args, **kwargs):
+            self.models = [policy, *self.values]
+            self.before.append(copy.deepcopy(self.models))
+            self.rollouts.append(sample(policy, *args, **kwargs))
+            return self.rollouts[-1]
+
+        def clip_and_keep(parameters, max_norm):
+            update = SimpleNamespace(gradients=[p.grad.clone() for p in parameters])
+            update.norm = clip(parameters, max_norm)
+            update.clipped = [p.grad.clone() for p in parameters]
+            update.models = copy.deepcopy(self.models)
+            self.updates.append(update)
+            return update.norm
+
+        def score_in_double(*args, **options):
+            scores, texts = score(*args, **options)
+            return scores.double(), texts
+
+        in_float64(patch, self.script)
+        patch.setattr(ppo.ValueModel, "on_backbone_of", build_and_keep)
+        patch.setattr(self.script, "sample", sample_and_keep)
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_keep)
+        patch.setattr(Task, "score", score_in_double)
+        # A bound in reach.
+        patch.setattr(grpo, "grpo_loss", lambda *a, **k: loss(*a, **k | {"cispo_bound": 1.02}))
+
+    def second_step(self) -> list[SimpleNamespace]:
+        """Its rows, up to their advantages, one for each token."""
+        tokenizer, rollout, rows = letter_tokenizer(), self.rollouts[1], []
+        for tokens, real in zip(rollout.tokens, rollout.attention_mask, strict=True):
+            row = SimpleNamespace(prompt=tokens[:-5][real[:-5]].tolist())
+            row.ids = tokens[-5:][real[-5:]].tolist()
+            with torch.no_grad():
+                row.old, _, row.values = naive_forward(self.before[1], row)
+                row.ref, _, _ = naive_forward(self.before[0], row)
+            row.kl = (row.old - row.ref).tolist()  # the log has k1, also where the loss has k3
+            if self.kind == "ppo":
+                row.kl = [math.exp(-d) - 1 + d for d in row.kl]
+            text, row.ended = tokenizer.decode([i for i in row.ids if i != EOS]), EOS in row.ids
+            row.score = len(row.prompt) + 0.125 * len(text) + text.count("a")
+            row.score -= self.flags.get("missing_eos_penalty", 0) * (not row.ended)
+            rows.append(row)
+        assert all(row.prompt == rows[i // 3 * 3].prompt for i, row in enumerate(rows))
+        (credit_tokens if self.kind == "ppo" else self.credit_completions)(rows)
+        return rows
+
+    def credit_completions(self, rows: list[SimpleNamespace]) -> None:
+        is_rloo = self.kind == "rloo"
+        rewards = [row.score - 0.3 * sum(row.kl) if is_rloo else row.score for row in rows]
+        scale = self.flags.get("scale_rewards", "none" if is_rloo else "group")
+        for i, row in enumerate(rows):
+            group = rewards[i // 3 * 3 : i // 3 * 3 + 3]
+            advantage = rewards[i] - statistics.mean(group)
+            if is_rloo:  # less the mean of the other two
+                advantage = rewards[i] - (sum(group) - rewards[i]) / 2
+            if scale != "none":
+                advantage /= statistics.stdev(group if scale == "group" else rewards) + 1e-4
+            row.advantages = [advantage] * len(row.ids)
+
+    def loss(self, models, chosen: list[int]) -> tuple[Tensor, Tensor, dict]:
+        """By definition: (policy loss, the whole that is trained on, what is logged) of a
+        minibatch.
+        """
+        names = ("clipped", "ratio", "kl", "entropy", "row", "vf", "value_clipped")
+        log = {name: [] for name in names}
+        low, high = 1 - self.flags["clip_range"], 1 + self.flags["clip_range"]
+        high = 1 + self.flags.get("clip_range_high", self.flags["clip_range"])
+        losses, entropies = [], []  # of each row, the losses of its tokens or, in RLOO, of the row
+        for i in chosen:
+            row, found = self.rows[i], []
+            logprobs, entropy, values = naive_forward(models, row)
+            losses.append(found)
+            if self.kind == "dapo" and not row.ended:
+                continue  # masked, as it is truncated
+            entropies.append(entropy)
+            d = logprobs - row.old
+            log["kl"] += (0.5 * d**2).tolist()
+            log["entropy"] += entropy.tolist()
+            ratios = d.exp()
+            if self.kind == "gspo":
+                ratios = d.mean().exp().repeat(len(d))
+            if self.kind == "rloo":
+                ratios = d.sum().exp().view(1)
+            for t, ratio in enumerate(ratios):
+                A = row.advantages[t]
+                if self.kind == "cispo":  # the weight is bounded, for either sign
+                    value = -min(ratio.item(), 1.02) * A * logprobs[t]
+                    clipped = ratio > 1.02 and A != 0
+                else:
+                    value = -torch.minimum(ratio * A, ratio.clamp(low, high) * A)
+                    clipped = ratio.clamp(low, high) * A < ratio * A
+                if self.script is grpo:
+                    x = row.ref[t] - logprobs[t]
+                    value = value + 0.3 * (x.exp() - 1 - x)
+                found.append(value)
+                log["row"].append(i)
+                log["ratio"].append(ratio.item())
+                log["clipped"].append(float(clipped))
+            if self.kind == "ppo":
+                near = row.values + (values - row.values).clamp(-0.03, 0.03)
+                returns = torch.tensor(row.returns, dtype=torch.float64)
+                free, bounded = 0.5 * (values - returns) ** 2, 0.5 * (near - returns) ** 2
+                log["vf"] += torch.maximum(free, bounded)
+                log["value_clipped"] += (bounded > free).double().tolist()
+        total = sum(map(sum, losses)) + 0 * entropy.sum()  # a tensor also if all rows are masked
+        if self.kind in ("ppo", "dapo", "cispo"):
+            loss = total / max(1, sum(map(len, losses)))
+        elif self.kind == "dr_grpo":
+            loss = total / (len(chosen) * 5)
+        else:
+            loss = sum(sum(values) / len(values) for values in losses) / len(chosen)
+        bonus = self.flags.get("entropy_coef", 0) * sum(x.sum() for x in entropies)
+        whole = loss - bonus / max(1, len(log["entropy"]))
+        if self.kind == "ppo":
+            whole = whole + 0.5 * sum(log["vf"]) / len(log["vf"])
+        return loss, whole, log
+
+
+def credit_tokens(rows: list[SimpleNamespace]) -> None:
+    """PPO's: GAE, whitened over all tokens."""
+    for row in rows:
+        row.rewards = [-0.3 * x for x in row.kl]
+        row.rewards[-1] += row.score
+        n, v = len(row.ids), [*row.values.tolist(), 0.0]
+        delta = [row.rewards[t] + 0.9 * v[t + 1] - v[t] for t in range(n)]
+        row.advantages = [sum(0.45 ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        row.returns = [row.advantages[t] + v[t] for t in range(n)]
+    whole = [a for row in rows for a in row.advantages]
+    mean, std = statistics.mean(whole), (statistics.variance(whole) + 1e-8) ** 0.5
+    for row in rows:
+        row.advantages = [(a - mean) / std for a in row.advantages]
+
+
+def naive_forward(models, row: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs, entropies and values of the tokens of one row, without padding."""
+    policy, *value_models = models
+    tokens, before_each = torch.tensor([row.prompt + row.ids]), slice(len(row.prompt) - 1, -1)
+    log_p = (policy(tokens).logits[0, before_each] / 1.5).log_softmax(-1)
+    logprobs, entropy = log_p[torch.arange(len(row.ids)), row.ids], -(log_p.exp() * log_p).sum(-1)
+    for model in value_models:
+        hidden = model.backbone(tokens).last_hidden_state[0, before_each]
+        return logprobs, entropy, model.head(hidden).squeeze(-1)
+    return logprobs, entropy, None
+
+
+# By their bare names conftest.py would call the runs of ppo.py and rloo.py slow.
+@pytest.fixture(scope="module", params=RUNS, ids="loss_of_{}".format)
+def job(request, tmp_path_factory) -> Job:
+    return Job(request.param, tmp_path_factory.mktemp("by-hand"))
+
+
+def parameters_of(models: list[torch.nn.Module]) -> list[Tensor]:
+    return [p for model in models for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def naive(job) -> list[tuple]:
+    """(policy loss, gradients, logged numbers) of each update of the second step."""
+    shuffler = torch.Generator().manual_seed(11)
+    epochs, size = job.flags["num_epochs"], ROWS // job.flags["num_mini_batches"]
+    orders = [torch.randperm(ROWS, generator=shuffler) for _ in range(2 * epochs)]  # of 2 steps
+    chosen = [part.tolist() for order in orders[epochs:] for part in order.split(size)]
+    results = []
+    for update, rows in zip(job.last, chosen, strict=True):
+        loss, whole, log = job.loss(update.models, rows)
+        gradients = torch.autograd.grad(whole, parameters_of(update.models))
+        results.append((loss.item(), gradients, log))
+    return results
+
+
+@pytest.mark.problem("ppo_loop", 3, "loss_of_ppo")
+@pytest.mark.problem("grpo_loop", 4, "loss_of_grpo loss_of_dr_grpo loss_of_dapo")
+@pytest.mark.problem("rloo_loop", 2, "loss_of_rloo")
+def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive):
+    """And it is clipped as a whole."""
+    hint = (
+        "another gradient: a sign, a coefficient (vf_coef, kl_coef, entropy_coef, the"
+        " temperature), the clip, the level of the ratio, the advantages, the order of whitening"
+        " and returns, a normaliser (rows or tokens of the minibatch), other rows, or gradients"
+        " of the update before not cleared?"
+    )
+    for update, (_, gradients, _) in zip(job.last, naive, strict=True):
+        length = torch.cat([g.flatten() for g in gradients]).norm().item()
+        scale = min(1.0, 0.8 / (length + 1e-6))  # torch adds 1e-6
+        for ours, clipped, g in zip(update.gradients, update.clipped, gradients, strict=True):
+            assert torch.allclose(ours, g, rtol=0, atol=1e-8), hint
+            assert torch.allclose(clipped, g * scale, rtol=0, atol=1e-8), "max_grad_norm?"
+        assert update.norm.item() == pytest.approx(length, rel=1e-8), "of other parameters?"
+
+
+@pytest.mark.problem("grpo_loop", 1, "loss_of_grpo loss_of_dr_grpo loss_of_dapo")
+def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
+    parameters = parameters_of(copy.deepcopy(job.before[0]))
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for index, update in enumerate(job.updates):
+        optimizer.param_groups[0]["lr"] = 0.01 if index < len(job.last) else 0.005
+        for p, g in zip(parameters, update.clipped, strict=True):
+            p.grad = g
+        optimizer.step()
+    for ours, theirs in zip(job.final.parameters(), parameters):  # of the policy, which is first
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-8), "another rate, decay or order?"
+
+
+@pytest.mark.problem("grpo_loop", 1, "loss_of_grpo loss_of_dr_grpo loss_of_dapo")
+@pytest.mark.problem("rloo_loop", 1, "loss_of_rloo")
+def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
+    def mean(name: str) -> float:
+        values = [torch.as_tensor(x).item() for _, _, log in naive for x in log[name]]
+        return sum(values) / len(values)
+
+    lengths = [len(row.ids) for row in job.rows]
+    num_tokens = sum(lengths)
+    kl, scores = sum(sum(row.kl) for row in job.rows), [row.score for row in job.rows]
+    expected = {
+        "objective/scores": statistics.mean(scores),
+        "objective/kl": kl / ROWS,
+        "objective/kl_token": kl / num_tokens,
+        "objective/entropy": -sum(row.old.sum().item() for row in job.rows) / num_tokens,
+        "objective/non_score_reward": -0.3 * kl / ROWS,
+        "objective/rlhf_reward": statistics.mean(scores) - 0.3 * kl / ROWS,
+        "policy/approxkl_avg": mean("kl"),
+        "policy/clipfrac_avg": mean("clipped"),
+        "policy/entropy_avg": mean("entropy"),
+        "val/ratio": mean("ratio"),
+        "loss/policy_avg": statistics.mean(loss for loss, _, _ in naive),
+        "val/num_eos_tokens": sum(row.ended for row in job.rows),
+        "length/mean": num_tokens / ROWS,
+        "length/max": max(lengths),
+        "length/truncated_frac": sum(not row.ended for row in job.rows) / ROWS,
+        "grad_norm": statistics.mean(update.norm.item() for update in job.last),
+        "lr": 0.005,
+        "episode": 2 * ROWS,
+    }
+    if job.kind == "ppo":
+        returns = torch.tensor([x for row in job.rows for x in row.returns], dtype=torch.float64)
+        errors = returns - torch.cat([row.values for row in job.rows])
+        expected["val/explained_variance"] = (1 - errors.var() / returns.var()).item()
+        # Over all tokens that the step trained on; minibatches have different numbers of them.
+        counts = [len(log["row"]) for _, _, log in naive]
+        sums = [loss * n for (loss, _, _), n in zip(naive, counts)]
+        expected["loss/policy_avg"] = sum(sums) / sum(counts)
+        expected |= {"loss/value_avg": mean("vf"), "val/clipfrac_avg": mean("value_clipped")}
+        assert 0.05 < mean("value_clipped") < 0.95, "the clip is at work"
+    else:
+        groups = [scores[i : i + 3] for i in range(0, ROWS, 3)]
+        expected["reward/std_within_group"] = statistics.mean(map(statistics.stdev, groups))
+        expected["reward/frac_flat_groups"] = sum(min(g) == max(g) for g in groups) / len(groups)
+    logged = job.metrics[1]
+    for name, value in expected.items():
+        hint = f"{name}: over padding, a mean of means, another sign, or of another policy?"
+        assert logged[name] == pytest.approx(value, rel=1e-5, abs=1e-6), hint
+    hint = "the old log-probs are not of the policy, temperature and forward of the first update?"
+    assert logged["val/ratio_max_dev_first"] < 1e-10, hint
+    seconds = logged["time/rollout"] + logged["time/update"]
+    assert logged["tokens_per_second"] == pytest.approx(num_tokens / seconds)
+    assert abs(logged["objective/kl"]) > 1e-3 and len(set(lengths)) > 1
+    assert 0.02 < mean("clipped") < 0.98, "the clip is at work"
+    assert all("eval/reward" in line for line in job.metrics), "eval_every is 1"
+
+
+@pytest.mark.problem("ppo_loop", 2, "loss_of_ppo")
+def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(job, naive):
+    lines = [x for x in job.tokens if x["split"] == "train" and x["step"] == 1]
+    assert [line["completion_index"] for line in lines] == list(range(8))  # of 12 rows
+    for i, line in enumerate(lines):
+        row = job.rows[i]
+        expected = {"old_logprobs": row.old, "ref_logprobs": row.ref, "kl": row.kl}
+        expected |= {"score": [row.score], "advantages": row.advantages[:1]}
+        with torch.no_grad():
+            expected["new_logprobs"], _, _ = naive_forward([job.final, *job.values], row)
+        if job.kind == "ppo":
+            expected |= {"rewards": row.rewards, "values": row.values, "returns": row.returns}
+            expected["advantages"] = row.advantages
+        logs = [log for _, _, log in naive[-job.flags["num_mini_batches"] :] if i in log["row"]]
+        if not logs:  # a completion that is masked
+            assert set(line["ratio"]) == set(line["clipped"]) == {None}
+        for log in logs:  # of the last epoch
+            at = [k for k, other in enumerate(log["row"]) if other == i]
+            expected |= {name: [log[name][k] for k in at] for name in ("ratio", "clipped")}
+        hint = "not drawn from softmax(logits / temperature), rounded to bfloat16?"
+        assert line["sampler_logprobs"] == pytest.approx(row.old.tolist(), abs=0.05), hint
+        for name, x in expected.items():
+            values = line[name] if isinstance(line[name], list) else [line[name]]
+            assert values == pytest.approx(list(map(float, x)), rel=6e-5, abs=1e-6), name
+        assert line["num_tokens"] == len(line["tokens"]) == len(row.ids)
+        assert line["finished"] == row.ended
