@@ -6,9 +6,9 @@ import transformers
 from small import letter_tokenizer, make_rollout, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import ValueModel, disable_dropout
+from common import disable_dropout
 from plumbing.decoding import Decoder
-from plumbing.forward import completion_logprobs, completion_values
+from plumbing.forward import completion_logprobs
 from plumbing.models import load_causal
 from sampling import generate
 
@@ -98,17 +98,3 @@ def test_a_static_cache_and_bfloat16_weights_change_no_more_than_rounding(model)
     same = (rounded.tokens == plain.tokens)[:, 7:].cumprod(1).bool() & plain.completion_mask
     off = (rounded.logprobs - plain.logprobs)[same].abs()
     assert same.float().mean() > 0.3 and 0 < off.mean() < 0.05
-
-
-def test_a_row_alone_is_the_row_in_a_left_padded_batch(model):
-    whole, _ = completion_logprobs(model, RAGGED, 1.0)
-    values_of = ValueModel.on_backbone_of(model).eval()
-    torch.nn.init.normal_(values_of.head.weight)
-    values = completion_values(values_of, RAGGED)
-    assert values[0, 0] != 0
-    for i, prompt in enumerate(PROMPTS):
-        completion = RAGGED.tokens[i, 7:][RAGGED.completion_mask[i]].tolist()
-        alone = make_rollout([prompt], [completion], eos=EOS)
-        row = slice(i, i + 1), slice(0, len(completion))
-        assert torch.allclose(whole[row], completion_logprobs(model, alone, 1.0)[0], atol=1e-4)
-        assert torch.allclose(values[row], completion_values(values_of, alone), atol=1e-4)

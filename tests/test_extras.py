@@ -6,22 +6,17 @@ import json
 import pytest
 import torch
 from pretended_cuda import pretended_cuda
-from small import byte_tokenizer, in_float64, make_rollout, save_model, small_gpt2, small_llama
+from small import byte_tokenizer, make_rollout, save_model, small_gpt2, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import grpo
-import ppo
-import rloo
-from common import Rollout, token_entropy
+from common import Rollout
 from plumbing.data import decode, sampling_options, stop_criteria
 from plumbing.decoding import Decoder
 from plumbing.errors import InputError
 from plumbing.extras import overlong_penalty
-from plumbing.models import load_causal
 from sampling import generate
-
-SCRIPTS = [ppo, grpo, rloo]
 
 
 def noted(monkeypatch, owner, name: str) -> list:
@@ -144,58 +139,6 @@ def test_cut_completions_are_left_out_of_the_loss_and_count_in_the_baseline(make
     flags = dict(mask_truncated_completions=True, max_new_tokens=1, entropy_coef=0.1, kl_coef=0)
     metrics = job(num_mini_batches=4, learning_rate=0.1, **flags)[0]
     assert metrics["length/truncated_frac"] == 1 and metrics["grad_norm"] == 0
-
-
-# --- The entropy bonus ---
-
-
-def entropy_gradients(model, rollout) -> list[torch.Tensor]:
-    """Those of the mean entropy of a token, by the library's forward."""
-    model.zero_grad()
-    mask, width = rollout.attention_mask, rollout.completion_mask.shape[1]
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.tokens, attention_mask=mask.long(), position_ids=positions).logits
-    entropy = token_entropy(logits[:, -width - 1 : -1] / 0.7)
-    entropy[rollout.completion_mask].mean().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-@pytest.mark.parametrize(
-    "flags",
-    [{"completions": 16}, {"completions": 4, "num_mini_batches": 4, "max_new_tokens": 1}],
-    ids=["micro-batches", "minibatches of a single token"],
-)
-def test_the_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(
-    script, flags, make_job, monkeypatch, tmp_path
-):
-    """Whatever the micro-batches; of the rows some have no advantage."""
-    (tmp_path / "half.py").write_text(
-        "def half(prompts, completion_ids):\n"
-        "    return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]\n"
-    )
-    in_float64(monkeypatch, script)
-    rollouts, job, found = noted(monkeypatch, script, "sample"), make_job(script), []
-    updates, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(parameters, max_norm):
-        updates.append([p.grad.clone() for p in parameters])
-        return clip(parameters, max_norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    flags |= {"reward": f"{tmp_path}/half.py:half", "kl_coef": 0, "micro_batch_tokens": 40}
-    for coef in (0, 0.5):
-        updates.clear()
-        job(entropy_coef=coef, num_epochs=1, **flags)
-        found.append(updates[0])
-    model, rollout = load_causal(job.model).double().eval(), rollouts[-1][2]
-    rows = torch.arange(len(rollout.tokens)).split(len(rollout.tokens) // len(updates))
-    possible = [entropy_gradients(model, rollout[part]) for part in rows]  # which is first is drawn
-    assert max(g.abs().max() for g in possible[0]) > 1e-4
-    assert any(
-        all(torch.allclose(b - a, -0.5 * g, atol=1e-8) for a, b, g in zip(*found, expected))
-        for expected in possible  # the policy's parameters come first
-    )
 
 
 # --- How far the sampler is from the training forward ---

@@ -3,7 +3,6 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from plumbing.forward import (
     completion_logprobs,
     completion_values,
     micro_batches,
-    rollout_logprobs,
-    rollout_values,
 )
 from plumbing.models import load_causal
 
@@ -106,24 +103,6 @@ def test_in_bfloat16_the_backbone_rounds_and_what_is_returned_stays_float32(smal
 
 
 # --- Micro-batches ---
-
-
-@pytest.mark.parametrize("limit", [{"max_rows": 1}, {"max_rows": 4}, {"max_tokens": 18}])
-def test_the_micro_batch_changes_no_logprob_no_entropy_and_no_value(small_model, limit):
-    """With gradient, and of a whole rollout without one, in its own order."""
-    value_model = value_model_of(small_model)
-    config = SimpleNamespace(temperature=0.7, bf16=False)
-    config.rollout_batch_size, config.micro_batch_tokens = map(
-        limit.get, ("max_rows", "max_tokens")
-    )
-    for rollout in (RAGGED, IN_GROUPS):
-        whole = scores(small_model, value_model, rollout)
-        parts = scores_in_parts(small_model, value_model, rollout, **limit)
-        assert torch.allclose(parts, whole, atol=1e-5)
-        logprobs = rollout_logprobs(small_model, rollout, config)
-        values = rollout_values(value_model, rollout, config)
-        assert torch.allclose(torch.stack([logprobs, values]), whole[[0, 2]], atol=1e-5)
-        assert not logprobs.requires_grad and not values.requires_grad
 
 
 @pytest.mark.parametrize(

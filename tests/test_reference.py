@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 import grpo
 import ppo
 import rloo
-from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
+from common import ValueModel, base_model, reference, store_in_bfloat16
 from plumbing import models
 from plumbing.decoding import half_precision_copy
 from plumbing.errors import Fault, InputError
@@ -191,15 +191,6 @@ def test_the_merged_model_is_saved_in_float32_and_the_one_that_trains_stays_as_i
 
 
 # --- Adapters ---
-
-
-def test_dropout_inside_an_adapter_is_switched_off_and_the_saved_config_keeps_its_own():
-    config = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear")
-    policy = train(get_peft_model(small_llama(dropout=0.3), config)).train()
-    assert not torch.equal(logprobs(policy), logprobs(policy))
-    assert disable_dropout(policy) > 0
-    assert torch.equal(logprobs(policy), logprobs(policy))
-    assert policy.merge_and_unload().config.attention_dropout == 0.3
 
 
 @pytest.mark.parametrize(("name", "layers", "rank"), [("gpt2", 8, 1), ("llama", 14, 16)])

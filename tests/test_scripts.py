@@ -187,30 +187,6 @@ def test_each_minibatch_is_an_optimiser_step_and_the_learning_rate_rises_then_fa
     assert found == pytest.approx([rate / 1000 for rate in rates for _ in range(4)])
 
 
-def test_the_micro_batch_changes_memory_and_speed_but_not_the_gradient(job, monkeypatch):
-    """Ragged rows, so a mean of micro-batch means would differ (huggingface/trl#7249). Of the
-    second minibatch, where the ratio is not 1.
-    """
-    in_float64(monkeypatch, job.script)
-    recorded, passes, metrics = record_gradients(monkeypatch), record_passes(monkeypatch), []
-    flags = {"num_epochs": 1, "num_mini_batches": 2, "temperature": 3.0, "completions": 32}
-    flags |= {"learning_rate": 1e-3, "warmup_steps": 0, "kl_coef": 0.3, "clip_range": 0.01}
-    flags |= {"loss_type": "dapo"} if job.script is grpo else {}
-    for most in (10_000, 30, 1):
-        metrics += job(micro_batch_tokens=most, **flags)[:1]
-        sizes = [(rows, rows * columns) for gradient, rows, columns, _ in passes if gradient]
-        assert all(tokens <= most or rows == 1 for rows, tokens in sizes)
-        assert max(rows for gradient, rows, *_ in passes if not gradient) == 4
-        passes.clear()
-    assert 1 < metrics[0]["length/mean"] < 6 and metrics[0]["policy/clipfrac_avg"] > 0
-    for update in (0, 1):
-        whole, *others = recorded[update::2]
-        assert whole.abs().max() > 1e-2
-        assert all(torch.allclose(other, whole, atol=1e-8) for other in others)
-    for name in ("loss/policy_avg", "policy/entropy_avg", "grad_norm", "val/ratio"):
-        assert [line[name] for line in metrics] == pytest.approx([metrics[0][name]] * 3, rel=1e-5)
-
-
 def test_gradient_checkpointing_changes_no_gradient_and_leaves_the_cache_on(job, monkeypatch):
     recorded, passes = record_gradients(monkeypatch), record_passes(monkeypatch)
     flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-3, "kl_coef": 0.3}

@@ -12,7 +12,6 @@ from small import compared, letter_tokenizer, make_rollout, save_model, small_ll
 from transformers import AutoModelForCausalLM
 
 from grpo import group_advantages, grpo_loss
-from plumbing.extras import overlong_penalty
 from plumbing.forward import completion_logprobs
 from plumbing.preferences import load_for_training, pair_of, pair_scores, text_ids
 from reward_model import preference_loss
@@ -229,9 +228,3 @@ def test_messages_become_the_tokens_that_trls_reward_trainer_makes_and_text_has_
             # By design: a reward model here reads text as it is, now and in the loop.
             eos = [tokenizer.eos_token_id] * isinstance(row["chosen"], str)
             assert theirs[f"{key}_ids"] == ours + eos
-
-
-def test_the_length_penalty_is_that_of_trl():
-    for buffer in (1, 2, 5):
-        trls = pytest.importorskip("trl.rewards").get_soft_overlong_punishment(T, buffer)
-        equal([overlong_penalty(ROLLOUT, buffer)], [torch.tensor(trls(COMPLETIONS))])
