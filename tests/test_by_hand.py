@@ -2,8 +2,9 @@
 
 At the first step every log-ratio, KL and value is 0, so a wrong sign or a dropped coefficient
 cannot show. Of the second one rewards, advantages, gradients, metrics and the weights at the end
-are computed here a second time, row by row. Both sides are in float64, so they agree to nine
-digits; the metrics, which the loop adds up in float32, to six.
+are computed here a second time, row by row and without dropout, which the model has. Both sides
+are in float64, so they agree to nine digits; the metrics, which the loop adds up in float32, to
+six.
 """
 
 import copy
@@ -74,7 +75,7 @@ class Job:
         self.kind, self.script = kind, {"ppo": ppo, "rloo": rloo}.get(kind, grpo)
         self.flags = FLAGS | RUNS[kind]
         self.rollouts, self.before, self.updates, self.values = [], [], [], []
-        model = save_model(folder / "m", small_gpt2(vocab_size=20), letter_tokenizer())
+        model = save_model(folder / "m", small_gpt2(0.1, vocab_size=20), letter_tokenizer())
         (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in PROMPTS))
         (folder / "r.py").write_text(REWARD)
         args = [f"--model={model}", f"--prompts={folder}/p.jsonl", f"--output_dir={folder}/run"]
