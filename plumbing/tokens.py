@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,7 @@ from plumbing.forward import on_cpu, rollout_logprobs
 from plumbing.metrics import Meter
 
 MOST_COMPLETIONS = 8  # of a step
-MOST_BYTES = 5_000_000  # of the file
+MOST_TOKENS = 50_000  # of the file, which then has about 5 MB
 MOST_CHARACTERS = 500  # of a prompt
 
 
@@ -47,9 +46,14 @@ def token_records(
     wide = [x.float().view(B, -1).expand(B, T) for x in columns.values()]
     tables = torch.stack(wide, dim=1).tolist()  # (B, columns, T)
     here, values, records = on_cpu(some), scores[:B].tolist(), []
+    room = max(1, MOST_TOKENS // math.ceil(config.num_steps / config.eval_every))
     for i in range(B):
         length = int(here.completion_mask[i].sum())
-        ids = here.tokens[i, -T - 1 :][: length + 1].tolist()
+        shown = min(length, room)  # the end of a long completion is left out
+        room -= shown
+        if shown == 0:
+            break
+        ids = here.tokens[i, -T - 1 :][: shown + 1].tolist()
         record = {
             "split": "train",
             "completion_index": i,
@@ -60,10 +64,10 @@ def token_records(
             "tokens": token_texts(tokenizer, ids),
         }
         for (name, x), row in zip(columns.items(), tables[i], strict=True):
-            numbers = [_short(number) for number in row[:length]]
+            numbers = [_short(number) for number in row[:shown]]
             record[name] = numbers if x.dim() == 2 else numbers[0]
         records.append(record)
-    return fitting(records, MOST_BYTES // math.ceil(config.num_steps / config.eval_every))
+    return records
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -76,23 +80,6 @@ def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
         alone = both.startswith(start)  # else a character whose bytes begin in the token before
         texts.append(both[len(start) :] if alone else tokenizer.decode([token], **options))
     return texts
-
-
-def fitting(records: list[dict], most_bytes: int) -> list[dict]:
-    """The first records that fit into most_bytes; at least one, without its end if need be."""
-    kept = []
-    for record in records:
-        while (size := len(json.dumps(record)) + 1) > most_bytes and not kept:
-            n = len(record["tokens"])
-            if n == 1:
-                break
-            n = max(1, n * most_bytes // size)
-            record = {key: x[:n] if isinstance(x, list) else x for key, x in record.items()}
-        if size > most_bytes and kept:
-            break
-        kept.append(record)
-        most_bytes -= size
-    return kept
 
 
 def _short(x: float) -> float | None:

@@ -234,7 +234,7 @@ MUTATIONS = [
     ("Meter.add_policy", "kl_estimate(sampled, old_logprobs, \"k3\")", "kl_estimate(old_logprobs, sampled, \"k3\")", "the sampler's KL turned round"),
     ("_score_tokens", "logprobs if entropy_grad else logprobs.detach()", "logprobs.detach()", "the entropy bonus has no gradient"),
     ("grpo.main", "bonus = config.entropy_coef * (entropy * m).sum() / num_tokens", "bonus = config.entropy_coef * (entropy * m).sum() / m.sum()", "GRPO's bonus changes with the micro-batch"),
-    ("pass_at_k", "math.comb(n - c, k) / math.comb(n, k)", "((n - c) / n) ** k", "pass@k by the biased estimator"),
+    ("evaluate", "(right > 0).any(1)", "(right > 0).all(1)", "pass@k where all k are right"),
     ("preference_loss", "loss = -logsigmoid(chosen - rejected - margin)", "loss = -logsigmoid(rejected - chosen - margin)", "the rejected text is preferred"),
     ("preference_loss", "loss = -logsigmoid(chosen - rejected - margin)", "loss = -torch.sigmoid(chosen - rejected - margin).log()", "the loss of a badly wrong pair is infinite"),
     ("reward_model.main", "preference_loss(chosen, rejected, margin, config.center_rewards_coef)", "preference_loss(chosen, rejected, 0.0, config.center_rewards_coef)", "the margins of the data are not used"),

@@ -189,10 +189,14 @@ def test_what_is_not_known_is_null(script, make_job, tmp_path):
 
 
 def test_the_file_keeps_its_bound_and_each_step_has_a_completion(make_job, monkeypatch):
-    monkeypatch.setattr(tokens, "MOST_BYTES", 9_000)
-    job = make_job(ppo)
-    assert {line["step"] for line in recorded(job, num_steps=6)} == set(range(6))
-    assert (job.folder / "tokens.jsonl").stat().st_size <= 9_000
+    monkeypatch.setattr(tokens, "MOST_TOKENS", 60)
+    lines = recorded(make_job(ppo), num_steps=6)
+    assert {line["step"] for line in lines} == set(range(6))
+    for step in range(6):
+        shown = [line for line in lines if line["step"] == step]
+        assert sum(len(line["tokens"]) for line in shown) == 10
+        assert all(len(line["tokens"]) == line["num_tokens"] for line in shown[:-1])
+        assert len(shown[-1]["ratio"]) == len(shown[-1]["tokens"])
 
 
 def test_the_text_of_a_token_keeps_its_space_and_its_half_of_a_character():

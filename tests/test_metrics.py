@@ -1,6 +1,5 @@
 """Metrics of a step, warnings, and evaluation: each number is what its definition says."""
 
-import itertools
 import json
 import math
 import statistics
@@ -19,7 +18,6 @@ from plumbing.metrics import (
     explained_variance,
     is_flat,
     mean_and_error,
-    pass_at_k,
     warnings_about,
 )
 from tools import evaluate as tool
@@ -254,15 +252,6 @@ def test_the_greedy_evaluation_depends_on_neither_seed_nor_batches(evaluated):
     assert first["eval/accuracy_greedy"] == other["eval/accuracy_greedy"] is not None
     assert len(texts) == len(others) == 7
     assert first["eval/accuracy"] != other["eval/accuracy"], "sampled ones depend on the seed"
-
-
-def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_right_one():
-    """The definition, over every subset: Chen et al. 2021."""
-    right = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-    for k in range(1, 6):
-        subsets = list(itertools.combinations(range(5), k))
-        found = [any(row[i] for i in some) for row in right.tolist() for some in subsets]
-        assert pass_at_k(right, k) == pytest.approx(statistics.mean(found), abs=1e-12)
 
 
 def test_best_of_k_answers_with_the_highest_score_and_ties_count_equally():
