@@ -141,7 +141,8 @@ def pieces(path: str, sizes: Sizes) -> Iterator[Measurement]:
     from transformers import AutoModelForCausalLM
 
     import sampling
-    from plumbing.decoding import Decoder, half_precision_copy
+    from plumbing.decoding import Decoder
+    from plumbing.half import half_precision_copy
 
     model = AutoModelForCausalLM.from_pretrained(path).to(speed.device()).eval()
     ids = torch.arange(sizes.step_rows).unsqueeze(1).repeat(1, 16) % 100

@@ -18,9 +18,9 @@ import ppo
 import rloo
 from common import ValueModel, base_model, reference, store_in_bfloat16
 from plumbing import models
-from plumbing.decoding import half_precision_copy
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs, completion_values
+from plumbing.half import half_precision_copy
 from plumbing.models import add_adapter, load_causal, load_tokenizer
 from plumbing.run import check_saving
 from plumbing.run import save_model as save_trained

@@ -17,9 +17,10 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, completion_mask
-from plumbing.decoding import Decoder, attend, half_precision_copy
+from plumbing.decoding import Decoder
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
+from plumbing.half import attend, half_precision_copy
 from plumbing.models import model_inputs
 from sampling import concatenate, draw, generate
 from sampling import sample as sample_in_parts
