@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import warnings
 import zipfile
@@ -74,14 +73,18 @@ class Run:
     ) -> None:
         self.config, self.data, self.optimizer = config, data, optimizer
         self.model, self.folder = next(iter(models.values())), Path(config.output_dir)
-        self.weights = trained_weights(models)
+        self.weights = {
+            f"{kind}.{name}": p.detach()
+            for kind, model in models.items()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
         self.generators = list(generators)
         self.first_step = 0
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         self.history, self.warned = [], set()  # metrics of this process; warnings given
         self.saved_step: int | None = None  # of the newest checkpoint
-        self.process = os.getpid()  # not that of what a reward forks
         # Before, not after: Ctrl-C in the middle of a step must find it noted.
         self.optimizer.register_step_pre_hook(self._note_move)
         for name in config.report_to:
@@ -107,7 +110,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         metrics = open_metrics(folder)  # the first file, which marks the folder as a run's
         if holds_run(folder) and not resume:
-            _move_old_run(folder, metrics, self.config.overwrite)
+            _move_old_run(folder, self.config.overwrite)
             folder.mkdir()
             metrics = open_metrics(folder)
         state = self._resume() if resume and (folder / CHECKPOINT).exists() else None
@@ -282,8 +285,6 @@ class Run:
     # --- The end ---
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if os.getpid() != self.process:  # a reward has forked and failed; the run is its parent's
-            return
         signals.restore()
         self.bar.close()
         failure = ""
@@ -293,7 +294,8 @@ class Run:
             if str(e) != str(error):
                 failure = f"; saving to {self.folder} failed: {first_line(e)}"
         for file in self.files.values():
-            _close(file)
+            with contextlib.suppress(OSError):  # a full disk, again
+                file.close()
         before, after = f"step {self.state['step']}: ", failure
         if self.saved_step is not None:
             saved = f"{self.folder} is saved up to step {self.saved_step}"
@@ -350,6 +352,8 @@ def _explain(error: BaseException | None, before: str, after: str) -> None:
 
 # --- Signals ---
 
+HANDLED = (signal.SIGINT, signal.SIGTERM)
+
 
 class Signals:
     """Ctrl-C and SIGTERM: the first lets a step end and be saved, the second ends the run."""
@@ -357,12 +361,11 @@ class Signals:
     def __init__(self) -> None:
         self.seen: int | None = None  # the number of the one that has come
         self.before: dict[int, Any] = {}  # what they did before the run
-        self.masks = threading.local()
 
     def watch(self) -> None:
         self.seen = None
         with contextlib.suppress(ValueError):  # only the main thread may
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in HANDLED:
                 self.before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
@@ -381,10 +384,10 @@ class Signals:
     # pool ends them, and go on: the pool waits for ever. No signal may come in between either.
 
     def before_fork(self) -> None:
-        self.masks.old = signal.pthread_sigmask(signal.SIG_BLOCK, self.before)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
     def after_fork(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.masks.old)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def after_fork_in_child(self) -> None:
         interrupt = self.before.get(signal.SIGINT)
@@ -404,12 +407,10 @@ if hasattr(os, "register_at_fork"):  # Windows doesn't fork
 # --- Files ---
 
 
-def _move_old_run(folder: Path, metrics: BinaryIO, overwrite: bool) -> None:
+def _move_old_run(folder: Path, overwrite: bool) -> None:
     """Rename the run that the folder holds. Raises InputError where that isn't asked for."""
     if not overwrite:  # begun since the flags were checked
         raise InputError(f"{folder} already holds a run, which has just begun")
-    if os.name == "nt":  # Windows renames no folder whose files are open
-        metrics.close()
     old = Path(f"{folder}.old")
     if old.exists():
         shutil.rmtree(old)
@@ -422,24 +423,6 @@ def write_text(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text + "\n", encoding="utf-8")
     new.replace(path)
-
-
-def _close(file: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # a full disk, again, or a folder that is gone
-        file.close()
-        path = Path(file.name)
-        if path.name == "tokens.jsonl" and path.stat().st_size == 0:  # nothing was to be recorded
-            path.unlink()
-
-
-def trained_weights(models: dict[str, nn.Module]) -> dict[str, Tensor]:
-    """All weights of the models that are trained, by name."""
-    return {
-        f"{kind}.{name}": p.detach()
-        for kind, model in models.items()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -455,10 +438,6 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
         with new.open("r+b") as file:
             os.fsync(file.fileno())
         new.replace(path)
-        with contextlib.suppress(OSError):  # Windows opens no folders
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)  # the new name, too, survives a power cut
-            os.close(folder)
     except (OSError, RuntimeError) as e:
         new.unlink(missing_ok=True)  # half a checkpoint would keep the disk full
         # torch reports a full disk as a RuntimeError, "unexpected pos".
@@ -486,32 +465,25 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
     """Save folder/model; with an adapter merged into its base, and folder/adapter beside it.
     Raises Fault where the merged model is another one.
     """
-    expected = None
     if hasattr(model, "peft_config"):
         # peft would ask the hub whether the vocabulary has grown: it hasn't.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
         tokenizer.save_pretrained(folder / "adapter")
-        model, expected = _merged(model)
-    new = folder / "model.new"  # complete before it takes its name
-    shutil.rmtree(new, ignore_errors=True)
-    _write_model(new, model, tokenizer)
-    if expected is not None:
-        kind = type(model)
-        del model  # first: there may be no room for two of them
-        saved = kind.from_pretrained(new, dtype=torch.float32)
-        off = (_some_outputs(saved) - expected).abs().max()
-        if not off <= 1e-3 * expected.abs().max().clamp(min=1):
-            shutil.rmtree(new)
+        model, off = _merged(model)
+        if not off <= 1e-3:
             fault = f"merged into its model, the adapter gives logits that are {off:.2g} off"
             remedy = f"load {folder}/adapter with peft.PeftModel, there is no {folder}/model"
             raise Fault(f"{fault}: {remedy}")
+    new = folder / "model.new"  # complete before it takes its name
+    shutil.rmtree(new, ignore_errors=True)
+    _write_model(new, model, tokenizer)
     if (folder / "model").exists():
         shutil.rmtree(folder / "model")
     new.rename(folder / "model")
 
 
-def _merged(model: nn.Module) -> tuple[PreTrainedModel, Tensor]:
-    """A copy of the model with its adapter merged into it, and what it said before that."""
+def _merged(model: nn.Module) -> tuple[PreTrainedModel, float]:
+    """A copy of the model with its adapter merged into it, and how far this moves its logits."""
     # Copied to the CPU, where there is room, and in float32: in bfloat16, as the base may be, much
     # of what the adapter adds would be rounded away.
     memo = {}
@@ -526,7 +498,9 @@ def _merged(model: nn.Module) -> tuple[PreTrainedModel, Tensor]:
         head = getattr(ends[1], "base_layer", ends[1])
         head.weight = nn.Parameter(head.weight.detach().clone())
         base.config.get_text_config().tie_word_embeddings = False
-    return copied.merge_and_unload(), expected
+    merged = copied.merge_and_unload()
+    off = (_some_outputs(merged) - expected).abs().max()
+    return merged, (off / expected.abs().max().clamp(min=1)).item()
 
 
 def _write_model(folder: Path, model: nn.Module, tokenizer: Any, **options: Any) -> None:

@@ -178,7 +178,7 @@ MUTATIONS = [
     ("Meter.objective", "{\"objective/kl\": None, \"objective/kl_token\": None}", "{\"objective/kl\": 0.0, \"objective/kl_token\": 0.0}", "an unknown KL logged as 0"),
     ("Meter.__init__", "1 - here.finished.float().mean().item()", "here.finished.float().mean().item()", "the share of those that did end"),
     ("_samples", "manual_seed(config.seed + 1)", "manual_seed(config.seed)", "evaluation with the random numbers of training"),
-    ("Run.__init__", "self.weights = trained_weights(models)\n", "self.weights = trained_weights(models)\n        self.model = copy.deepcopy(self.model)\n", "the model from before the training is saved"),
+    ("Run.__init__", "        self.first_step = 0\n", "        self.first_step = 0\n        self.model = copy.deepcopy(self.model)\n", "the model from before the training is saved"),
     ("_parser", "allow_abbrev=False", "allow_abbrev=True", "a flag that lacks letters is another flag"),
     ("parse_flags", "value.tiny if config.model == \"tiny\" else value.other", "value.other", "the tiny model gets the defaults of the others"),
     ("score_texts", "(scores * torch.tensor(weights)).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of the rewards are ignored"),

@@ -17,7 +17,6 @@ from plumbing.errors import InputError
 from plumbing.rewards import load_reward
 from tasks import REWARDS, TASKS
 from tools import inspect_reward
-from tools.inspect_reward import explained_by_prompt
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
@@ -364,16 +363,7 @@ def test_a_script_runs_with_a_task_of_ones_own(tmp_path, monkeypatch):
 # --- tools/inspect_reward.py ---
 
 
-def test_what_the_prompt_explains_is_all_none_or_the_share_that_was_put_in():
-    generator = torch.Generator().manual_seed(0)
-    of_prompt = torch.randn(2000, 1, generator=generator)
-    noise = torch.randn(2000, 4, generator=generator)
-    assert explained_by_prompt(of_prompt.expand(-1, 4)) == pytest.approx(1)
-    assert explained_by_prompt(noise) < 0.03
-    assert explained_by_prompt(of_prompt + noise) == pytest.approx(0.5, abs=0.05)
-
-
-def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(capsys, tmp_path):
+def test_an_inspection_shows_distribution_extremes_and_flat_groups(capsys, tmp_path):
     (tmp_path / "inspected.py").write_text(
         "def length(completion_ids, prompts):\n"
         "    return [float(len(ids)) + ('9' in p) for ids, p in zip(completion_ids, prompts)]\n"
@@ -383,7 +373,7 @@ def test_an_inspection_shows_distribution_extremes_and_what_the_prompt_explains(
     reward = f"--reward {tmp_path}/inspected.py"
     inspect_reward.main(f"{reward}:length --max_new_tokens 5 --num_prompts 8".split())
     output = capsys.readouterr().out
-    assert output.startswith("64 scores: mean ") and "the prompt alone explains " in output
+    assert output.startswith("64 scores: mean ")
     low, high = (
         [float(line.split()[0]) for line in part.strip().split("\n")]
         for part in output.split("lowest:\n")[1].split("highest:\n")

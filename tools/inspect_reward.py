@@ -51,20 +51,7 @@ def describe_scores(scores: torch.Tensor) -> list[str]:
         lines.append(f"  {edges[i]:8.3g} to {edges[i + 1]:<8.3g}  {bar} {count}")
     flat = is_flat(scores).float().mean()
     lines.append(f"{flat:.0%} of the prompts give all their completions the same score")
-    if high > low and len(scores) > 1 and not scores.isnan().any():
-        lines.append(f"the prompt alone explains {explained_by_prompt(scores):.0%} of the variance")
     return lines
-
-
-def explained_by_prompt(scores: torch.Tensor) -> float:
-    """The share of the variance of scores (N, G) that lies between prompts, 0 where negative. A
-    baseline removes it. ICC(1) of Shrout and Fleiss 1979, which has no bias for small G.
-    """
-    num_generations = scores.shape[1]
-    between = num_generations * scores.mean(1).var()
-    within = scores.var(dim=1).mean()
-    share = (between - within) / (between + (num_generations - 1) * within)
-    return max(0.0, float(share))
 
 
 def extremes(scores: torch.Tensor, prompts: list, texts: list[str]) -> list[str]:

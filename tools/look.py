@@ -57,7 +57,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     lines = read_lines(folder / "tokens.jsonl", *NEEDED)
     if not lines:
         raise InputError(f"{folder / 'tokens.jsonl'}: holds no completions yet")
-    return {"name": folder.resolve().name, "warnings": warnings, "lines": lines}
+    return {"name": str(folder), "warnings": warnings, "lines": lines}
 
 
 def curves_of(folders: list[Path]) -> str | None:
@@ -72,12 +72,9 @@ def curves_of(folders: list[Path]) -> str | None:
 
 def page(folders: list[Path]) -> str:
     """The page, complete in itself. Raises InputError."""
-    runs = [read_run(folder) for folder in folders]
-    if len({run["name"] for run in runs}) < len(runs):
-        for run, folder in zip(runs, folders):
-            run["name"] = str(folder)
     # In ASCII: half a surrogate pair has no bytes in UTF-8.
-    data = json.dumps({"runs": runs, "curves": curves_of(folders)}, separators=(",", ":"))
+    shown = {"runs": [read_run(folder) for folder in folders], "curves": curves_of(folders)}
+    data = json.dumps(shown, separators=(",", ":"))
     html = Path(__file__).with_name("look.html").read_text(encoding="utf-8")
     # Without `<` nothing that a model wrote can end the script element that holds it.
     return html.replace("/*DATA*/", data.replace("<", "\\u003c"), 1)

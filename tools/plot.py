@@ -37,7 +37,6 @@ OF_REWARD_MODELS = {
     "mean score; held out (dashed)": ["reward/mean", "eval/score_mean"],
     "correlation of score and length, held out": ["eval/length_correlation"],
 }
-COLOURS = {"ppo": "C0", "grpo": "C1", "rloo": "C2"}  # the same on every page
 Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
 
 
@@ -74,17 +73,6 @@ def label_of(folder: Path) -> str:
     return re.sub(r"-s\d+$", "", Path(folder).resolve().name)
 
 
-def line_colours(labels: list[str]) -> dict[str, str]:
-    """A colour per label: that of its script, or, once that is taken, another."""
-    others = [f"C{n}" for n in range(10) if f"C{n}" not in COLOURS.values()]
-    colours = {}
-    for label in labels:
-        own = COLOURS.get(label.partition("-")[0])
-        is_free = own is not None and own not in colours.values()
-        colours[label] = own if is_free else others[len(colours) % len(others)]
-    return colours
-
-
 def draw(folders: list[Path], output: Path) -> None:
     """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Raises InputError."""
     # No pyplot: it keeps figures, and needs a screen.
@@ -92,7 +80,6 @@ def draw(folders: list[Path], output: Path) -> None:
     groups: dict[str, list[Curves]] = {}
     for folder in folders:
         groups.setdefault(label_of(folder), []).append(read_metrics(folder))
-    colours = line_colours(list(groups))
     of_reward_models = all("loss/pairs" in run for runs in groups.values() for run in runs)
     panels = OF_REWARD_MODELS if of_reward_models else PANELS
     figure = library.Figure(figsize=(12, 6.2), layout="constrained")
@@ -104,8 +91,8 @@ def draw(folders: list[Path], output: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("step")
-        for label, runs in groups.items():
-            _draw_group(axes, label, runs, names, colours[label])
+        for number, (label, runs) in enumerate(groups.items()):
+            _draw_group(axes, label, runs, names, f"C{number % 10}")
         if index == 1 and axes.lines:
             axes.legend(fontsize=8, frameon=False)
     try:
