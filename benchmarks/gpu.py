@@ -5,9 +5,8 @@
   python benchmarks/gpu.py --draw        # that part of the page, from gpu.json
 
 In the order of what matters if the time runs out: do the tests pass on the device; how fast is a
-rollout, beside `model.generate` and the least time; what the pieces of a rollout take; which
-micro_batch_tokens is best; is tools/fit.py right; a step beside TRL's, where TRL is installed;
-where the time goes.
+rollout, beside `model.generate`; what the pieces of a rollout take; which micro_batch_tokens is
+best; is tools/fit.py right; a step beside TRL's, where TRL is installed; where the time goes.
 
 Nothing measured is lost. Each part runs in a process of its own with a limit of its own, after
 which the process and all that it has started are ended. Each measurement is a line of JSON, saved
@@ -57,18 +56,13 @@ class Sizes:
     step_rows: int
     micro_batch_tokens: tuple[int, ...]
     model: dict[str, int]
-    rates: dict[str, int]  # sizes of what measures the device's rates
     tests: str = "cuda"  # pytest -k
     trl: bool = importlib.util.find_spec("trl") is not None
 
 
-REAL = Sizes(
-    (32, 64, 128, 256, 512, 1024), 128, 256, (1024, 4096, 16384), {},
-    {"matrix": 8192, "floats": 2**28},
-)  # fmt: skip
+REAL = Sizes((32, 64, 128, 256, 512, 1024), 128, 256, (1024, 4096, 16384), {})
 REHEARSAL = Sizes(
-    (2, 4), 9, 4, (20, 100),
-    {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2}, {"matrix": 64, "floats": 2**16},
+    (2, 4), 9, 4, (20, 100), {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2},
     tests="greedy and gpt2", trl=False,
 )  # fmt: skip
 
@@ -101,38 +95,28 @@ def tests(path: str, sizes: Sizes) -> Iterator[Measurement]:
     yield "pytest -m cuda", "", run
 
 
-def rates(path: str, sizes: Sizes) -> Iterator[Measurement]:
-    """Of matrix products and of memory."""
-    yield "the device", "", lambda: speed.rates(**sizes.rates)
-
-
 def rollouts(path: str, sizes: Sizes) -> Iterator[Measurement]:
-    """Tokens per second, by the number of rows: ours, model.generate, and what the device's rates
-    of matrix products and of reading the weights allow.
-    """
-    rates = speed.rates(**sizes.rates)
+    """Tokens per second, by the number of rows: ours and model.generate."""
     for rows in sizes.rows:
-        wanted = job(path, rows, sizes)
         for name, system, options in (
             ("ours", "ours", {}),
             ("ours, no CUDA graphs", "ours", {"static": False}),
             ("model.generate", "generate", {}),
         ):
-            of_system = wanted | {"options": options}
-            yield f"{rows} rows", name, lambda s=system, w=of_system: tokens_per_second(w, s)
-        floor = speed.floor(wanted, rows * sizes.new_tokens, rates)["tokens_per_s"]
-        yield f"{rows} rows", "at most", lambda floor=floor: round(floor)
+            wanted = job(path, rows, sizes, system=system, options=options)
+            yield f"{rows} rows", name, lambda wanted=wanted: tokens_per_second(wanted)
 
 
 def compiled(path: str, sizes: Sizes) -> Iterator[Measurement]:
     """model.generate with a static cache, which compiles the forward pass."""
-    wanted = job(path, sizes.step_rows, sizes, options={"cache_implementation": "static"})
+    options = {"cache_implementation": "static"}
+    wanted = job(path, sizes.step_rows, sizes, system="generate", options=options)
     row = f"{sizes.step_rows} rows"
-    yield row, "model.generate, compiled", lambda: tokens_per_second(wanted, "generate")
+    yield row, "model.generate, compiled", lambda: tokens_per_second(wanted)
 
 
-def tokens_per_second(wanted: dict, system: str) -> int:
-    steps = speed.rollouts(wanted, system, bf16=True)[1:]
+def tokens_per_second(wanted: dict) -> int:
+    steps = speed.rollouts(wanted)[1:]
     return round(max(step["tokens"] / step["rollout"] for step in steps))
 
 
@@ -155,13 +139,13 @@ def pieces(path: str, sizes: Sizes) -> Iterator[Measurement]:
 
     def first_token(**options: object) -> float:
         """Seconds from one new token to two: a forward pass, and a capture if there is one."""
-        one, two = (speed.best_seconds(lambda n=n: decode(n, **options)) for n in (1, 2))
+        one, two = (best_seconds(lambda n=n: decode(n, **options)) for n in (1, 2))
         return two - one
 
     def draw(rows: int) -> float:
         logits = torch.randn(rows, model.config.vocab_size, device=model.device).bfloat16()
         uniform = torch.rand(rows, device=model.device)
-        return speed.best_seconds(lambda: sampling.draw(logits, uniform))
+        return best_seconds(lambda: sampling.draw(logits, uniform))
 
     def per_token() -> float:
         fewer, more = (len(kernels(lambda n=n: decode(n))) for n in (4, 7))
@@ -172,12 +156,21 @@ def pieces(path: str, sizes: Sizes) -> Iterator[Measurement]:
     yield (
         rows,
         "copy in bfloat16, ms",
-        lambda: ms(speed.best_seconds(lambda: half_precision_copy(model, half))),
+        lambda: ms(best_seconds(lambda: half_precision_copy(model, half))),
     )
     yield rows, "capture, ms", lambda: ms(first_token() - first_token(static=False))
     yield rows, "kernels per token", per_token
     for number in sizes.rows:
         yield f"{number} rows", "draw, ms", lambda number=number: ms(draw(number))
+
+
+def best_seconds(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(10):
+        started = speed.clock()
+        work()
+        seconds.append(speed.clock() - started)
+    return min(seconds)
 
 
 def kernels(work: Callable[[], object]) -> list:
@@ -196,21 +189,18 @@ def kernels(work: Callable[[], object]) -> list:
 def micro_batches(path: str, sizes: Sizes) -> Iterator[Measurement]:
     """A GRPO step by micro_batch_tokens."""
     for tokens in sizes.micro_batch_tokens:
-        wanted = job(path, sizes.step_rows, sizes, script="grpo")
+        wanted = job(path, sizes.step_rows, sizes, kind="grpo")
         wanted["flags"] = {"micro_batch_tokens": tokens}
         yield f"micro_batch_tokens {tokens}", "", lambda w=wanted: step_of(speed.ours, w)
 
 
 def memory(path: str, sizes: Sizes) -> Iterator[Measurement]:
-    """Peak memory of GRPO steps with clear_cache between the phases and without, and the estimate
-    of tools/fit.py.
-    """
-    import grpo
+    """Peak memory of GRPO steps, and the estimate of tools/fit.py."""
     from plumbing.memory import estimate
     from tools import fit
 
     tokens = max(sizes.micro_batch_tokens)
-    wanted = job(path, sizes.step_rows, sizes, script="grpo", flags={"micro_batch_tokens": tokens})
+    wanted = job(path, sizes.step_rows, sizes, kind="grpo", flags={"micro_batch_tokens": tokens})
 
     def expected() -> dict[str, float]:
         flags = [f"--model={path}", f"--prompts_per_step={wanted['prompts']}"]
@@ -222,31 +212,21 @@ def memory(path: str, sizes: Sizes) -> Iterator[Measurement]:
         names = {"tensors_gb": "peak", "reserved_gb": "needed"}
         return {name: round(parts[part] / 1e9, 3) for name, part in names.items()}
 
-    def without() -> dict[str, float]:
-        clear_cache, grpo.clear_cache = grpo.clear_cache, lambda: None
-        try:
-            return step_of(speed.ours, wanted)
-        finally:
-            grpo.clear_cache = clear_cache
-
     yield "estimate", "", expected
-    yield "with clear_cache", "", lambda: step_of(speed.ours, wanted)
-    yield "without", "", without
+    yield "measured", "", lambda: step_of(speed.ours, wanted)
 
 
 def steps(path: str, sizes: Sizes) -> Iterator[Measurement]:
-    """A step with our default micro-batches and with all rows at once, as TRL and a plain loop take
-    them. Of PPO (four epochs) ours alone: TRL's needs an environment of its own, see speed.py.
-    TRL decodes with model.generate, its default; many of its users let vLLM do it.
+    """A step with our default micro-batches and with all rows at once, as TRL takes them. Of PPO
+    (four epochs) ours alone: TRL's needs an environment of its own, see speed.py. TRL decodes with
+    model.generate, its default; many of its users let vLLM do it.
     """
     at_once = {"micro_batch_tokens": sizes.step_rows * (sizes.new_tokens + 16)}
     for script in ("grpo", "rloo", "ppo"):
-        wanted = job(path, sizes.step_rows, sizes, script=script, trl_batch=sizes.step_rows)
+        wanted = job(path, sizes.step_rows, sizes, kind=script, trl_batch=sizes.step_rows)
         systems = {"ours": (speed.ours, {}), "ours, all rows at once": (speed.ours, at_once)}
         if sizes.trl and script != "ppo":
             systems["TRL, all rows at once"] = speed.trl_groups, {}
-        if script == "grpo":
-            systems["plain loop, all rows at once"] = speed.plain, {}
         for name, (system, flags) in systems.items():
             work = wanted | {"flags": flags}
             yield f"{script}, {name}", "", lambda system=system, work=work: step_of(system, work)
@@ -259,7 +239,7 @@ def step_of(system: Callable[..., list[dict]], wanted: dict) -> dict[str, float]
     gc.collect()  # a run and its optimiser refer to each other
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    steps = system(wanted, bf16=True)[1:]
+    steps = system(wanted)[1:]
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     found = {"step_s": round(min(step["rollout"] + step["update"] for step in steps), 4)}
     return found | dict(zip(("tensors_gb", "reserved_gb"), (round(x / 1e9, 3) for x in peaks)))
@@ -268,12 +248,12 @@ def step_of(system: Callable[..., list[dict]], wanted: dict) -> dict[str, float]
 def profile(path: str, sizes: Sizes) -> Iterator[Measurement]:
     """The share of the device's time of the ten dearest kernels of one GRPO step."""
     flags = {"micro_batch_tokens": max(sizes.micro_batch_tokens)}
-    wanted = job(path, sizes.step_rows, sizes, script="grpo", flags=flags)
+    wanted = job(path, sizes.step_rows, sizes, kind="grpo", flags=flags)
 
     def shares() -> dict[str, float]:
         speed.STEPS = 1
         costs: dict[str, float] = {}
-        for event in kernels(lambda: speed.ours(wanted, bf16=True)):
+        for event in kernels(lambda: speed.ours(wanted)):
             name = event.name[:60]
             costs[name] = costs.get(name, 0.0) + event.time_range.elapsed_us()
         dearest = sorted(costs, key=costs.get, reverse=True)[:10]
@@ -292,7 +272,6 @@ def hang(path: str, sizes: Sizes) -> Iterator[Measurement]:
 # Each with its limit in seconds: eight minutes together.
 PARTS: dict[str, tuple[Callable[[str, Sizes], Iterator[Measurement]], float]] = {
     "tests": (tests, 90),
-    "rates": (rates, 15),
     "rollouts": (rollouts, 100),
     "pieces": (pieces, 30),
     "micro_batches": (micro_batches, 50),
@@ -403,13 +382,13 @@ def section(results: dict) -> str:
     lines[-1] += " random weights; cuDNN's attention is off for all systems."
     for name, part in results["parts"].items():
         lines += ["", f"**{name}**", ""]
-        lines += [f"- {error}" for error in part["errors"]]
+        lines += [*(f"- {error}" for error in part["errors"]), ""] if part["errors"] else []
         columns = list(dict.fromkeys(x for row in part["rows"].values() for x in row))
         if columns and len(part["rows"]) == 1:  # a list is easier to read
             ((row, found),) = part["rows"].items()
             lines += [f"{row}: " + "; ".join(f"{k} {v}".strip() for k, v in found.items()) + "."]
         elif columns:
-            lines += ["", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+            lines += [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
             for row, found in part["rows"].items():
                 cells = [str(found.get(column, "")) for column in columns]
                 lines += [f"| {row} | {' | '.join(cells)} |"]

@@ -3,12 +3,12 @@
   python benchmarks/speed.py --chat_model FOLDER      # a chat model, SmolLM2-135M-Instruct say
   python benchmarks/speed.py --jobs grpo-tiny rollout-gpt2 --rounds 5
   python benchmarks/speed.py --ppo_python ENV/bin/python     # an environment with trl==1.12.0
-  python benchmarks/speed.py --draw                   # the tables from speed.json, without a run
+  python benchmarks/speed.py --draw                   # the table from speed.json, without a run
 
-GRPO and RLOO go through trl>=1.13 where it is installed, PPO through trl==1.12.0, the last that has
-it, in an environment of its own. Where there is no TRL its part is taken by a plain loop:
-`model.generate`, then logits of all positions. Each system runs in a process of its own, in turns;
-the first step of each process warms up and isn't counted. The table shows medians.
+A rollout alone goes through `model.generate`, GRPO and RLOO through trl>=1.13, PPO through
+trl==1.12.0, the last that has it, in an environment of its own. Each system runs in a process of
+its own, in turns; the first step of each process warms up and isn't counted. speed.json has
+medians, docs/performance.md their ratios.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ sys.path.insert(0, str(REPOSITORY))
 from plumbing.models import fast_at_bfloat16  # noqa: E402  (cuDNN's attention is off, for all)
 
 STEPS = 3  # of each process, the first not counted
+TRL_BATCH = 8  # rows per forward pass of its update
 
 QUESTIONS = [
     "What is the capital of France?", "Name three colours.", "Who wrote Hamlet?",
@@ -40,18 +40,20 @@ QUESTIONS = [
     "What do bees make?", "Give me a word that rhymes with moon.",
 ]  # fmt: skip
 
-# rows = prompts x generations. `full`: no completion ends before max_new_tokens.
+# rows = prompts x generations. "full": no completion ends before max_new_tokens.
+SIZES = ("name", "model", "prompts", "generations", "max_new_tokens")
 JOBS = {
-    "rollout-tiny": {"model": "tiny", "prompts": 32, "generations": 8, "max_new_tokens": 5},
-    "rollout-chat": {"model": "chat", "prompts": 4, "generations": 8, "max_new_tokens": 128},
-    "rollout-gpt2": {"model": "gpt2", "prompts": 4, "generations": 8, "max_new_tokens": 64},
-    "grpo-tiny": {"model": "tiny", "prompts": 32, "generations": 8, "max_new_tokens": 5},
-    "grpo-chat": {"model": "chat", "prompts": 4, "generations": 8, "max_new_tokens": 128},
-    "grpo-full": {"model": "full", "prompts": 4, "generations": 8, "max_new_tokens": 64},
-    "grpo-gpt2": {"model": "gpt2", "prompts": 4, "generations": 8, "max_new_tokens": 64},
-    "rloo-chat": {"model": "chat", "prompts": 8, "generations": 4, "max_new_tokens": 128},
-    "ppo-full": {"model": "full", "prompts": 16, "generations": 1, "max_new_tokens": 48},
+    "rollout-tiny": ("rollout, embedded model", "tiny", 32, 8, 5),
+    "rollout-chat": ("rollout, chat prompts", "chat", 4, 8, 128),
+    "rollout-gpt2": ("rollout, GPT-2", "gpt2", 4, 8, 64),
+    "grpo-tiny": ("GRPO, embedded model", "tiny", 32, 8, 5),
+    "grpo-chat": ("GRPO, chat prompts", "chat", 4, 8, 128),
+    "grpo-full": ("GRPO, full length", "full", 4, 8, 64),
+    "grpo-gpt2": ("GRPO, GPT-2", "gpt2", 4, 8, 64),
+    "rloo-chat": ("RLOO, chat prompts", "chat", 8, 4, 128),
+    "ppo-full": ("PPO, full length", "full", 16, 1, 48),
 }
+JOBS = {name: dict(zip(SIZES, sizes, strict=True)) for name, sizes in JOBS.items()}
 
 
 def brief(completions: list, **columns) -> list[float]:
@@ -145,7 +147,7 @@ def peak_gb() -> float:
     return peak_memory("cpu") / 1e9
 
 
-def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
+def rollouts(job: dict) -> list[dict]:
     """Rollouts alone: `generate` against `model.generate`, in the same dtype."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -156,18 +158,19 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     from sampling import sample
 
     tokenizer = AutoTokenizer.from_pretrained(job["path"])
-    theirs_in_bf16 = bf16 and system != "ours"  # ours rounds the weights itself, at every rollout
-    dtype = torch.bfloat16 if theirs_in_bf16 else torch.float32
+    is_ours, half = job["system"] == "ours", torch.bfloat16 if job["bf16"] else None
+    # Ours rounds the weights itself, at every rollout.
+    dtype = torch.float32 if is_ours else half or torch.float32
     model = AutoModelForCausalLM.from_pretrained(job["path"], dtype=dtype).to(device()).eval()
     asked = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
     ids, mask = encode_prompts(tokenizer, asked)
     eos, steps = eos_token_ids(model, tokenizer), []
-    options, half = job.get("options", {}), torch.bfloat16 if bf16 else None
-    decoder = Decoder(model, half, **options) if system == "ours" else None
+    options = job.get("options", {})
+    decoder = Decoder(model, half, **options) if is_ours else None
     for seed in range(STEPS):
         torch.manual_seed(seed)
         started = clock()
-        if system == "ours":
+        if is_ours:
             rollout = sample(
                 model, ids, mask, num_generations=job["generations"],
                 max_rows=job["prompts"] * job["generations"],
@@ -190,9 +193,9 @@ def rollouts(job: dict, system: str, bf16: bool) -> list[dict]:
     return steps
 
 
-def ours(job: dict, bf16: bool) -> list[dict]:
+def ours(job: dict) -> list[dict]:
     """Steps of ppo.py, grpo.py or rloo.py, from the records of the run."""
-    script = importlib.import_module(job["script"])
+    script = importlib.import_module(job["kind"])
     with tempfile.TemporaryDirectory() as folder:
         lines = [json.dumps({"prompt": p}) for p in prompts(job["model"], job["prompts"])]
         (Path(folder) / "prompts.jsonl").write_text("\n".join(lines * 2) + "\n")
@@ -201,11 +204,11 @@ def ours(job: dict, bf16: bool) -> list[dict]:
             "prompts_per_step": job["prompts"], "num_generations": job["generations"],
             "max_new_tokens": job["max_new_tokens"], "learning_rate": 1e-6, "num_eval_prompts": 1,
             "rollout_batch_size": job["prompts"] * job["generations"], "eval_every": 100,
-            "bf16": bf16, "output_dir": f"{folder}/run",
+            "bf16": job["bf16"], "output_dir": f"{folder}/run",
         } | job.get("flags", {})  # fmt: skip
-        if job["script"] == "ppo":
+        if job["kind"] == "ppo":
             flags |= {"kl_coef": 0.05, "num_mini_batches": 1, "num_epochs": 4}
-        if job["script"] == "ppo" and job.get("scores"):
+        if job["kind"] == "ppo" and job.get("scores"):
             flags |= {"reward_model": job["scores"]}
         else:
             flags |= {"reward": f"{Path(__file__).resolve()}:brief"}
@@ -219,7 +222,7 @@ def ours(job: dict, bf16: bool) -> list[dict]:
     return steps
 
 
-def trl_groups(job: dict, bf16: bool) -> list[dict]:
+def trl_groups(job: dict) -> list[dict]:
     """Steps of TRL's GRPOTrainer or RLOOTrainer."""
     import trl
     from datasets import Dataset
@@ -235,13 +238,13 @@ def trl_groups(job: dict, bf16: bool) -> list[dict]:
             steps.append(steps_now | {"update": clock() - self.started - steps_now["rollout"]})
 
     steps_now = {}
-    name = job["script"].upper()
-    rows = job["prompts"] * job["generations"]
+    name = job["kind"].upper()
+    rows, at_once = job["prompts"] * job["generations"], job.get("trl_batch", TRL_BATCH)
     with tempfile.TemporaryDirectory() as folder:
         config = getattr(trl, f"{name}Config")(
-            output_dir=folder, bf16=bf16, report_to=[], max_steps=STEPS, logging_steps=1000,
-            per_device_train_batch_size=min(rows, job["trl_batch"]),
-            gradient_accumulation_steps=max(1, rows // job["trl_batch"]),
+            output_dir=folder, bf16=job["bf16"], report_to=[], max_steps=STEPS, logging_steps=1000,
+            per_device_train_batch_size=min(rows, at_once),
+            gradient_accumulation_steps=max(1, rows // at_once),
             num_generations=job["generations"], max_completion_length=job["max_new_tokens"],
             beta=0.04, learning_rate=1e-6, save_strategy="no", disable_tqdm=True,
             gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(),
@@ -266,7 +269,7 @@ def trl_groups(job: dict, bf16: bool) -> list[dict]:
     return steps
 
 
-def trl_ppo(job: dict, bf16: bool) -> list[dict]:
+def trl_ppo(job: dict) -> list[dict]:
     """Steps of PPOTrainer of trl==1.12.0."""
     import trl.experimental.ppo.ppo_trainer as module
     from datasets import Dataset
@@ -302,7 +305,7 @@ def trl_ppo(job: dict, bf16: bool) -> list[dict]:
     module.batch_generation = timed
     with tempfile.TemporaryDirectory() as folder:
         config = module.PPOConfig(
-            output_dir=folder, bf16=bf16, report_to=[], total_episodes=rows * STEPS,
+            output_dir=folder, bf16=job["bf16"], report_to=[], total_episodes=rows * STEPS,
             per_device_train_batch_size=rows, gradient_accumulation_steps=1, num_mini_batches=1,
             num_ppo_epochs=4, response_length=job["max_new_tokens"], learning_rate=1e-6,
             local_rollout_forward_batch_size=rows, num_sample_generations=0, save_strategy="no",
@@ -322,64 +325,6 @@ def trl_ppo(job: dict, bf16: bool) -> list[dict]:
     ]
 
 
-def plain(job: dict, bf16: bool) -> list[dict]:
-    """A GRPO step as one would write it first: all rows at once, logits of all positions."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from common import completion_mask, token_logprobs
-    from grpo import group_advantages, grpo_loss
-    from plumbing.data import encode_prompts
-    from plumbing.models import eos_token_ids
-
-    tokenizer = AutoTokenizer.from_pretrained(job["path"])
-    policy, ref = (AutoModelForCausalLM.from_pretrained(job["path"]).float() for _ in range(2))
-    policy, ref = policy.to(device()), ref.to(device()).eval()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
-    rows = [{"prompt": prompt} for prompt in prompts(job["model"], job["prompts"])]
-    ids, mask = encode_prompts(tokenizer, rows)
-    each = job["generations"]
-    ids, mask = (x.to(device()).repeat_interleave(each, 0) for x in (ids, mask))
-    autocast = torch.autocast(device().type, torch.bfloat16, enabled=bf16)
-    eos, steps = eos_token_ids(policy, tokenizer), []
-
-    def logprobs(model, tokens, attention):
-        logits = model(tokens, attention_mask=attention).logits[:, ids.shape[1] - 1 : -1]
-        return token_logprobs(logits, tokens[:, ids.shape[1] :])
-
-    for _ in range(STEPS):
-        started = clock()
-        with torch.no_grad(), autocast:
-            tokens = policy.generate(
-                ids, attention_mask=mask.long(), do_sample=True, top_k=0, eos_token_id=eos,
-                pad_token_id=0, max_new_tokens=job["max_new_tokens"],
-            )  # fmt: skip
-            real = completion_mask(tokens[:, ids.shape[1] :], eos)
-            attention = torch.cat([mask, real], 1).long()
-            reference = logprobs(ref, tokens, attention)
-        texts = tokenizer.batch_decode(tokens[:, ids.shape[1] :])
-        advantages = group_advantages(torch.tensor(brief(texts)), job["generations"]).to(device())
-        middle = clock()
-        with autocast:
-            new = logprobs(policy, tokens, attention)
-        loss, _ = grpo_loss(
-            new,
-            new.detach(),
-            advantages,
-            real,
-            clip_range=0.2,
-            ref_logprobs=reference,
-            kl_coef=0.04,
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append(
-            {"rollout": middle - started, "update": clock() - middle, "tokens": int(real.sum())}
-        )
-    return steps
-
-
 # --- Rounds and table ---
 
 
@@ -390,17 +335,12 @@ def work(job: dict) -> None:
         from plumbing.run import keep_freed_memory
 
         keep_freed_memory()  # as the scripts do
-    kind, system = job["kind"], job["system"]
-    if kind == "rollout":
-        steps = rollouts(job, system, job["bf16"])
-    elif system == "ours":
-        steps = ours(job | {"script": kind}, job["bf16"])
-    elif system == "plain":
-        steps = plain(job, job["bf16"])
-    elif kind == "ppo":
-        steps = trl_ppo(job, job["bf16"])
+    if job["kind"] == "rollout":
+        steps = rollouts(job)
+    elif job["system"] == "ours":
+        steps = ours(job)
     else:
-        steps = trl_groups(job | {"script": kind}, job["bf16"])
+        steps = trl_ppo(job) if job["kind"] == "ppo" else trl_groups(job)
     print("\n" + json.dumps({"steps": steps[1:], "peak_gb": peak_gb()}))
 
 
@@ -418,118 +358,21 @@ def machine() -> dict:
     return info | {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def summary(runs: list[dict]) -> dict:
+def summary(runs: list[dict]) -> dict[str, float]:
     """Medians over the steps of all rounds of one system."""
     steps = [step for run in runs for step in run["steps"]]
     figures = {
-        "rollout_s": [s["rollout"] for s in steps],
         "tokens_per_s": [s["tokens"] / s["rollout"] for s in steps],
-        "tokens": [s["tokens"] for s in steps],
         "peak_gb": [run["peak_gb"] for run in runs],
     }
     if "update" in steps[0]:
         figures["update_s"] = [s["update"] for s in steps]
-        figures["step_s"] = [s["update"] + s["rollout"] for s in steps]
-        figures["step_ms_per_token"] = [
-            1000 * (s["update"] + s["rollout"]) / s["tokens"] for s in steps
-        ]
+        whole = [1000 * (s["update"] + s["rollout"]) / s["tokens"] for s in steps]
+        figures["step_ms_per_token"] = whole
     return {name: round(statistics.median(values), 4) for name, values in figures.items()}
 
 
-def rates(matrix: int = 1536, floats: int = 2**28) -> dict[str, float]:
-    """What the machine does at best: matrix products in GFLOP/s, reading memory in GB/s."""
-    found = {}
-    for name, dtype in (("bf16_gflops", torch.bfloat16), ("fp32_gflops", torch.float32)):
-        a = torch.randn(matrix, matrix, device=device()).to(dtype)
-        found[name] = 2 * matrix**3 / 1e9 / best_seconds(lambda a=a: a @ a)
-    big = torch.ones(floats, device=device())
-    found["gb_per_s"] = big.numel() * 4 / 1e9 / best_seconds(big.sum)
-    return {name: round(value) for name, value in found.items()}
-
-
-def best_seconds(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(10):
-        started = clock()
-        work()
-        seconds.append(clock() - started)
-    return min(seconds)
-
-
-def floor(job: dict, tokens: float, rates: dict[str, float]) -> dict:
-    """The least time for a program that decodes a token at a time: each token goes through every
-    matrix (2 operations a weight forward, 4 backward; a prompt once, the head for completions
-    alone), and every weight is read at each step of decoding, at the rates of the machine.
-    Attention, norms and all the rest cost nothing here.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.pytorch_utils import Conv1D
-
-    from plumbing.data import prompt_tokens
-
-    path = str(REPOSITORY / "tiny") if job["path"] == "tiny" else job["path"]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    head = model.get_output_embeddings().weight.numel()
-    linear = [m.weight.numel() for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D))]
-    body = sum(linear) - head
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    read = sum(len(prompt_tokens(tokenizer, p)) for p in prompts(job["model"], job["prompts"]))
-    forward = 2 * (body * (read + tokens) + head * tokens) / 1e9  # GFLOP
-    per_second = rates["bf16_gflops" if job["bf16"] else "fp32_gflops"]
-    gigabytes = (body + head) * (2 if job["bf16"] else 4) * job["max_new_tokens"] / 1e9
-    rollout = decoding = max(forward / per_second, gigabytes / rates["gb_per_s"])
-    if job["kind"] == "rollout":
-        return {"rollout_s": rollout, "tokens_per_s": tokens / rollout}
-    if job["kind"] == "ppo":  # old, reference, values, the reward model; 4 epochs of two models
-        rollout += 4 * forward / per_second
-        update = 4 * 2 * 3 * forward / per_second
-    else:  # the reference; then once forward and backward
-        rollout += forward / per_second
-        update = 3 * forward / per_second
-    step = rollout + update
-    return {"rollout_s": rollout, "tokens_per_s": tokens / decoding, "update_s": update} | {
-        "step_s": step, "step_ms_per_token": 1000 * step / tokens,
-    }  # fmt: skip
-
-
-def only_comparable(job: str, figures: dict) -> dict:
-    """TRL's PPO times its decoding alone, ours all before the update: only whole steps compare."""
-    parts = ("rollout_s", "tokens_per_s", "update_s") if job.startswith("ppo") else ()
-    return {name: value for name, value in figures.items() if name not in parts}
-
-
-def table(results: dict) -> str:
-    """Markdown: one row per job and system, and the ratio of the two."""
-    columns = "rollout_s tokens_per_s update_s step_s step_ms_per_token peak_gb".split()
-    lines = ["| job | system | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-    for job, systems in results["jobs"].items():
-        for system, figures in systems.items():
-            figures = only_comparable(job, figures)
-            cells = [f"{figures[c]:.3g}" if c in figures else "" for c in columns]
-            lines.append(f"| {job} | {system} | " + " | ".join(cells) + " |")
-        others = [figures for system, figures in systems.items() if system not in ("ours", "floor")]
-        if others:
-            mine, other = systems["ours"], others[0]
-            mine, other = only_comparable(job, mine), only_comparable(job, other)
-            pairs = [(mine.get(c), other.get(c)) for c in columns]
-            cells = [f"**{a / b:.2f}**" if a and b else "" for a, b in pairs]
-            lines.append(f"| {job} | ours / other | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-NAMES = {
-    "rollout-tiny": "rollout, embedded model",
-    "rollout-chat": "rollout, chat prompts",
-    "rollout-gpt2": "rollout, GPT-2",
-    "grpo-tiny": "GRPO, embedded model",
-    "grpo-chat": "GRPO, chat prompts",
-    "grpo-full": "GRPO, full length",
-    "grpo-gpt2": "GRPO, GPT-2",
-    "rloo-chat": "RLOO, chat prompts",
-    "ppo-full": "PPO, full length",
-}
-SHORT = {
+COLUMNS = {
     "tokens_per_s": "tokens per second of rollout",
     "update_s": "time of update",
     "step_ms_per_token": "time of step, per token",
@@ -537,77 +380,76 @@ SHORT = {
 }
 
 
-def ratios(results: dict) -> str:
+def ratios(jobs: dict[str, dict]) -> str:
     """Markdown: ours over the other's, a row per job."""
-    lines = [f"| ours / other | other | {' | '.join(SHORT.values())} |", "|---" * 6 + "|"]
-    for job, name in NAMES.items():
-        systems = results["jobs"][job]
-        other = next(system for system in systems if system not in ("ours", "floor"))
-        pair = [only_comparable(job, systems[system]) for system in ("ours", other)]
-        values = [[figures.get(column) for figures in pair] for column in SHORT]
-        cells = [f"{a / b:.2f}" if a and b else "" for a, b in values]
-        other = "TRL" if other == "trl" else f"`{other}`"
-        lines.append(f"| {name} | {other} | {' | '.join(cells)} |")
+    lines = [f"| ours / other | other | {' | '.join(COLUMNS.values())} |", "|---" * 6 + "|"]
+    for name, job in JOBS.items():
+        if name not in jobs:
+            continue
+        (mine, other), (_, system) = jobs[name].values(), jobs[name]
+        # TRL's PPO times its decoding alone, ours all before the update: whole steps compare.
+        parts = ("tokens_per_s", "update_s") if name.startswith("ppo") else ()
+        known = [c if c in mine and c not in parts else "" for c in COLUMNS]
+        cells = [f"{mine[c] / other[c]:.2f}" if c else "" for c in known]
+        system = "TRL" if system == "trl" else f"`{system}`"
+        lines.append(f"| {job['name']} | {system} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def measure(job: dict, systems: dict[str, str], rounds: int) -> dict[str, dict]:
+    """Both systems in turns, each with its Python: {system: medians}."""
+    runs = {system: [] for system in systems}
+    for _ in range(rounds):
+        for system, python in systems.items():
+            command = [python, __file__, "--worker", json.dumps(job | {"system": system})]
+            environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"])}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode != 0:
+                sys.exit(f"{job['name']}, {system}: {done.stderr[-2000:]}")
+            runs[system].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return {system: summary(found) for system, found in runs.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--jobs", nargs="*", help="default: all that can be run")
+    parser.add_argument("--jobs", nargs="*", choices=JOBS, help="default: all that can be run")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--chat_model", help="folder of a small chat model")
     parser.add_argument("--ppo_python", help="python of an environment with trl==1.12.0")
-    parser.add_argument("--trl_batch", type=int, default=8, help="rows per forward of TRL's update")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--bf16", type=int, help="1 or 0; default: where the device is fast at it")
-    parser.add_argument("--output", default=str(RESULTS))
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(json.loads(args.worker))
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"jobs": {}}
     if args.draw:
-        results = json.loads(Path(args.output).read_text())
-        return print(f"{ratios(results)}\n\n{table(results)}")
+        return print(ratios(before["jobs"]))
 
     torch.set_num_threads(args.threads)
-    has_trl = importlib.util.find_spec("trl") is not None
-    bf16 = fast_at_bfloat16(device()) if args.bf16 is None else bool(args.bf16)
-    results = {"machine": machine() | rates(), "bf16": bf16, "jobs": {}}
-    if Path(args.output).exists():  # the jobs that aren't measured now stay, if from this machine
-        before = json.loads(Path(args.output).read_text())
-        if before["machine"]["cpu"] == results["machine"]["cpu"]:
-            results["jobs"] = before["jobs"]
+    bf16 = fast_at_bfloat16(device())
+    results = {"machine": machine(), "bf16": bf16, "jobs": {}}
+    # The jobs that aren't measured now stay, if they are from this machine.
+    if before.get("machine", {}).get("cpu") == results["machine"]["cpu"]:
+        results["jobs"] = before["jobs"]
     with tempfile.TemporaryDirectory() as folder:
         paths = prepare(Path(folder), args.chat_model)
         for name in args.jobs or JOBS:
             job, kind = JOBS[name], name.split("-")[0]
-            if job["model"] not in paths or (kind == "ppo" and not args.ppo_python):
+            python = args.ppo_python if kind == "ppo" else sys.executable
+            if job["model"] not in paths or python is None:
                 print(f"{name}: left out, it needs --chat_model or --ppo_python")
                 continue
-            other = "model.generate" if kind == "rollout" else "trl" if has_trl else "plain"
             job = job | {"kind": kind, "path": paths[job["model"]], "threads": args.threads}
             job |= {"bf16": bf16 and job["model"] != "tiny", "scores": paths.get("scores")}
-            job |= {"trl_batch": args.trl_batch}
-            runs = {"ours": [], other: []}
-            for _ in range(args.rounds):
-                for system in runs:
-                    python = args.ppo_python if (kind, system) == ("ppo", "trl") else sys.executable
-                    command = [python, __file__, "--worker", json.dumps(job | {"system": system})]
-                    done = subprocess.run(
-                        command, capture_output=True, text=True,
-                        env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
-                    )  # fmt: skip
-                    if done.returncode != 0:
-                        sys.exit(f"{name}, {system}: {done.stderr[-2000:]}")
-                    runs[system].append(json.loads(done.stdout.strip().splitlines()[-1]))
-            figures = {system: summary(found) for system, found in runs.items()}
-            figures["floor"] = floor(job, figures["ours"]["tokens"], results["machine"])
-            results["jobs"][name] = figures
-            Path(args.output).write_text(json.dumps(results) + "\n")
-            print(table({"jobs": {name: results["jobs"][name]}}), flush=True)
+            other = "model.generate" if kind == "rollout" else "trl"
+            systems = {"ours": sys.executable, other: python}
+            results["jobs"][name] = measure(job, systems, args.rounds)
+            print(name, json.dumps(results["jobs"][name]), flush=True)
+            RESULTS.write_text(json.dumps(results) + "\n")
+    print(ratios(results["jobs"]))
 
 
 if __name__ == "__main__":
