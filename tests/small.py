@@ -80,7 +80,7 @@ def task_of(chat_template: str | None = None, **flags: object) -> Task:
     """The task of these flags, for a model with or without a chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
-    defaults = {"num_generations": 1, "max_new_tokens": 8, "task": "add"}
+    defaults = {"num_generations": 1, "max_new_tokens": 8, "task": "add", "device": "cpu"}
     return load_task(TaskConfig(**defaults | flags), tasks, reads_bytes(), tokenizer)
 
 
