@@ -36,7 +36,7 @@ from plumbing.errors import (
     optional_library,
 )
 from plumbing.forward import completion_logprobs, on_cpu, to
-from plumbing.models import choose_limits, context_length, eos_token_ids
+from plumbing.models import context_length, eos_token_ids
 from plumbing.rewards import (
     RewardFunction,
     call_reward,
@@ -108,8 +108,8 @@ def load_task(
     tokenizer: Tokenizer,
     heldout_only: bool = False,
 ) -> Task:
-    """The task that the flags name, of tasks.py; its prompts suit the policy. Now that the longest
-    prompt is known, choose_limits says how much a GPU computes at a time. Raises InputError.
+    """The task that the flags name, of tasks.py; its prompts suit the policy. On a GPU it also
+    says how much is computed at a time, because the longest prompt is known now. Raises InputError.
 
     heldout_only: none is trained on, and with --eval_prompts the task's own needn't suit the flags.
     """
@@ -135,7 +135,10 @@ def load_task(
     if config.reward_model:
         task.rewards[-1].check_prompts(prompts, config.max_new_tokens)
     _say_which_special_tokens_are_typed(task)
-    choose_limits(config, policy, task)
+    if config.device.startswith("cuda") and config.model != "tiny":
+        from plumbing.memory import choose_limits  # which a CPU doesn't need
+
+        choose_limits(config, policy, task)
     return task
 
 

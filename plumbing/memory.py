@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
+from plumbing.errors import first_line
 from plumbing.forward import WITHOUT_GRADIENT, chunk_size, worth_sharing
 from plumbing.models import add_adapter, mask_is_known, model_inputs
 
@@ -275,3 +276,32 @@ def largest_limits(
                 break
             limits = tried
     return limits
+
+
+def choose_limits(config: Any, policy: nn.Module, task: Any) -> None:
+    """Fill in --rollout_batch_size and --micro_batch_tokens where they aren't given: the largest
+    with which this run fits into the free memory of its GPU. Prints them.
+    """
+    names = [name for name in SMALLEST if getattr(config, name) is None]
+    if not names:
+        return
+    free, total = torch.cuda.mem_get_info(config.device)
+    # What this run holds already is part of what the formula counts.
+    memory = min(total, int(free + torch.cuda.memory_reserved(config.device) + CONTEXT))
+    adapter = next(iter(getattr(policy, "peft_config", {}).values()), None)
+    judge = task.rewards[-1].model.config if config.reward_model else None
+    fewest = max(config.num_generations, config.eval_generations, SMALLEST["rollout_batch_size"])
+    limits, why = SMALLEST | {"rollout_batch_size": fewest}, f"{memory / 1e9:.1f} GB are free"
+    try:
+        wanted = dataclasses.replace(config, lora_r=adapter.r if adapter else 0)
+        counts = count(wanted, base_model(policy).config, task.longest_prompt, judge)
+        limits = largest_limits(counts, wanted, task.longest_prompt, memory, limits)
+        wanted = dataclasses.replace(wanted, **limits)
+        needed = estimate(counts, wanted, task.longest_prompt, memory)["needed"]
+        if needed > memory:
+            why += f", and this run needs about {needed / 1e9:.1f} (see tools/fit.py)"
+    except Exception as e:  # whatever a model of another kind raises
+        why = f"the memory of this model can't be estimated ({first_line(e)})"
+    for name in names:
+        setattr(config, name, limits[name])
+    print(f"{why}: {' '.join(f'--{name} {limits[name]}' for name in names)}")

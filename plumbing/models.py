@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import threading
@@ -310,35 +309,6 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as e:
                 raise InputError(f"--gradient_checkpointing: {first_line(e)}") from e
-
-
-def choose_limits(config: Any, policy: PreTrainedModel, task: Any) -> None:
-    """On a GPU, fill in --rollout_batch_size and --micro_batch_tokens where they aren't given: the
-    largest that fit into its free memory, by the formula of memory.py. Prints them.
-    """
-    if not config.device.startswith("cuda") or config.model == "tiny":
-        return
-    from plumbing.memory import CONTEXT, SMALLEST, count, largest_limits  # which a CPU doesn't need
-
-    names = [name for name in SMALLEST if getattr(config, name) is None]
-    if not names:
-        return
-    free, total = torch.cuda.mem_get_info(config.device)
-    # What this run holds already is part of what the formula counts.
-    memory = min(total, int(free + torch.cuda.memory_reserved(config.device) + CONTEXT))
-    adapter = next(iter(getattr(policy, "peft_config", {}).values()), None)
-    judge = task.rewards[-1].model.config if config.reward_model else None
-    fewest = max(config.num_generations, config.eval_generations, SMALLEST["rollout_batch_size"])
-    limits, why = SMALLEST | {"rollout_batch_size": fewest}, f"{memory / 1e9:.1f} GB are free"
-    try:
-        wanted = dataclasses.replace(config, lora_r=adapter.r if adapter else 0)
-        counts = count(wanted, base_model(policy).config, task.longest_prompt, judge)
-        limits = largest_limits(counts, wanted, task.longest_prompt, memory, limits)
-    except Exception as e:  # whatever a model of another kind raises
-        why = f"the memory of this model can't be estimated ({first_line(e)})"
-    for name in names:
-        setattr(config, name, limits[name])
-    print(f"{why}: {' '.join(f'--{name} {limits[name]}' for name in names)}")
 
 
 def logits_from(

@@ -235,8 +235,10 @@ def test_the_limits_come_from_the_free_memory_and_a_resumed_run_keeps_them(
             run(**flags | more)
         config = json.loads((run.folder / "config.json").read_text())
         assert tuple(config[name] for name in names) == limits
-        printed = f"GB are free: --rollout_batch_size {limits[0]} --micro_batch_tokens {limits[1]}"
-        assert (printed in capsys.readouterr().out) == (more == {})
+        out = capsys.readouterr().out
+        printed = f"--rollout_batch_size {limits[0]} --micro_batch_tokens {limits[1]}"
+        assert (printed in out) == (more == {})
+        assert ("GB are free, and this run needs about" in out) == (free == 0 and not more)
 
 
 @pytest.mark.parametrize(
