@@ -16,7 +16,7 @@ from small import computed, contents, finished, job_maker, lines_of, run_undrawn
 import grpo
 import ppo
 import rloo
-from plumbing.errors import Fault, InputError
+from plumbing.errors import Fault
 from plumbing.run import FIELDS, read_state, write_state
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 6
@@ -137,7 +137,7 @@ def test_a_resumed_run_may_change_where_and_how_it_runs_and_nothing_that_it_comp
         assert contents(".") == before
 
 
-# --- Ctrl-C twice, kill -9, a full disk ---
+# --- Ctrl-C twice, kill -9 ---
 
 
 @pytest.mark.parametrize(
@@ -219,54 +219,24 @@ def test_kill_9_at_random_moments_never_leaves_a_run_that_cannot_go_on(run, star
     assert_same_run("run", "whole")
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint_whole(run, monkeypatch):
-    run(ppo, "--output_dir", "whole")
-    save = torch.save
-
-    def full(state, path):
-        save(state, path)
-        if state["step"] == 4:
-            Path(path).write_bytes(b"half of it")
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as m:
-        m.setattr(torch, "save", full)
-        code, text = run(ppo)
-    assert code == 1 and "No space left on device" in text
-    assert "run is saved up to step 2, --resume goes on from there" in text
-    assert run(ppo, "--resume")[0] == 0
-    assert_same_run("run", "whole")
-
-
 # --- The file of a checkpoint ---
 
 
-@pytest.mark.parametrize(("module", "name"), [("os", "fsync"), ("pathlib", "Path.replace")])
-def test_a_state_is_on_the_disk_before_it_takes_its_name(module, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["torch.save", "os.fsync", "pathlib.Path.replace"])
+def test_a_state_is_on_the_disk_before_it_takes_its_name(name, tmp_path, monkeypatch):
+    """Else a disk that fills up would take the checkpoint that is there."""
+
     def fail(*args):
+        if name == "torch.save":
+            args[1].write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
     path = tmp_path / "state.pt"
     write_state(path, dict.fromkeys(FIELDS, 1))
     with monkeypatch.context() as m, pytest.raises(Fault, match="No space left on device"):
-        m.setattr(f"{module}.{name}", fail)
+        m.setattr(name, fail)
         write_state(path, dict.fromkeys(FIELDS, 2))
     assert read_state(path)["step"] == 1 and len(list(tmp_path.iterdir())) == 1
-
-
-def test_every_byte_that_a_checkpoint_holds_counts(tmp_path):
-    """torch.load alone doesn't notice most of them."""
-    path = tmp_path / "state.pt"
-    weights = torch.randn(100_000)
-    write_state(path, dict.fromkeys(FIELDS, 0) | {"weights": {"a": weights}})
-    assert torch.equal(read_state(path)["weights"]["a"], weights)
-    data = path.read_bytes()
-    start = data.index(weights.numpy().tobytes())
-    for at in (data.index(b"generators"), start, start + 123_456, start + 399_999):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(InputError, match=r"state\.pt is damaged \(its checksum is wrong\)"):
-            read_state(path)
 
 
 def test_a_checkpoint_that_cannot_be_used_is_named_and_nothing_of_it_is_run(run):
