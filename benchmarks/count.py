@@ -1,4 +1,4 @@
-"""What a GPU would have to do, counted without one: kernels, bytes of logits, memory.
+"""What a GPU would have to do, counted without one: kernels, and bytes of logits.
 
   python benchmarks/count.py                 # five models; prints JSON, a line per model
   python benchmarks/count.py --models gpt2
@@ -25,7 +25,6 @@ import contextlib
 import copy
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -46,7 +45,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), str(REPOSITORY / "tests")]
 
 import memory  # noqa: E402
-from pretended_cuda import Graph, fresh, is_there, pretended_cuda, tensors_in  # noqa: E402
+from pretended_cuda import Graph, is_there, pretended_cuda, tensors_in  # noqa: E402
 
 import sampling  # noqa: E402
 from common import Rollout, disable_dropout  # noqa: E402
@@ -57,32 +56,16 @@ from plumbing.forward import completion_logprobs  # noqa: E402
 MODELS = {
     "gpt2": memory.MODELS["gpt2"],
     "SmolLM2-135M": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
+        **dict(zip(memory.SHAPE, (576, 1536, 30, 9, 3))), vocab_size=49152, tie_word_embeddings=True
     ),
     "Qwen2.5-0.5B": memory.MODELS["Qwen2.5-0.5B"],
     "Qwen3-0.6B": Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        **memory.QWEN,
+        **dict(zip(memory.SHAPE, (1024, 3072, 28, 16, 8))), head_dim=128, **memory.QWEN
     ),
     "gemma-3-270m": Gemma3TextConfig(
-        vocab_size=262144,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=1,
+        **dict(zip(memory.SHAPE, (640, 2048, 18, 4, 1))),
         head_dim=256,
+        vocab_size=262144,
         sliding_window=512,
     ),
 }
@@ -94,21 +77,17 @@ VIEWS = set(
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations on the device, and the memory that is taken at the same time."""
+    """Counts the operations on the device, and the bytes of logits that they read and write."""
 
     def __init__(self, vocab_size: int = 0, not_logits: int = 0) -> None:
         super().__init__()
         self.vocab_size, self.not_logits = vocab_size, not_logits
         self.kernels = collections.Counter()  # by name
         self.bytes = 0  # of logits, and what has their shape, that were read or written
-        self.now = self.peak = 0  # bytes
         self.graphs: list[int] = []  # the kernels of each graph that was replayed
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for x in fresh(result, args, kwargs or {}):
-            if is_there(x):
-                self.take(x.untyped_storage())
         if launches(function, args, kwargs, result):
             self.kernels[function.overloadpacket.__name__] += 1
             # A gather reads a few entries of a row, and "out" is the result.
@@ -122,15 +101,6 @@ class Counter(TorchDispatchMode):
         if x.dim() > 2:  # draw looks at blocks of 128 logits
             return self.vocab_size <= x.shape[1:].numel() < self.vocab_size + 128
         return x.dim() == 2 and x.shape[1] == self.vocab_size and x.shape[0] != self.not_logits
-
-    def take(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.give_back, size)
-
-    def give_back(self, size: int) -> None:
-        self.now -= size
 
 
 def launches(function, args: tuple, kwargs: dict | None, result: object) -> bool:
@@ -235,7 +205,6 @@ def count_update(model: nn.Module, rollout: Rollout) -> Counter:
     config = model.config.get_text_config()
     with Counter(config.vocab_size, not_logits=config.hidden_size) as counter:
         completion_logprobs(model.train(), rollout, 1.0, bf16=True)[0].sum().backward()
-
     return counter
 
 

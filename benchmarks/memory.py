@@ -1,12 +1,12 @@
 """The memory of a run: the peaks of real ones beside the estimates of tools/fit.py.
 
   python benchmarks/memory.py --model FOLDER    # SmolLM2-135M-Instruct
-  python benchmarks/memory.py --draw            # the tables alone, from memory.json
+  python benchmarks/memory.py --draw            # the tables of the page alone
 
 Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. It is
 made twice: as a user would ("measured"), and with an allocator that returns every block at once
-("in use"), which is what tensors hold at the same time. Prints a table of
-those runs, and writes estimates for popular models on a GPU into docs/performance.md.
+("in use"), which is what tensors hold at the same time. memory.json has those peaks and their
+estimates. Estimates for popular models on a GPU go into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -104,21 +104,6 @@ def measure(model: str, script: str, flags: str) -> dict[str, float]:
     return {name: round(x, 3) for name, x in (found | estimates).items()}
 
 
-def measured_table(results: dict[str, dict[str, float]]) -> str:
-    heads = "measured, GB | estimate | ratio | in use, GB | estimate | ratio"
-    lines = [f"| run | {heads} |", "|---" * 7 + "|"]
-    for name, found in results.items():
-        cells = []
-        for kind, guess in (("measured", "estimate"), ("in_use", "in_use_estimate")):
-            if kind not in found:
-                cells += [""] * 3
-                continue
-            values = found[kind], found[guess], found[guess] / found[kind]
-            cells += [f"{x:.2f}" for x in values]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def estimates() -> dict[str, dict[str, tuple[float, int | None]]]:
     """{method: {model: (GB that a GPU needs for the smallest limits, the smallest GPU)}}."""
     found: dict[str, dict[str, tuple[float, int | None]]] = {method: {} for method in METHODS}
@@ -169,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--draw", action="store_true", help="the tables from memory.json alone")
+    parser.add_argument("--draw", action="store_true", help="no runs, the tables of the page alone")
     parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
     options = parser.parse_args()
     if not options.model and not options.draw:
@@ -180,7 +165,6 @@ def main() -> None:
         results[name] = measure(options.model, script, flags)
         print(f"{name}: {results[name]}", flush=True)
         RESULTS.write_text(json.dumps(results) + "\n")
-    print(measured_table(results))
     write(PAGE, estimated_tables(estimates()))
 
 

@@ -27,7 +27,6 @@ REPOSITORY = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 SCRIPTS = ("ppo", "grpo", "rloo")
 UNUSED_SEED = 4242
-KINDS = ("sampled", "greedy")
 # What every run must reach: see passes.
 LOWEST_ACCURACY, LOWEST_GREEDY, LARGEST_DROP, LARGEST_KL = 0.95, 0.97, 0.05, 3.0
 
@@ -68,16 +67,6 @@ def passes(run: dict[str, float]) -> bool:
     return learnt and run["drop"] <= LARGEST_DROP and run["kl"] <= LARGEST_KL
 
 
-def in_order(results: dict[str, dict]) -> dict[str, dict]:
-    """By script, then by the number of threads, then by seed."""
-    names = [f"{script.upper()}, threads: {n}" for script in SCRIPTS for n in (1, 2)]
-    return {
-        name: {seed: results[name][seed] for seed in sorted(results[name], key=int)}
-        for name in names
-        if name in results
-    }
-
-
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """A line per script and number of threads."""
     lines = [
@@ -85,7 +74,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
         " | largest KL |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, by_seed in results.items():
+    for name, by_seed in sorted(results.items()):
         runs = [run for seed, run in by_seed.items() if seed != str(UNUSED_SEED)]
         sampled = [run["accuracy"] for run in runs]
         cells = [
@@ -125,7 +114,7 @@ def main() -> None:
     if not options.table:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(work, *zip(*jobs, strict=True)))
-    print(table(in_order(results)))
+    print(table(results))
 
 
 if __name__ == "__main__":
