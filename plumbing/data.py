@@ -384,29 +384,39 @@ def _order(seed: int, number: int, num_rows: int) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """The token ids of one prompt; of chat messages up to where the assistant's turn begins, or
-    goes on where the last message is the assistant's. Raises InputError where there is no chat
-    template, and for a prompt that gives no tokens.
+    """The token ids of one prompt, after which a completion follows. Raises InputError where there
+    is no chat template for its messages, and for a prompt that gives no tokens.
     """
     if isinstance(prompt, list) and tokenizer.chat_template is None:
         raise InputError("the prompts are chat messages, and the model has no chat template")
+    return token_ids(tokenizer, prompt, "the prompt", goes_on=True)
+
+
+def token_ids(tokenizer: Tokenizer, text: Prompt, what: str, goes_on: bool = False) -> list[int]:
+    """The token ids of a text, or of chat messages in their template. If it `goes_on`, chat
+    messages end where the assistant's turn begins, or goes on where the last message is the
+    assistant's, and text ends without EOS. Raises InputError, which says what the text is.
+    """
     try:
-        if isinstance(prompt, str):
-            found = tokenizer(prompt, return_special_tokens_mask=True)
+        if isinstance(text, str):
+            found = tokenizer(text, return_special_tokens_mask=True)
             ids, added = found.input_ids, found.special_tokens_mask
-            while ids and added[len(ids) - 1]:  # EOS or a separator: a completion follows
+            while goes_on and ids and added[len(ids) - 1]:  # EOS or a separator
                 ids = ids[:-1]
         else:
-            has_begun = prompt[-1]["role"] == "assistant"
-            turn = {"add_generation_prompt": not has_begun, "continue_final_message": has_begun}
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, **turn)
+            has_begun = goes_on and text[-1]["role"] == "assistant"
+            turn = {
+                "add_generation_prompt": goes_on and not has_begun,
+                "continue_final_message": has_begun,
+            }
+            written = tokenizer.apply_chat_template(text, tokenize=False, **turn)
             # The template writes BOS itself; add_special_tokens would put a second one in front.
-            ids = tokenizer(text, add_special_tokens=False).input_ids
+            ids = tokenizer(written, add_special_tokens=False).input_ids
     except Exception as e:  # half a surrogate pair, roles that the template does not know, ...
-        fault = f"{type(e).__name__}: {first_line(e)}"
-        raise InputError(f"the prompt {str(prompt)[:60]!a} can't be tokenised ({fault})") from e
+        fault = f"can't be tokenised ({type(e).__name__}: {first_line(e)})"
+        raise InputError(f"{what} {str(text)[:60]!a} {fault}; leave it out") from e
     if not ids:
-        raise InputError(f"the prompt {prompt!r} has no tokens")
+        raise InputError(f"{what} {text!r} has no tokens; leave it out")
     return without_second_bos(tokenizer, ids)
 
 

@@ -6,7 +6,6 @@ import math
 import random
 import statistics
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +31,7 @@ from plumbing.data import (
     split_prompts,
     text_of,
     text_or_messages,
-    without_second_bos,
+    token_ids,
 )
 from plumbing.errors import Fault, InputError, first_line
 from plumbing.metrics import Evaluation, Metrics, Totals
@@ -90,24 +89,16 @@ def text_ids(
     template where both are messages, else as text, with EOS at the end if `ends_with_eos`. Reward
     models are trained and asked with the same tokens. Raises InputError, which names the source.
     """
-    try:
-        if isinstance(completion, list) and tokenizer.chat_template is not None:
-            text = tokenizer.apply_chat_template(_joined(prompt, completion), tokenize=False)
-            # The template writes BOS itself; add_special_tokens would put a second one in front.
-            ids, ends_with_eos = tokenizer(text, add_special_tokens=False).input_ids, False
-        elif isinstance(completion, list):
-            ids = tokenizer("\n".join(m["content"] for m in _joined(prompt, completion))).input_ids
-        else:
-            ids = tokenizer(text_of(prompt) + completion if prompt else completion).input_ids
-    except Exception as e:  # half a surrogate pair, roles that the template doesn't know, ...
-        fault = f"can't be tokenised ({type(e).__name__}: {first_line(e)})"
-        text = f"{str(prompt)[:60]!a} with {str(completion)[:60]!a}"
-        raise InputError(f"{source}: {text} {fault}; leave it out") from e
-    ids, eos = without_second_bos(tokenizer, ids), tokenizer.eos_token_id
-    if ends_with_eos and eos is not None and ids[-1:] != [eos]:  # the text may hold one itself
-        ids = [*ids, eos]
-    if not ids:
-        raise InputError(f"{source}: the text {completion!r} has no tokens; leave it out")
+    if isinstance(completion, str):
+        text = prompt + completion
+    else:
+        text = _joined(prompt, completion)
+        if tokenizer.chat_template is None:
+            text = "\n".join(message["content"] for message in text)
+    ids, eos = token_ids(tokenizer, text, f"{source}:"), tokenizer.eos_token_id
+    is_text = isinstance(text, str)
+    if ends_with_eos and is_text and eos is not None and ids[-1] != eos:
+        ids = [*ids, eos]  # unless the text holds one itself
     return ids
 
 
@@ -316,59 +307,27 @@ def pair_of(row: object) -> dict:
         raise ValueError("not an object with keys")
     if lacks := [key for key in KEYS if key not in row]:
         raise ValueError(f'no key "{lacks[0]}"')
-    prompt = _role_and_content(row, "prompt", True) if row.get("prompt") else ""
+    prompt = text_or_messages(row["prompt"], "prompt") if row.get("prompt") else ""
     # An answer may be empty, a whole text may not.
-    texts = [_role_and_content(row, key, bool(prompt)) for key in KEYS]
+    texts = [text_or_messages(row[key], key, may_be_empty=bool(prompt)) for key in KEYS]
     margin = 0.0 if row.get("margin") is None else row["margin"]
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < 1e6:
         raise ValueError(f'"margin" is {margin!r}, and must be a number')
     if len({type(x) for x in texts}) == 2:
         raise ValueError('"chosen" and "rejected" must be both text or both messages')
     if isinstance(texts[0], list):
-        prompt, texts = _after_prompt(prompt, texts)
+        # Many datasets have whole conversations, and the prompt beside them once more.
+        if any(text[0]["role"] in ("system", "user") for text in texts):
+            prompt = ""
+        prompt = as_messages(prompt) if prompt else []
     elif isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
-    elif not prompt and texts[0] != texts[1]:
-        length = _common_length(*texts)
+    if not prompt and texts[0] != texts[1]:
+        # Of messages the last one is the answer, whatever it has in common with the other.
+        inner = (text[:-1] if isinstance(text, list) else text for text in texts)
+        length = [*(x == y for x, y in zip(*inner)), False].index(False)
         prompt, texts = texts[0][:length], [text[length:] for text in texts]
     return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
-
-
-def _role_and_content(row: dict, key: str, may_be_empty: bool) -> Prompt:
-    """What a row has under a key; of messages role and content, without what else a dataset keeps
-    there. Raises ValueError.
-    """
-    value = text_or_messages(row[key], key, may_be_empty)
-    if isinstance(value, str):
-        return value
-    return [{k: message[k] for k in ("role", "content")} for message in value]
-
-
-def _common_length(a: Sequence, b: Sequence) -> int:
-    return [*(x == y for x, y in zip(a, b)), False].index(False)
-
-
-def _after_prompt(prompt: Prompt, texts: list[list[dict]]) -> tuple[list[dict], list[list[dict]]]:
-    """The prompt as messages, and those of the two completions after it. Raises ValueError.
-
-    Many datasets have whole conversations, and the prompt beside them once more.
-    """
-    whole = any(text[0]["role"] in ("system", "user") for text in texts)
-    start = as_messages(prompt)
-    if not prompt:  # what the two have in common, but for the last message
-        length = _common_length(texts[0][:-1], texts[1][:-1])
-        return texts[0][:length], [text[length:] for text in texts]
-    if not whole:
-        return start, texts
-    if texts[0][0]["role"] == "system" != start[0]["role"]:
-        start = [texts[0][0], *start]
-    known = [(m["role"], m["content"].strip()) for m in start]
-    for text in texts:
-        if [(m["role"], m["content"].strip()) for m in text[: len(start)]] != known:
-            raise ValueError('the conversations don\'t begin with "prompt"; leave one of them out')
-        if len(text) == len(start):
-            raise ValueError("a conversation ends with its prompt")
-    return texts[0][: len(start)], [text[len(start) :] for text in texts]
 
 
 def _own_pairs(

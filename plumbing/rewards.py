@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,15 +110,13 @@ def call_reward(
     what = f"the reward function {getattr(reward, '__name__', type(reward).__name__)}"
     try:
         values = reward(**_arguments(reward, rows, texts, ids))
-        if inspect.isawaitable(values) or hasattr(values, "__aiter__"):
-            values = _event_loop().run_until_complete(_awaited(values))
+        if inspect.isawaitable(values):
+            values = _event_loop().run_until_complete(values)
         if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
             kind = type(values).__name__
             raise InputError(f"{what} must return a list of numbers or None, not a {kind}")
         # Here the code of a generator runs.
         values = list(values.detach() if isinstance(values, Tensor) else values)
-        if any(map(inspect.isawaitable, values)):
-            values = _event_loop().run_until_complete(_all_awaited(values))
     except BaseException as e:  # time-outs and cancelled tasks are no Exception
         if isinstance(e, (InputError, KeyboardInterrupt)) or is_out_of_memory(e):
             raise
@@ -163,20 +160,6 @@ def _arguments(
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The one in which all rewards are awaited: connections that they keep open belong to it."""
     return asyncio.new_event_loop()
-
-
-async def _awaited(values: Any) -> Any:
-    """What a coroutine returns or an asynchronous generator yields."""
-    if inspect.isawaitable(values):
-        return await values
-    return [value async for value in values]
-
-
-async def _all_awaited(values: list) -> list:
-    """The values, some of which are coroutines: they wait at the same time."""
-    waiting = [value for value in values if inspect.isawaitable(value)]
-    found = iter(await asyncio.gather(*waiting))
-    return [next(found) if inspect.isawaitable(value) else value for value in values]
 
 
 def _place(error: BaseException, reward: RewardFunction) -> str:

@@ -187,7 +187,7 @@ MUTATIONS = [
     ("completion_ids", "row[:length]", "row", "the ids for the reward hold padding"),
     ("Task.score", "score_texts(self.rewards, self.weights, rows, texts, completion_ids(rollout))", "score_texts(self.rewards, self.weights, rows, texts, [self.tokenizer(text).input_ids for text in texts])", "the text is encoded again for the reward"),
     ("decode", "ids[:-1] if finished else ids)", "ids)", "EOS is part of the text"),
-    ("prompt_tokens", "tokenizer(text, add_special_tokens=False)", "tokenizer(text)", "EOS after a chat prompt"),
+    ("token_ids", "tokenizer(written, add_special_tokens=False)", "tokenizer(written)", "EOS after a chat prompt"),
     ("without_second_bos", "ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids", "ids", "two BOS before a prompt"),
     ("encode_prompts", "pad_rows(ids, PADDING, \"left\", \"cpu\")", "pad_rows(ids, PADDING, \"right\", \"cpu\")", "prompts padded on the right"),
     ("RewardModel.__call__", "0, \"right\", device)", "0, \"left\", self.model.device)", "the reward model reads shifted positions"),
