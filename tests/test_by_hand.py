@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,7 @@ RUNS = {  # the kind of loss: the flags in which its run differs
     "cispo": {"loss_type": "cispo"},
     "rloo": {"entropy_coef": 0.4},
 }
+NOISE = torch.linspace(-0.3, 0.3, ROWS * 5).double().view(ROWS, 5)  # on the sampler's log-probs
 PROMPTS = ["x", "yy y", "zz", "w", "the", "a bc", "q", "rs", "to", "u", "p o", "n"] * 2
 REWARD = """
 def by_prompt(prompts, completions, **columns):
@@ -101,8 +103,9 @@ class Job:
         def sample_and_keep(policy, *args, **kwargs):
             self.models = [policy, *self.values]
             self.before.append(copy.deepcopy(self.models))
-            self.rollouts.append(sample(policy, *args, **kwargs))
-            return self.rollouts[-1]
+            rollout = sample(policy, *args, **kwargs)
+            self.rollouts.append(rollout)
+            return replace(rollout, logprobs=rollout.logprobs + NOISE)
 
         def clip_and_keep(parameters, max_norm):
             update = SimpleNamespace(gradients=[p.grad.clone() for p in parameters])
@@ -127,9 +130,11 @@ class Job:
     def second_step(self) -> list[SimpleNamespace]:
         """Its rows, up to their advantages, one for each token."""
         tokenizer, rollout, rows = letter_tokenizer(), self.rollouts[1], []
-        for tokens, real in zip(rollout.tokens, rollout.attention_mask, strict=True):
+        for i, (tokens, real) in enumerate(zip(rollout.tokens, rollout.attention_mask)):
             row = SimpleNamespace(prompt=tokens[:-5][real[:-5]].tolist())
             row.ids = tokens[-5:][real[-5:]].tolist()
+            row.drawn = rollout.logprobs[i, : len(row.ids)].double()
+            row.sampler = row.drawn + NOISE[i, : len(row.ids)]
             with torch.no_grad():
                 row.old, _, row.values = naive_forward(self.before[1], row)
                 row.ref, _, _ = naive_forward(self.before[0], row)
@@ -161,8 +166,8 @@ class Job:
         """By definition: (policy loss, the whole that is trained on, what is logged) of a
         minibatch.
         """
-        names = ("clipped", "ratio", "kl", "entropy", "row", "vf", "value_clipped")
-        log = {name: [] for name in names}
+        names = "clipped ratio kl entropy row vf value_clipped sampler_kl sampler_off"
+        log = {name: [] for name in names.split()}
         low, high = 1 - self.flags["clip_range"], 1 + self.flags["clip_range"]
         high = 1 + self.flags.get("clip_range_high", self.flags["clip_range"])
         losses, entropies = [], []  # of each row, the losses of its tokens or, in RLOO, of the row
@@ -176,6 +181,9 @@ class Job:
             d = logprobs - row.old
             log["kl"] += (0.5 * d**2).tolist()
             log["entropy"] += entropy.tolist()
+            off = row.sampler - row.old
+            log["sampler_kl"] += (off.neg().exp() - 1 + off).tolist()
+            log["sampler_off"] += off.abs().tolist()
             ratios = d.exp()
             if self.kind == "gspo":
                 ratios = d.mean().exp().repeat(len(d))
@@ -288,7 +296,7 @@ def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive)
         assert update.norm.item() == pytest.approx(length, rel=1e-8), "of other parameters?"
 
 
-@pytest.mark.problem("grpo_loop", 1, "loss_of_grpo loss_of_dr_grpo loss_of_dapo")
+@pytest.mark.problem("grpo_loop", 2, "loss_of_grpo loss_of_dr_grpo loss_of_dapo")
 def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
     parameters = parameters_of(copy.deepcopy(job.before[0]))
     optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
@@ -322,6 +330,8 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
         "policy/clipfrac_avg": mean("clipped"),
         "policy/entropy_avg": mean("entropy"),
         "val/ratio": mean("ratio"),
+        "val/sampler_kl": mean("sampler_kl"),
+        "val/sampler_max_dev": max(x for _, _, log in naive for x in log["sampler_off"]),
         "loss/policy_avg": statistics.mean(loss for loss, _, _ in naive),
         "val/num_eos_tokens": sum(row.ended for row in job.rows),
         "length/mean": num_tokens / ROWS,
@@ -377,8 +387,9 @@ def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(job, na
         for log in logs:  # of the last epoch
             at = [k for k, other in enumerate(log["row"]) if other == i]
             expected |= {name: [log[name][k] for k in at] for name in ("ratio", "clipped")}
+        expected["sampler_logprobs"] = row.sampler
         hint = "not drawn from softmax(logits / temperature), rounded to bfloat16?"
-        assert line["sampler_logprobs"] == pytest.approx(row.old.tolist(), abs=0.05), hint
+        assert torch.allclose(row.drawn, row.old, rtol=0, atol=0.05), hint
         for name, x in expected.items():
             values = line[name] if isinstance(line[name], list) else [line[name]]
             assert values == pytest.approx(list(map(float, x)), rel=6e-5, abs=1e-6), name

@@ -168,25 +168,6 @@ def test_a_seed_decides_the_run_and_evaluations_share_no_random_numbers_with_it(
 # --- The update ---
 
 
-@pytest.mark.problem("grpo_loop", 1, "grpo")
-@pytest.mark.parametrize(("warmup_steps", "rates"), [(0, [4, 3, 2, 1]), (3, [2, 4, 4, 2])])
-def test_each_minibatch_is_an_optimiser_step_and_the_learning_rate_rises_then_falls_to_0(
-    job, monkeypatch, warmup_steps, rates
-):
-    """In TRL's PPO num_mini_batches added no steps (huggingface/trl#5645). Without warm-up Adam's
-    first steps are as large as the learning rate, whatever the gradient says.
-    """
-    found = []
-
-    def note(result, optimizer, *args, **kwargs):
-        found.append(optimizer.param_groups[0]["lr"])
-
-    watch(monkeypatch, torch.optim.AdamW, "step", note)
-    flags = {"num_steps": 4, "num_epochs": 1, "num_mini_batches": 4, "learning_rate": 4e-3}
-    job(**flags, warmup_steps=warmup_steps, kl_coef=0)
-    assert found == pytest.approx([rate / 1000 for rate in rates for _ in range(4)])
-
-
 def test_gradient_checkpointing_changes_no_gradient_and_leaves_the_cache_on(job, monkeypatch):
     recorded, passes = record_gradients(monkeypatch), record_passes(monkeypatch)
     flags = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 1e-3, "kl_coef": 0.3}
