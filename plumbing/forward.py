@@ -155,7 +155,11 @@ def micro_batches(
         if not worth_sharing(num_rows, num_prompts, *wider, on_cuda):
             num_prompts = num_rows
         tokens = num_prompts * wider[0] + num_rows * wider[1]
-        too_many = max_tokens is not None and tokens > max_tokens
+        # A part that is large enough is not filled up with much shorter rows, mostly padding.
+        much_shorter = 3 * sum(widths) < 2 * sum(widest)
+        too_many = max_tokens is not None and (
+            tokens > max_tokens or (much_shorter and 4 * tokens > max_tokens)
+        )
         if batches[-1] and (too_many or len(batches[-1]) == max_rows):
             batches.append([])
             prompts, wider = set(), tuple(widths)

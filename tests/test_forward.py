@@ -125,7 +125,16 @@ def test_micro_batches_hold_every_row_once_and_no_more_than_allowed(max_rows, ma
         assert max_rows is None or len(batch) <= max_rows
         assert max_tokens is None or len(batch) == 1 or tokens <= max_tokens
     if (max_rows, max_tokens) == (None, 18):
-        assert [len(batch) for batch in batches] == [2, 3]
+        assert [len(batch) for batch in batches] == [1, 2, 2]
+
+
+def test_a_micro_batch_that_is_a_quarter_full_is_not_filled_up_with_much_shorter_rows():
+    """The rows have 12, 12, 12, 9, 7 and 2 tokens, prompts of 1 included."""
+    lengths = [11, 11, 11, 8, 6, 1]
+    rollout = make_rollout([[i] for i in range(6)], [[9] * n for n in lengths])
+    for max_tokens, expected in ((72, [4, 2]), (260, [5, 1]), (1000, [6])):
+        parts = micro_batches(rollout, max_tokens=max_tokens)
+        assert [len(rows) for rows, _ in parts] == expected
 
 
 def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others():
