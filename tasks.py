@@ -33,9 +33,7 @@ from plumbing.errors import InputError
 def add(chat: bool) -> Task:
     """Sums of two numbers of two digits; 1 for a right answer, else 0."""
     train, heldout = add_prompts(chat)
-    return Task(
-        train, heldout, [numeric_match], verifier=numeric_match, row_fault=answer_is_no_number
-    )
+    return Task(train, heldout, [numeric_match], verifier=numeric_match)
 
 
 def add_prompts(chat: bool = False) -> tuple[list[dict], list[dict]]:
@@ -61,16 +59,6 @@ def add_prompt(a: int, b: int, chat: bool) -> Prompt:
     if not chat:
         return f"{a}+{b}="
     return [{"role": "user", "content": f"Add the numbers {a} and {b}. Write only the equation."}]
-
-
-def answer_is_no_number(row: dict) -> str | None:
-    """Why this task can't use a row of --prompts; None if it can."""
-    if re.fullmatch(r"-?\d{1,18}", str(row.get("answer"))):
-        return None
-    return (
-        'needs a key "answer" with a number in each line, and'
-        f" {str(row['prompt'])[:60]!r} has {row.get('answer')!r}"
-    )
 
 
 # --- sentiment: openings of film reviews, rewarded by a list of words ---
@@ -157,7 +145,9 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     try:
         expected = [Decimal(str(a).replace(",", "")) for a in answer]
     except InvalidOperation as e:
-        raise InputError("the reward numeric_match needs a number as the answer of each row") from e
+        raise InputError(
+            "the reward numeric_match needs a number as each row's answer; or give --reward"
+        ) from e
     return [float(bool(n) and Decimal(n[-1]) == a) for n, a in zip(numbers, expected, strict=True)]
 
 
@@ -183,16 +173,6 @@ def gsm8k_strict(completions: list, answer: list[str], **columns) -> list[float]
     ]
 
 
-def answer_form(completions: list, **columns) -> list[float]:
-    """A partial reward for form: 0.5 for a single "####", 1 if a number alone follows it."""
-    scores = []
-    for text in map(text_of, completions):
-        _, *after = text.split("####")
-        number = len(after) == 1 and NUMBER.fullmatch(_plain(after[0]).strip())
-        scores.append(0.5 * (len(after) == 1) + 0.5 * bool(number))
-    return scores
-
-
 def _final(text: str) -> str:
     """The part of a text that holds its result."""
     for pattern in (MARKED, BOXED):
@@ -206,15 +186,10 @@ def _last_with_number(pattern: re.Pattern, text: str) -> str | None:
     return next((x for x in reversed(pattern.findall(text)) if _number(x) is not None), None)
 
 
-def _plain(text: str) -> str:
-    """Without the commas in numbers, which LaTeX writes as {,}, dollar signs and a last point."""
-    text = text.replace("{,}", ",").replace("\\$", "").replace("$", "")
-    return re.sub(COMMA, "", text).strip().removesuffix(".")
-
-
 def _number(text: str) -> Decimal | None:
-    """The last number of a text."""
-    found = NUMBER.findall(_plain(text))
+    """The last number of a text. LaTeX writes the commas in numbers as {,}."""
+    text = text.replace("{,}", ",").replace("\\$", "").replace("$", "")
+    found = NUMBER.findall(re.sub(COMMA, "", text))
     return Decimal(found[-1]) if found else None
 
 
@@ -266,7 +241,6 @@ NEGATIVE = frozenset(
 
 TASKS = {"add": add, "sentiment": sentiment}
 REWARDS = VERIFIERS | {
-    "answer_form": answer_form,
     "format_match": format_match,
     "brevity": brevity,
     "no_repetition": no_repetition,

@@ -65,7 +65,6 @@ class Task:
     rewards: list[RewardFunction]
     weights: list[float] = field(default_factory=list)  # one per reward; empty: all 1
     verifier: RewardFunction | None = None  # 1 for a right answer, 0 for a wrong one: eval/accuracy
-    row_fault: Callable[[dict], str | None] | None = None  # why `rewards` can't score a row
     name: str = "prompts"
     tokenizer: Tokenizer | None = None
     config: Any = None
@@ -134,7 +133,6 @@ def load_task(
     _check_prompts(config, policy, task)
     if config.reward_model:
         task.rewards[-1].check_prompts(prompts, config.max_new_tokens)
-    _say_which_special_tokens_are_typed(task)
     if config.device.startswith("cuda") and config.model != "tiny":
         from plumbing.memory import choose_limits  # which a CPU doesn't need
 
@@ -153,8 +151,9 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType, device: torch.devi
     is_verifier = next((spec for spec in config.reward if spec in tasks.VERIFIERS), None)
     if config.verifier or is_verifier:
         task.verifier = load_reward(config.verifier or is_verifier, tasks.REWARDS, "--verifier")
-    for name in {*config.reward, config.verifier} & tasks.VERIFIERS.keys():
-        check_answers(name, tasks.VERIFIERS[name], task.train + task.heldout)
+    for name, verifier in tasks.VERIFIERS.items():
+        if verifier in [*task.rewards, task.verifier]:
+            check_answers(name, verifier, task.train + task.heldout)
     if config.reward_model:
         from plumbing.preferences import RewardModel  # which most runs don't need
 
@@ -180,8 +179,9 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 def _load_prompts(config: Any, task: Task, chat: bool) -> None:
     """Put the prompts that the flags name into the task, in their template. Raises InputError."""
     template = text_or_file(config.prompt_template, "--prompt_template")
+    template = "{prompt}" if template is None else template
     system = text_or_file(config.system_prompt, "--system_prompt")
-    if template is not None and not names_in(template):
+    if not names_in(template):
         raise InputError("--prompt_template: names no column; {prompt} stands for the prompt")
     if system is not None and not chat:
         fault = "--system_prompt: the model has no chat template"
@@ -192,15 +192,8 @@ def _load_prompts(config: Any, task: Task, chat: bool) -> None:
         json.dumps(prompt, allow_nan=False)  # or samples.jsonl couldn't hold what messages have
         return row | {"prompt": prompt if system is None else after_system(system, prompt)}
 
-    def read(name: str, split: str, flag: str) -> list[dict]:
-        rows = read_rows(name, split, flag, ROW_FORMAT, with_prompt)
-        if task.row_fault is not None and not (config.reward or config.reward_model):
-            for fault in filter(None, map(task.row_fault, rows)):
-                raise InputError(f"{name}: task {config.task} {fault}; or give --reward")
-        return rows
-
     if config.prompts:
-        rows = read(config.prompts, "train", "--prompts")
+        rows = read_rows(config.prompts, "train", "--prompts", ROW_FORMAT, with_prompt)
         task.train, task.heldout = (rows, []) if config.eval_prompts else split_prompts(rows)
     else:  # those of the task itself, checked in the same way
         try:
@@ -210,7 +203,8 @@ def _load_prompts(config: Any, task: Task, chat: bool) -> None:
         except (ValueError, TypeError) as e:
             raise InputError(f"--task {config.task}: {e}") from e
     if config.eval_prompts:
-        task.heldout = read(config.eval_prompts, "test", "--eval_prompts")
+        name, flag = config.eval_prompts, "--eval_prompts"
+        task.heldout = read_rows(name, "test", flag, ROW_FORMAT, with_prompt)
 
 
 def read_rows(
@@ -274,17 +268,17 @@ def _from_datasets(name: str, split: str, flag: str) -> list[dict]:
         raise InputError(f"{flag} {name} (split {options['split']}): {fault}") from e
 
 
-def _prompt_of(row: object, template: str | None) -> Prompt:
+def _prompt_of(row: object, template: str) -> Prompt:
     """The prompt that a row holds, filled into the template. Raises ValueError."""
-    names = ["prompt"] if template is None else names_in(template)
     if not isinstance(row, dict):
-        raise ValueError(f'no key "{names[0]}"')
+        raise ValueError("not an object with keys")
+    names = names_in(template)
     for name in names:
         if name not in row:
             there = ", ".join(row) + did_you_mean(name, row)
             raise ValueError(f'no key "{name}", there are {there}')
     # One column alone may hold messages, which the template {messages} leaves as they are.
-    if template in (None, f"{{{names[0]}}}"):
+    if template == f"{{{names[0]}}}":
         return text_or_messages(row[names[0]], names[0])
     prompt = text_or_messages(row["prompt"], "prompt") if "prompt" in names else None
     if isinstance(prompt, list):  # the last message is filled in
@@ -446,15 +440,6 @@ def check_ids(model: PreTrainedModel, largest: int, what: str) -> None:
     if largest >= vocab_size:
         fault = f"its tokenizer gives id {largest}, and the model knows {vocab_size} tokens"
         raise InputError(f"{what}: {fault}: they don't belong together")
-
-
-def _say_which_special_tokens_are_typed(task: Task) -> None:
-    """Chat messages with the text of a special token in them may close their turn by themselves."""
-    pattern = re.compile("|".join(map(re.escape, special_tokens(task.tokenizer))) or "(?!)")
-    chats = [row["prompt"] for row in task.train + task.heldout if isinstance(row["prompt"], list)]
-    found = (pattern.search(message["content"]) for chat in chats for message in chat)
-    if first := next(filter(None, found), None):
-        print(f"A message has the text {first[0]!r}: the model reads it as the special token.")
 
 
 def encode_prompts(tokenizer: Tokenizer, rows: list[dict]) -> tuple[Tensor, Tensor]:

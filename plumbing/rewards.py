@@ -80,7 +80,7 @@ def check_answers(name: str, verifier: RewardFunction, rows: list[dict]) -> None
         return
     for row in rows:
         if row.get("answer") is None:
-            fault = f"the prompt {str(row['prompt'])[:60]!r} has none"
+            fault = f"the prompt {str(row['prompt'])[:60]!r} has none: add it, or give --reward"
             raise InputError(f"the reward {name} needs a column answer, and {fault}")
     verifier([""] * len(rows), answer=[row["answer"] for row in rows])
 

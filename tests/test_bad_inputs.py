@@ -104,7 +104,7 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--prompts damaged.parquet --reward brevity", "Parquet magic bytes not found"),
     ("ppo", "--prompts one_answer.jsonl --reward gsm8k", "and the prompt '2+2=' has none"),
     # Tasks and rewards
-    ("ppo", "--prompts no_answer.jsonl", 'needs a key "answer"'),
+    ("ppo", "--prompts no_answer.jsonl", "needs a column answer"),
     ("ppo", "--task sentimant", "not in tasks.py, which has add, sentiment"),
     ("ppo", "--reward better", "FILE.py:FUNCTION, or choose from"),
     ("ppo", "--verifier better", "--verifier better: write it as FILE.py:FUNCTION"),

@@ -107,7 +107,7 @@ def test_without_the_library_datasets_the_command_that_installs_it_is_named(monk
         ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
         ("[" * 100_000, "line 1: not JSON"),
         ('{"prompt": "a"}\n\n{"text": "b"}', 'line 3: no key "prompt"'),
-        ('["prompt"]', 'line 1: no key "prompt"'),
+        ('["prompt"]', "line 1: not an object"),
         ('{"prompt": 5}', "line 1"),
         ('{"prompt": ""}', "line 1"),
         ('{"prompt": [{"role": "user"}]}', 'line 1: a message has no "content"'),
@@ -136,14 +136,14 @@ def test_the_prompts_of_a_task_are_checked_as_those_of_a_file(part, fits, monkey
 @pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])
 @pytest.mark.parametrize(
     ("answer", "fits"),
-    [("46", True), (-46, True), ("0", True), ("Paris", False), ("4.6", False), (None, False)],
+    [("46", True), (-46, True), ("0", True), ("Paris", False), (None, False)],
 )
-def test_prompts_for_sums_need_a_whole_number_or_another_reward(flag, answer, fits, tmp_path):
+def test_prompts_for_sums_need_a_number_or_another_reward(flag, answer, fits, tmp_path):
     flags = {flag: write(tmp_path / "p.jsonl", [{"prompt": "x", "answer": answer}])}
     if fits:
         load(**flags)
     else:
-        with pytest.raises(InputError, match=r"p.jsonl: task add needs .*'x'.*; or give --reward"):
+        with pytest.raises(InputError, match=r"numeric_match needs a .*answer.* or give --reward"):
             load(**flags)
     load(reward=["brevity"], **flags)
 
@@ -316,12 +316,6 @@ def test_a_prompt_has_one_bos_no_eos_and_opens_or_continues_the_assistants_turn(
     }.values()
     ids, _ = encode_prompts(tokenizer, [row])
     assert tokenizer.decode(ids[0]) == expected
-
-
-def test_the_text_of_a_special_token_in_a_message_is_reported(tmp_path, capsys):
-    for text, reported in (("a<|endoftext|>b", True), ("a<|endof|>b", False)):
-        rows_of(write(tmp_path / "p.jsonl", [{"prompt": [message(text)]}]), chat=True)
-        assert ("reads it as the special token" in capsys.readouterr().out) == reported
 
 
 @pytest.mark.parametrize(

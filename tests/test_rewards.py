@@ -287,11 +287,6 @@ def test_gsm8k_reads_the_result_as_it_is_written(text, right, strict):
     assert REWARDS["gsm8k_strict"]([text], answer=answer) == [strict]
 
 
-def test_the_form_of_an_answer_has_a_reward_of_its_own():
-    texts = ["#### 72", "x\n#### 1,072 ", "#### 72 apples", "####", "#### 1 #### 1", "72", ""]
-    assert REWARDS["answer_form"](texts) == [1, 1, 0.5, 0.5, 0, 0, 0]
-
-
 def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
     path, own = tmp_path / "p.jsonl", f"{tmp_path}/mine.py:one"
     (tmp_path / "mine.py").write_text("def one(completions): return [1.0] * len(completions)")
