@@ -1,9 +1,10 @@
 """What a run leaves behind: metrics, samples, warnings, checkpoints, the model.
 
 A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
-step; the key `step` is the number of steps before it), samples.jsonl, tokens.jsonl, model/ in
-Hugging Face format (with an adapter merged, and adapter/ beside it), checkpoint/state.pt for
---resume, and curve.png. A run that is overwritten is renamed to <folder>.old.
+step; the key `step` is the number of steps before it), samples.jsonl, tokens.jsonl,
+warnings.jsonl, model/ in Hugging Face format (with an adapter merged, and adapter/ beside it),
+checkpoint/state.pt for --resume, and curve.png. A run that is overwritten is renamed to
+<folder>.old.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from plumbing.errors import (
 from plumbing.metrics import Evaluation, Meter, Metrics, headline, sample_records
 from plumbing.tokens import token_records
 
-FILES = ("metrics", "samples", "tokens")  # .jsonl
-FIELDS = """weights optimizer generators torch cuda step metrics samples tokens first_metrics
-warned""".split()  # of a checkpoint
+FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
+# What a checkpoint holds; of a file, where it ended.
+FIELDS = [*FILES, *"weights optimizer generators torch cuda step first_metrics warned".split()]
 
 
 class Run:
@@ -165,6 +166,7 @@ class Run:
         for name, text in meter.warnings(self.history, self.config.bf16):
             if name not in self.warned:
                 self.warned.add(name)
+                self._append("warnings", [{"step": step, "text": text}])
                 tqdm.write(f"warning, step {step}: {text}")
         self.bar.set_postfix_str(meter.progress(metrics))
 

@@ -164,9 +164,11 @@ def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(st
 
 
 def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_job, capsys):
-    make_job(ppo)(num_steps=3, temperature=0.001)  # always the same tokens, to the limit
-    output = capsys.readouterr().out
-    assert output.count("of the completions were cut at --max_new_tokens") == 1
+    job = make_job(ppo)
+    job(num_steps=3, temperature=0.001)  # always the same tokens, to the limit
+    output, kept = capsys.readouterr().out, (job.folder / "warnings.jsonl").read_text()
+    for text in (output, kept):
+        assert text.count("of the completions were cut at --max_new_tokens") == 1
     assert "warning, step 0: " in output and "groups" not in output
 
 
