@@ -291,29 +291,15 @@ def text_or_messages(value: object, name: str, may_be_empty: bool = False) -> Pr
     """What a row has under the key `name`, if it is text or messages. Raises ValueError."""
     if isinstance(value, str) and (value or may_be_empty):
         return value
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
         raise ValueError(f'"{name}" is neither text nor messages, or is empty')
-    return [text_message(message) for message in value]
-
-
-def text_message(message: object) -> dict[str, Any]:
-    """A chat message whose content is one text: it may come as a list of parts, as OpenAI writes
-    it, and be left out beside tool calls. Raises ValueError.
-    """
-    if not isinstance(message, dict):
-        raise ValueError('a message has no "content"')
     # A table has every key in every row, and templates ask whether a message has `tool_calls`.
-    message = {key: value for key, value in message.items() if value is not None}
-    content = message.get("content", "" if "tool_calls" in message else None)
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise ValueError('a message has parts that are no text, such as {"type": "image"}')
-        content = "".join(parts)
-    for key, value in (("content", content), ("role", message.get("role"))):
-        if not isinstance(value, str):
-            raise ValueError(f'a message has no "{key}"')
-    return message | {"content": content}
+    messages = [{key: x for key, x in message.items() if x is not None} for message in value]
+    for message in messages:
+        for key in ("content", "role"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f'a message has no text as "{key}"')
+    return messages
 
 
 def names_in(template: str) -> list[str]:

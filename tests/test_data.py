@@ -110,8 +110,8 @@ def test_without_the_library_datasets_the_command_that_installs_it_is_named(monk
         ('["prompt"]', "line 1: not an object"),
         ('{"prompt": 5}', "line 1"),
         ('{"prompt": ""}', "line 1"),
-        ('{"prompt": [{"role": "user"}]}', 'line 1: a message has no "content"'),
-        ('{"prompt": [{"content": "a"}]}', 'line 1: a message has no "role"'),
+        ('{"prompt": [{"role": "user"}]}', 'line 1: a message has no text as "content"'),
+        ('{"prompt": [{"content": "a"}]}', 'line 1: a message has no text as "role"'),
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "line 1: .* no text"),
     ],
 )
@@ -122,15 +122,11 @@ def test_a_fault_in_a_file_is_named_with_its_line(text, fault, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("part", "fits"), [({"type": "text", "text": "a"}, True), ({}, False)])
-def test_the_prompts_of_a_task_are_checked_as_those_of_a_file(part, fits, monkeypatch):
-    rows = [{"prompt": [message([part])]}]
+def test_the_prompts_of_a_task_are_checked_as_those_of_a_file(monkeypatch):
+    rows = [{"prompt": [message(None)]}]
     monkeypatch.setitem(tasks.TASKS, "mine", lambda chat: Task(rows, rows, [tasks.brevity]))
-    if fits:
-        assert load(chat=True, task="mine").train == [{"prompt": [message("a")]}]
-    else:
-        with pytest.raises(InputError, match=r"^--task mine: a message has parts that are no text"):
-            load(chat=True, task="mine")
+    with pytest.raises(InputError, match=r"^--task mine: a message has no text as .content"):
+        load(chat=True, task="mine")
 
 
 @pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])
@@ -177,7 +173,11 @@ def test_a_column_alone_is_the_prompt_text_or_messages_as_they_are(tmp_path):
         ("{n}", {"n": 3}, 'line 1: "n" is neither text nor messages'),
         ("<{prompt}>", {"prompt": ""}, 'line 1: "prompt" is neither .* or is empty'),
         ("<{prompt}>", {"prompt": []}, 'line 1: "prompt" is neither'),
-        ("<{prompt}>", {"prompt": [{"role": "user"}]}, 'line 1: a message has no "content"'),
+        (
+            "<{prompt}>",
+            {"prompt": [{"role": "user"}]},
+            'line 1: a message has no text as "content"',
+        ),
     ],
 )
 def test_a_template_that_does_not_fit_a_row_is_refused_in_one_line(template, row, fault, tmp_path):
@@ -277,7 +277,7 @@ def test_prompts_are_padded_on_the_left_and_masked():
 
 
 BEGUN = [message("q"), message("So", "assistant")]
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,6 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
         ([message("<s>a", "system")], "<s>[system]<s>a;[assistant]"),
         ([message("<s>a", "")], "<s>a;[assistant]"),
         (BEGUN, "<s>[user]q;[assistant]So"),
-        ([message([{"type": "text", "text": "a"}, "b"])], "<s>[user]ab;[assistant]"),
         ([message("q") | {"tool_calls": None}], "<s>[user]q;[assistant]"),
         ([CALL, message("3", "tool")], "<s>[assistant];(1)[tool]3;[assistant]"),
         ([message("")], "<s>[user];[assistant]"),
