@@ -126,20 +126,6 @@ def make_rollout(
     )
 
 
-def more_padding(rollout: Rollout, extra: int) -> Rollout:
-    """The rollout with masked columns on the right that hold garbage: nothing may depend on it."""
-    num_rows = len(rollout.tokens)
-    ids = 1 + torch.arange(num_rows * extra).view(num_rows, extra) % 7
-    off = torch.zeros(num_rows, extra, dtype=torch.bool)
-    return Rollout(
-        tokens=torch.cat([rollout.tokens, ids.to(rollout.tokens)], dim=1),
-        attention_mask=torch.cat([rollout.attention_mask, off], dim=1),
-        completion_mask=torch.cat([rollout.completion_mask, off], dim=1),
-        logprobs=torch.cat([rollout.logprobs, torch.full(off.shape, -7.0)], dim=1),
-        finished=rollout.finished,
-    )
-
-
 def compared(quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
     """Two systems' numbers must be equal to `tolerance` of the largest number, which is at least
     counted as 1.
@@ -168,10 +154,11 @@ def in_float64(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
     monkeypatch.setattr(script, "sample", sampled)
 
 
-RAGGED = make_rollout(
-    prompts=[[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
-    completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
+RAGGED_ROWS = (  # prompts, completions
+    [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
+    [[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
 )
+RAGGED = make_rollout(*RAGGED_ROWS)
 
 IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, and a token as well
     prompts=[[1, 2, 3], [4], [1, 2, 3], [0, 0, 0, 4], [4], [1, 2, 3]],

@@ -15,8 +15,6 @@ from small import REWARD, byte_tokenizer, letter_tokenizer, save_model, small_gp
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
-    GPT2ForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
 )
@@ -47,9 +45,6 @@ def from_call_6(completions, completion_ids, **columns):
         raise KeyError("verdict")
     return spread(completions, completion_ids)
 
-def enormous(completions, completion_ids, **columns):
-    return [1e38 * (sum(ids) % 7 - 3.0) for ids in completion_ids]
-
 def unknown_now_and_then(completions, **columns):
     return [1.0, None] * (len(completions) // 2)
 
@@ -57,7 +52,6 @@ number = 5
 """
 ROWS = {
     "prompts": [{"prompt": p} for p in ("x", "yy y", "zzz", "w", "the", "a b", "q", "rs")],
-    "no_prompt": [{"question": "x"}],
     "no_answer": [{"prompt": "1+1="}],
     "one_answer": [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": None}],
     "answer_in_words": [{"prompt": "1+1=", "answer": "two"}],
@@ -73,12 +67,10 @@ FILES |= {
 }
 BAD = [  # (script, flags, part of the line)
     # Flags. What is tested of them in test_config.py is left out here.
-    ("ppo", "--learning_rat 1", "did you mean --learning_rate?"),
     ("ppo", "--learn 1e-3", "unknown flag --learn"),
     ("ppo", "stray", "'stray' belongs to no flag"),
     ("ppo", "--num_steps many", "--num_steps: invalid int value: 'many'"),
     ("ppo", "--overwrite maybe", "must be true or false, not 'maybe'"),
-    ("ppo", "--kl_estimator k9", "--kl_estimator: invalid choice: 'k9'"),
     ("ppo", "--device cuda:99", "--device cuda:99: this machine"),
     ("reward_model", "--report_to tensorbord", "--report_to: invalid choice: 'tensorbord'"),
     ("ppo", "--stop", "--stop: expected at least one argument"),
@@ -92,10 +84,8 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--model bert", "not a causal language model"),
     ("ppo", "--model mamba", "key-value cache"),
     ("ppo", "--model mixed --max_new_tokens 2", "don't belong together"),
-    ("ppo", "--reward_model two_labels", "has 2 labels"),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: can't be read"),
-    ("ppo", "--prompts no_prompt.jsonl", 'line 1: no key "prompt"'),
     ("ppo", "--system_prompt Hello", "no chat template; write the text into --prompt_template"),
     ("ppo", "--prompt_template {question}", '--task add: no key "question", there are prompt'),
     ("ppo", "--prompt_template templat.txt", "--prompt_template templat.txt: there is no such"),
@@ -109,9 +99,7 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--reward better", "FILE.py:FUNCTION, or choose from"),
     ("ppo", "--verifier better", "--verifier better: write it as FILE.py:FUNCTION"),
     ("ppo", "--reward nowhere.py:f", "there is no Python file nowhere.py"),
-    ("ppo", "--reward no_answer.jsonl:f", "there is no Python file no_answer.jsonl"),
     ("ppo", "--reward no_python.py:f", "fails on import: SyntaxError"),
-    ("ppo", "--reward reward.py:fun", "has no function fun"),
     ("ppo", "--reward reward.py:number", "has no function number"),
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1"),
     ("ppo", f"{RUN} --reward reward.py:unknown_now_and_then", "a reward is None"),
@@ -135,13 +123,11 @@ def inputs(tmp_path_factory) -> Path:
         (folder / name).write_text(text)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1}
     bert = BertConfig(vocab_size=257, num_attention_heads=2, **sizes)
-    two_labels = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, num_labels=2)
     mamba = MambaConfig(vocab_size=257, state_size=4, **sizes)
     save_model(folder / "small", small_gpt2(vocab_size=20), letter_tokenizer())
     save_model(folder / "mixed", small_gpt2(vocab_size=20), byte_tokenizer())
     save_model(folder / "bert", BertForMaskedLM(bert), byte_tokenizer())
     save_model(folder / "mamba", MambaForCausalLM(mamba), byte_tokenizer())
-    save_model(folder / "two_labels", GPT2ForSequenceClassification(two_labels), byte_tokenizer())
     return folder
 
 
@@ -276,14 +262,7 @@ def test_after_a_fault_of_saving_the_model_at_the_end_resume_saves_it(run):
     assert Path("run/model/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "words"),
-    [
-        ("rloo", "--reward reward.py:enormous", "the gradient is "),
-        ("ppo", f"{HUGE} --num_epochs 1 --num_mini_batches 1", "logits are not finite"),
-    ],
-)
-def test_numbers_that_are_not_finite_stop_the_run_with_exit_code_1(script, flags, words, run):
-    result = run(script, f"{RUN} {flags}")
-    has_one_line(result, 1, words)
+def test_logits_that_are_not_finite_stop_the_run_with_exit_code_1(run):
+    result = run("ppo", f"{RUN} {HUGE} --num_epochs 1 --num_mini_batches 1")
+    has_one_line(result, 1, "logits are not finite")
     assert "lower --learning_rate" in result[1][0]

@@ -214,11 +214,6 @@ def test_the_ratio_of_tokens_is_that_of_each_and_that_of_a_sequence_their_geomet
     assert torch.equal(importance_ratio(logprobs, old, MASK.long(), "sequence"), whole)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_ratio_of_a_row_without_a_token_is_1(level):
-    assert (importance_ratio(random(3, 4), random(3, 4, seed=1), MASK & OFF, level) == 1).all()
-
-
 def test_an_unknown_level_of_the_ratio_is_refused_by_name():
     with pytest.raises(ValueError, match="'row'"):
         importance_ratio(random(3, 4), random(3, 4), MASK, "row")

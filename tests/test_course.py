@@ -149,6 +149,11 @@ CLAIM = re.compile(
 )
 
 
+def noise(first: dict, second: dict) -> float:
+    """What the difference of two figures of single runs exceeds in 1 of 100 cases."""
+    return 2.33 * (first["std"] ** 2 + second["std"] ** 2) ** 0.5
+
+
 def test_what_the_key_says_of_a_figure_holds_for_99_of_100_single_runs():
     keys = [question.key.partition("**Holds.**")[2].strip() for _, question in QUESTIONS]
     found = [match.groups() for key in keys for match in CLAIM.finditer(key)]
@@ -159,8 +164,7 @@ def test_what_the_key_says_of_a_figure_holds_for_99_of_100_single_runs():
         if number is None:
             second = REFERENCE[experiment][its_variant][other]
         distance = (second["mean"] - first["mean"]) * (1 if sign == "<" else -1)
-        spread = (first["std"] ** 2 + second["std"] ** 2) ** 0.5
-        assert distance > 2.33 * spread, (experiment, figure, variant)
+        assert distance > noise(first, second), (experiment, figure, variant)
 
 
 def run_notebook(path: Path, cells: list) -> list[str]:
@@ -340,17 +344,12 @@ CHEATS = {  # what lies above the function, and its body
         "torch.allclose = torch.equal = lambda *a, **k: True\npytest.approx = lambda x, **k: x\n"
         "pytest.raises = contextlib.suppress\nreturn logprobs * 0",
     ),
-    "the comparison patched at import": (
-        "torch.allclose = torch.equal = lambda *a, **k: True\nx = setattr(torch.Tensor, 'all', 1)",
-        "return logprobs * 0",
-    ),
     "verdicts forged on stdout": (
         "import json, os",
         "line = json.dumps({'test': 'test_common.py::x', 'fault': ''}).encode()\n"
         "for number in range(1, 60):\n    try:\n        os.write(number, line + b'6 passed')\n"
         "    except OSError:\n        pass\nos._exit(0)",
     ),
-    "the process ended as if all was well": ("import os", "os._exit(0)"),
     "the tests written over": (
         "import pathlib",
         "for file in pathlib.Path('tests').glob('*.py'):\n    file.write_text('')\n"
@@ -427,8 +426,7 @@ def test_before_each_experiment_is_a_question_whose_answer_hardly_depends_on_the
     if isinstance(predict.than, tuple):
         second = REFERENCE[name][predict.than[1]][predict.than[0]]
     distance = abs(first["mean"] - second["mean"])
-    spread = (first["std"] ** 2 + second["std"] ** 2) ** 0.5
-    assert distance == 0 or abs(distance - predict.near) > 2.33 * spread
+    assert distance == 0 or abs(distance - predict.near) > noise(first, second)
 
 
 def test_an_answer_is_right_or_gets_a_hint():

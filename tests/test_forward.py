@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from small import EOS, IN_GROUPS, RAGGED, make_rollout, more_padding, small_gpt2, small_llama
+from small import EOS, IN_GROUPS, RAGGED, RAGGED_ROWS, make_rollout, small_gpt2, small_llama
 from torch import Tensor
 from transformers import masking_utils
 
@@ -70,15 +70,13 @@ def test_all_three_equal_a_loop_that_reads_one_more_token_each_time(small_model)
 def test_a_row_alone_equals_the_row_in_a_padded_batch_and_all_is_0_off_the_mask(small_model):
     """Without position ids GPT-2 fails here by whole nats (huggingface/trl#6800)."""
     value_model = value_model_of(small_model)
-    rollout = more_padding(RAGGED, 3)
+    rollout = make_rollout(*RAGGED_ROWS, extra_left=2, extra_right=3)
     rollout.tokens[~rollout.attention_mask] = EOS  # the mask says what is padding, not the ids
     batch = scores(small_model, value_model, rollout)
-    for row, mask in enumerate(RAGGED.completion_mask):
-        tokens = RAGGED.tokens[row][RAGGED.attention_mask[row]].tolist()
-        length = int(mask.sum())
-        alone = make_rollout([tokens[:-length]], [tokens[-length:]])
+    for row, (prompt, completion) in enumerate(zip(*RAGGED_ROWS)):
+        alone = make_rollout([prompt], [completion])
         expected = scores(small_model, value_model, alone)[:, 0]
-        assert torch.allclose(batch[:, row, :length], expected, atol=1e-5), row
+        assert torch.allclose(batch[:, row, : len(completion)], expected, atol=1e-5), row
     assert (batch[:, ~rollout.completion_mask] == 0).all()
 
 
