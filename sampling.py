@@ -79,70 +79,43 @@ def generate(
     prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
     prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
     decoder = decoder or Decoder(model)
-    how = (temperature, top_k, top_p)
-    settings = (len(prompt_ids), max_new_tokens, how, tuple(eos_token_ids))
-    if settings not in decoder.draws:
-        decoder.draws[settings] = Draws(*settings, model.device)
-    draws = decoder.draws[settings]
+    decoder.make_room(*prompt_ids.shape, max_new_tokens)
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
-    draws.uniforms.uniform_(generator=generator)
-    draws.ends.zero_()
+    decoder.uniforms[:max_new_tokens, : len(prompt_ids)].uniform_(generator=generator)
+    tokens, logprobs, ends = (  # (B, T)
+        x[: len(prompt_ids), :max_new_tokens]
+        for x in (decoder.tokens, decoder.logprobs, decoder.ends)
+    )
+    eos = to(model.device, torch.tensor(eos_token_ids, dtype=torch.long))
     with evaluating(model):
-        decoder.start(prompt_ids, prompt_mask, draws)  # the prompts, and the first token of each
-        seen = 0  # tokens in which stop strings were looked for
+        # The prompts, and the first token of each.
+        decoder.start(prompt_ids, prompt_mask, draw, (temperature, top_k, top_p))
+        seen = 0  # tokens in which ends were looked for
         while True:
             if decoder.may_wait() or decoder.num_drawn == max_new_tokens:
                 rows = decoder.rows[: decoder.num_rows]  # which of the B rows are left
+                new = slice(seen, decoder.num_drawn)
+                ends[rows, new] = torch.isin(tokens[rows, new], eos)
                 if stop is not None:  # a string that begins in the prompt doesn't count
                     for t in range(seen, decoder.num_drawn):
-                        draws.ends[rows, t] |= stop(draws.tokens[rows, : t + 1], None)
+                        ends[rows, t] |= stop(tokens[rows, : t + 1], None)
                 seen = decoder.num_drawn
                 if seen == max_new_tokens or not decoder.drop_ended():
                     break
             decoder.step()  # a forward pass over the tokens just drawn, then the next ones
 
     # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
-    drawn_mask = completion_mask(draws.ends.long(), [1])
-    if decoder.half == torch.float16 and not draws.logprobs[drawn_mask].isfinite().all():
+    drawn_mask = completion_mask(ends.long(), [1])
+    if decoder.half == torch.float16 and not logprobs[drawn_mask].isfinite().all():
         raise Fault("the model's logits are not finite in float16: give --fp16 false")
-    tokens = draws.tokens.masked_fill(~drawn_mask, pad_token_id)
+    tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
         tokens=torch.cat([to(model.device, prompt_ids), tokens], dim=1),
         attention_mask=torch.cat([to(model.device, prompt_mask), drawn_mask], dim=1),
         completion_mask=drawn_mask,
-        logprobs=draws.logprobs.masked_fill(~drawn_mask, 0),
-        finished=draws.ends.any(dim=1),
+        logprobs=logprobs.masked_fill(~drawn_mask, 0),
+        finished=ends.any(dim=1),
     )
-
-
-class Draws:
-    """The tokens of B rows, T at most, that are drawn one after the other. A CUDA graph writes into
-    these tensors: they serve all rollouts with the same settings.
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        max_new_tokens: int,
-        how: tuple[float, int, float],
-        eos_token_ids: tuple[int, ...],
-        device: torch.device,
-    ) -> None:
-        self.settings = (num_rows, max_new_tokens, how, eos_token_ids)
-        self.how, shape = how, (num_rows, max_new_tokens)
-        self.uniforms = torch.empty(max_new_tokens, num_rows, device=device)
-        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(shape, device=device)
-        # An EOS, or the token that completes a stop string.
-        self.ends = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.eos = to(device, torch.tensor(eos_token_ids, dtype=torch.long))
-
-    def take(self, logits: Tensor, rows: Tensor, t: Tensor) -> Tensor:
-        """Draw token t (1,) of the rows (R,) from logits (R, V): (R,)."""
-        drawn, logprobs = draw(logits, self.uniforms[t, rows], *self.how)
-        self.tokens[rows, t], self.logprobs[rows, t] = drawn, logprobs
-        self.ends[rows, t] = torch.isin(drawn, self.eos)
-        return drawn
 
 
 def draw(
@@ -180,7 +153,8 @@ def draw(
     blocks = largest.new_empty(num_rows, -(-vocab_size // 128), 128)
     weights = blocks.view(num_rows, -1)
     torch.sub(logits, largest, out=weights[:, :vocab_size]).exp_()
-    weights[:, vocab_size:] = 0
+    if vocab_size % 128:
+        weights[:, vocab_size:] = 0
     sums = blocks.sum(-1)
     total = sums.sum(-1)
     cumulative = sums.cumsum(-1)
@@ -199,5 +173,5 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     """
     # Rounding must not carry the threshold past the end, nor on to a token of probability 0.
     total = cumulative[:, -1:]
-    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
+    threshold = torch.minimum(threshold, total * (1 - 2**-24))  # the float32 below
     return torch.searchsorted(cumulative, threshold, right=True), threshold

@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -28,13 +29,24 @@ from plumbing.half import half_precision_copy
 from plumbing.models import mask_is_known, model_inputs
 
 COLUMNS = 128  # tensors of one shape hold a multiple of so many tokens
+num_updates = 0  # of any weights
+
+
+def _count_update(*_: object) -> None:
+    global num_updates
+    num_updates += 1
+
+
+register_optimizer_step_post_hook(_count_update)
 
 
 class Decoder:
     """Decodes batches of B rows with one model: `start` draws a first token of each row, `step` the
     next ones. `with decoder:` is a rollout, in which the weights don't change.
 
-    Rows that have ended are dropped on the way: `rows` (B,) says first which `num_rows` are left.
+    tokens, logprobs, ends: (B, T) at least, filled by and by. uniforms (T, B): random numbers that
+    they are drawn with. Rows that have ended are dropped on the way: `rows` (B,) says first which
+    `num_rows` are left.
     half: decode with weights rounded to this type. static: tensors of one shape for many tokens, as
     a CUDA graph needs; default: on CUDA.
     """
@@ -44,95 +56,95 @@ class Decoder:
     ) -> None:
         self.model, self.half, self.device = model, half, model.device
         on_cuda = self.device.type == "cuda"
-        with_graphs = on_cuda and can_be_static(model) and not common.capture_failed
-        self.wants_static = with_graphs if static is None else static
-        self.capture = on_cuda and self.wants_static
-        self.stream = torch.cuda.Stream() if self.capture else None
-        self.in_rollout = self.updated = False
-        self.norm: Tensor | None = None  # of the weights in the last rollout
+        if static is None:
+            static = on_cuda and not common.capture_failed
+        self.static = static and can_be_static(model)
+        # On which graphs are captured; None: there are no graphs.
+        self.stream = torch.cuda.Stream() if on_cuda and self.static else None
+        self.in_rollout = False
+        self.updates_before = num_updates
         self._forget()
 
     def _forget(self) -> None:
         """Give all memory back."""
         self.copy: nn.Module | None = None
         self.is_fresh = False  # the copy has the weights of this rollout
-        self.draws: dict[tuple, Any] = {}  # sampling.Draws, by their settings
-        self.max_rows = self.capacity = 0
-        self._forget_shapes()
-
-    def _forget_shapes(self) -> None:
+        self.room = (0, 0, 0)  # rows, tokens with those of the prompt, new tokens
+        self.cache: DynamicCache | None = None
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values of each layer
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if self.capture else None
+        self.pool = torch.cuda.graph_pool_handle() if self.stream else None
 
     def __enter__(self) -> Decoder:
         self.in_rollout = True
+        self.allocated = torch.cuda.memory_allocated(self.device) if self.stream else 0
         return self
 
     def __exit__(self, *error: object) -> None:
         self.in_rollout = self.is_fresh = False
         # Nothing is kept after an error, nor on a CPU, where packed weights aren't refreshed.
-        if any(error) or not self.capture:
+        if any(error) or self.stream is None:
             return self._forget()
         # What an update takes is known once there was one: then the peak counts it.
-        self.norm = self._norm_of_weights()
-        kept = [*(self.copy.parameters() if self.copy is not None else ()), self.mask]
-        kept += [x for buffers in self.buffers.values() for x in buffers]
-        size = sum(x.numel() * x.element_size() for x in kept)
+        new = torch.cuda.memory_allocated(self.device) - self.allocated
         room = 0.8 * torch.cuda.mem_get_info(self.device)[1]
-        if not self.updated or torch.cuda.max_memory_allocated(self.device) + size > room:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        if num_updates == self.updates_before or peak + new > room:
             self._forget()
 
-    def _norm_of_weights(self) -> Tensor:
-        trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
-        if not trained:
-            return torch.zeros((), device=self.device)
-        return torch.stack(torch._foreach_norm(trained)).sum()
+    def make_room(self, num_rows: int, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Memory for so many rows of so many tokens: `start` needs it. Raises InputError where the
+        model's context is shorter.
+        """
+        limit, capacity = models.context_length(self.model), num_prompt_tokens + max_new_tokens
+        if limit is not None and capacity > limit:
+            lengths = f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones"
+            raise InputError(f"{lengths} don't fit into the model's context of {limit}")
+        if self.static:
+            capacity = _round_up(capacity)
+        asked = (num_rows, capacity, max_new_tokens)
+        if all(x <= y for x, y in zip(asked, self.room)):
+            return
+        room = tuple(map(max, asked, self.room))
+        self._forget()
+        self.room, (num_rows, capacity, max_new_tokens) = room, room
+        long = {"dtype": torch.long, "device": self.device}
+        self.rows = torch.zeros(num_rows, **long)
+        self.last = torch.zeros(num_rows, 1, **long)  # the tokens drawn last
+        self.first = torch.zeros(num_rows, 1, **long)  # one less than a prompt has tokens
+        self.mask = torch.zeros(num_rows, capacity, dtype=torch.bool, device=self.device)
+        # The number of the token that is drawn; the column of the one before it, which is read.
+        self.t, self.column = torch.zeros(1, **long), torch.zeros(1, **long)
+        self.uniforms = torch.zeros(max_new_tokens, num_rows, device=self.device)
+        self.tokens = torch.zeros(num_rows, max_new_tokens, **long)
+        self.logprobs = torch.zeros(num_rows, max_new_tokens, device=self.device)
+        # An EOS, or the token that completes a stop string.
+        self.ends = torch.zeros_like(self.tokens, dtype=torch.bool)
 
-    def start(self, prompt_ids: Tensor, prompt_mask: Tensor, draws: Any) -> None:
+    def start(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, draw: Callable, settings: tuple
+    ) -> None:
         """Read the prompts (B, P), and draw the first token of each row.
 
-        draws: a sampling.Draws. Raises InputError where the model's context has no room for its T
-        tokens, Fault where the logits are not finite.
+        draw(logits (R, V), uniforms (R,), *settings) gives tokens and log-probs. Raises Fault where
+        the logits are not finite.
         """
-        (num_rows, self.length), max_new_tokens = prompt_ids.shape, draws.ends.shape[1]
-        limit, capacity = models.context_length(self.model), self.length + max_new_tokens
-        if limit is not None and capacity > limit:
-            lengths = f"{self.length} prompt tokens and {max_new_tokens} new ones"
-            raise InputError(f"{lengths} don't fit into the model's context of {limit}")
-        self.num_rows, self.num_drawn, self.now = num_rows, 1, draws
-        self._make_room(num_rows, capacity)
+        num_rows, self.length = prompt_ids.shape
+        self.num_rows, self.num_drawn, self.columns = num_rows, 1, self.length
+        self.draw, self.settings = draw, settings
         self._refresh()
         self.rows[:num_rows] = torch.arange(num_rows, device=self.device)
         self.mask[:num_rows] = False
         self.mask[:num_rows, : self.length] = to(self.device, prompt_mask)
         self.first[:num_rows, 0] = self.mask[:num_rows].sum(1) - 1
-        self.cache = preallocated_cache(self.model, self.max_rows, self.capacity, self.buffers)
+        self.ends.zero_()
         logits = self._prefill(prompt_ids, prompt_mask)
-        all_preallocated = all(type(x) is PreallocatedLayer for x in self.cache.layers)
-        self.static = self.wants_static and all_preallocated
-        if self.static and self.capture and not self.graphs:
+        if self.stream and not self.graphs:
             # While a graph is captured, the allocator can neither use what the prompts have left in
             # its cache nor give it back: the capture could run out of memory.
             clear_cache()
         self.t.fill_(0)
         self._take(logits)
-
-    def _make_room(self, num_rows: int, capacity: int) -> None:
-        """Memory for so many rows, of so many tokens each."""
-        if self.wants_static:
-            capacity = _round_up(capacity)
-        if num_rows <= self.max_rows and capacity <= self.capacity:
-            return
-        self._forget_shapes()
-        self.max_rows, self.capacity = max(num_rows, self.max_rows), max(capacity, self.capacity)
-        long = {"dtype": torch.long, "device": self.device}
-        self.rows = torch.zeros(self.max_rows, **long)
-        self.last = torch.zeros(self.max_rows, 1, **long)  # the tokens drawn last
-        self.first = torch.zeros(self.max_rows, 1, **long)  # one less than a prompt has tokens
-        self.mask = torch.zeros(self.max_rows, self.capacity, dtype=torch.bool, device=self.device)
-        # The number of the token that is drawn; the column of the one before it, which is read.
-        self.t, self.column = torch.zeros(1, **long), torch.zeros(1, **long)
 
     def _refresh(self) -> None:
         """Round the weights, as they are now: in place, where graphs hold their address."""
@@ -147,6 +159,11 @@ class Decoder:
 
     def _prefill(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
         """Fill the cache with the prompts; logits of the first token (B, V). Raises Fault."""
+        self.cache = DynamicCache(config=base_model(self.model).config)
+        for index, layer in enumerate(self.cache.layers):
+            if type(layer) in PREALLOCATED:
+                buffers = self.buffers.setdefault(index, [])
+                self.cache.layers[index] = PreallocatedLayer(*self.room[:2], buffers)
         # One forward pass over each distinct prompt, which is then copied for its completions.
         both = torch.cat([prompt_ids, prompt_mask], dim=1).cpu()
         distinct, which = both.unique(dim=0, return_inverse=True)
@@ -154,12 +171,7 @@ class Decoder:
         with mask_is_known(no_padding=bool(prompt_mask.all())):
             logits = self._next_logits(*distinct.chunk(2, dim=1))[which]
         self.cache.batch_select_indices(which)
-        facts = [logits.logsumexp(-1).isfinite().all()]
-        if self.norm is not None:
-            facts.append(self._norm_of_weights() != self.norm)
-        is_finite, *has_moved = torch.stack(facts).tolist()  # together: each transfer waits
-        self.updated |= any(has_moved)
-        if not is_finite:
+        if not logits.logsumexp(-1).isfinite().all():
             # Float16 ends at 65,504, and some models have larger hidden states: Gemma.
             fp16 = "give --fp16 false, or " if self.half == torch.float16 else ""
             raise Fault(f"the model's logits are not finite: {fp16}lower --learning_rate")
@@ -172,8 +184,11 @@ class Decoder:
         return model(**model_inputs(model, tokens, mask, **options)).logits[:, -1]
 
     def _take(self, logits: Tensor) -> None:
-        num_rows = len(logits)
-        self.last[:num_rows, 0] = self.now.take(logits, self.rows[:num_rows], self.t)
+        """Draw token `t` of the rows that are left from logits (R, V)."""
+        rows, t = self.rows[: self.num_rows], self.t
+        drawn, logprobs = self.draw(logits, self.uniforms[t, rows], *self.settings)
+        self.tokens[rows, t], self.logprobs[rows, t] = drawn, logprobs
+        self.last[: self.num_rows, 0] = drawn
 
     def may_wait(self) -> bool:
         """Whether to see now which rows have ended, which waits for the device: on a GPU only after
@@ -186,13 +201,12 @@ class Decoder:
         # Dropping copies the cache, so a row or two don't pay for it. With CUDA graphs the number
         # of rows is halved: each number of rows is another graph.
         num_rows = self.num_rows
-        running = ~self.now.ends[self.rows[:num_rows]].any(1)
+        running = ~self.ends[self.rows[:num_rows]].any(1)
         num_running = int(running.sum())
         size = num_rows // 2 if self.static else num_running
         if 0 < num_running <= min(size, 7 / 8 * num_rows):
             kept = running.long().argsort(descending=True, stable=True)[:size]
-            if self.static:  # to move all that was written: a replay leaves the views as they were
-                self._make_static(num_rows, _round_up(self.length + self.num_drawn))
+            self._view_cache()  # all that was written: a replay leaves the views as they were
             self.cache.batch_select_indices(kept)
             for x in (self.rows, self.last, self.first, self.mask):
                 x[:size] = x[kept]
@@ -202,52 +216,55 @@ class Decoder:
     def step(self) -> None:
         """Read the tokens that were drawn last, and draw the next one of each row that is left."""
         num_read = self.length + self.num_drawn
-        columns = _round_up(num_read) if self.static else num_read
+        self.columns = _round_up(num_read) if self.static else num_read
         self.t.fill_(self.num_drawn)
         self.column.fill_(num_read - 1)
-        self.num_drawn += 1
-        # Columns that hold nothing yet aren't read, but for the last few.
-        key = (self.now.settings, self.num_rows, columns)
-        if not self.static or not self.capture:
-            self._token(*key[1:])
-        elif key in self.graphs:
+        key = (self.settings, self.num_rows, self.columns)
+        if key in self.graphs:
             self.graphs[key].replay()
+        elif self.stream is None:
+            self._token()
         else:
-            self._warm_up(*key[1:])  # the token itself, and what capturing needs before
-            if self.capture:
+            self._warm_up()  # the token itself, and what capturing needs before
+            if self.stream:
                 self._capture(key)
+        self.num_drawn += 1
 
-    def _token(self, num_rows: int, columns: int) -> None:
-        """A token of the first rows, of which `columns` tokens are kept at most."""
-        mask, options = self.mask[:num_rows], {}
-        mask.index_fill_(1, self.column, True)
-        if self.static:
-            options["cache_position"] = self.column
-            options["position_ids"] = self.first[:num_rows] + self.t
-            self._make_static(num_rows, columns)
+    def _view_cache(self) -> None:
+        """Let the cache show the rows that are left, and the columns that are read: those that hold
+        tokens, and the next few where static.
+        """
+        past = self.column if self.static else self.length + self.num_drawn - 1
+        for layer in self.cache.layers:
+            if isinstance(layer, PreallocatedLayer):
+                layer.view(self.num_rows, self.columns, past)
+
+    def _token(self) -> None:
+        """A forward pass over the tokens drawn last, and the next ones."""
+        rows = slice(self.num_rows)
+        self._view_cache()
+        self.mask[rows].index_fill_(1, self.column, True)
+        mask = self.mask[rows, : self.columns]
+        options = {"cache_position": self.column, "position_ids": self.first[rows] + self.t}
         with mask_is_known(no_padding=False):
-            logits = self._next_logits(self.last[:num_rows], mask[:, :columns], **options)
+            logits = self._next_logits(self.last[rows], mask, **options)
         self._take(logits)
 
-    def _make_static(self, num_rows: int, columns: int) -> None:
-        for layer in self.cache.layers:
-            layer.make_static(self.column, num_rows, columns)
-
-    def _warm_up(self, num_rows: int, columns: int) -> None:
+    def _warm_up(self) -> None:
         """A token without a graph. One that waits for the device can't be captured."""
         # Found out here: a capture that fails leaves PyTorch's allocator in disorder, and the next
         # empty_cache would end the run (pytorch/pytorch#180395).
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return self._token(num_rows, columns)
+            return self._token()
         except RuntimeError as e:
             if is_out_of_memory(e):
                 raise
             self._go_without_graphs(e)
         finally:
             torch.cuda.set_sync_debug_mode(before)
-        self._token(num_rows, columns)
+        self._token()
 
     def _capture(self, key: tuple) -> None:
         """Keep a token as a graph: launching its kernels one by one takes longer than they run."""
@@ -261,7 +278,7 @@ class Decoder:
             with torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self.pool)
                 try:
-                    self._token(*key[1:])
+                    self._token()
                 finally:
                     graph.capture_end()
         except RuntimeError as e:
@@ -274,7 +291,7 @@ class Decoder:
 
     def _go_without_graphs(self, error: BaseException) -> None:
         warnings.warn(f"decoding without CUDA graphs, slowly: {first_line(error)}", stacklevel=2)
-        self.capture = False
+        self.static, self.stream = False, None
 
 
 def _round_up(num_tokens: int) -> int:
@@ -283,50 +300,43 @@ def _round_up(num_tokens: int) -> int:
 
 def can_be_static(model: nn.Module) -> bool:
     """Whether every token can be decoded with tensors of one shape."""
+    config = base_model(model).config
     # Not where the forward depends on values of its tensors, or on the length of the cache.
-    return base_model(model).config.model_type not in ("gpt_neo", "falcon", "mpt", "xglm")
+    if config.model_type in ("gpt_neo", "falcon", "mpt", "xglm"):
+        return False
+    return all(type(layer) in PREALLOCATED for layer in DynamicCache(config=config).layers)
 
 
 # --- Keys and values ---
 
 
-def preallocated_cache(
-    model: nn.Module, max_rows: int, capacity: int, buffers: dict[int, list[Tensor]]
-) -> DynamicCache:
-    """A KV cache for `capacity` tokens per row, with layers that are written in place."""
-    cache = DynamicCache(config=base_model(model).config)
-    for index, layer in enumerate(cache.layers):
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            own = buffers.setdefault(index, [])
-            cache.layers[index] = PreallocatedLayer(max_rows, capacity, own)
-    return cache
+PREALLOCATED = (DynamicLayer, DynamicSlidingWindowLayer)  # the layers that are written in place
 
 
 class PreallocatedLayer(DynamicLayer):
     """Keys and values of one layer, each (rows, heads, tokens, head size), written in place.
 
     At first `keys` and `values` are those of the prompts; from the first `batch_select_indices` on
-    they are views of `buffers` up to the last token; after `make_static` up to a later column. A
-    sliding window keeps all its tokens, and the mask hides the old ones.
+    they are views of `buffers`, and `view` says for each token of what. A sliding window keeps all
+    its tokens, and the mask hides the old ones.
     """
 
     def __init__(self, max_rows: int, capacity: int, buffers: list[Tensor]) -> None:
         super().__init__()
         self.max_rows, self.capacity, self.buffers = max_rows, capacity, buffers
-        self.has_begun = False
-        self.column: Tensor | None = None  # (1,) where a static cache writes the next token
+        # How many tokens come before the one that is read, on the device where the shapes are
+        # static; None: the prompts are read.
+        self.past: int | Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append keys and values (rows, heads, L, head size); returns those of all tokens."""
-        if not self.has_begun:  # the prompts
+        if self.past is None:
             return super().update(keys, values)
-        if self.column is not None:
-            self.keys.index_copy_(2, self.column, keys)
-            self.values.index_copy_(2, self.column, values)
-        else:
-            start = self.keys.shape[2]
-            self._view(len(keys), start + keys.shape[2])
-            self.keys[:, :, start:], self.values[:, :, start:] = keys, values
+        for all_states, new in ((self.keys, keys), (self.values, values)):
+            if self.is_compileable:
+                all_states.index_copy_(2, self.past, new)
+            else:
+                all_states[:, :, self.past : self.past + new.shape[2]] = new
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -336,28 +346,22 @@ class PreallocatedLayer(DynamicLayer):
             shapes = [(self.max_rows, x.shape[1], self.capacity, x.shape[3]) for x in old]
             # Zeros, not empty: masked columns have weight 0 in the attention, and 0 * NaN is NaN.
             self.buffers += [x.new_zeros(shape) for x, shape in zip(old, shapes)]
-        self.has_begun = True
-        self._view(len(indices), length)
+        self.view(len(indices), length, self.past)
         for new, states in zip((self.keys, self.values), old):
             new.copy_(states[indices])
 
-    def _view(self, num_rows: int, length: int) -> None:
-        self.keys, self.values = (buffer[:num_rows, :, :length] for buffer in self.buffers)
-
-    def make_static(self, column: Tensor, num_rows: int, columns: int) -> None:
-        """From now on write at `column` and return `columns`, whether filled or not."""
-        self._view(num_rows, columns)
-        self.column, self.is_compileable = column, True
+    def view(self, num_rows: int, columns: int, past: int | Tensor | None) -> None:
+        """Show the first rows and columns, whether they are filled or not."""
+        self.keys, self.values = (buffer[:num_rows, :, :columns] for buffer in self.buffers)
+        self.past, self.is_compileable = past, isinstance(past, Tensor)
 
     def get_seq_length(self) -> int | Tensor:
-        return super().get_seq_length() if self.column is None else self.column
+        return super().get_seq_length() if self.past is None else self.past
 
     def get_max_length(self) -> int:  # transformers takes the size of some masks from it
-        return -1 if self.column is None else self.keys.shape[2]
+        return self.keys.shape[2] if self.is_compileable else -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
     def get_mask_sizes(self, *args) -> tuple[int, int]:
-        if self.column is None:
-            return super().get_mask_sizes(*args)
-        return self.keys.shape[2], 0
+        return super().get_mask_sizes(*args) if self.past is None else (self.keys.shape[2], 0)

@@ -249,6 +249,7 @@ class Generator(torch.Generator):
 ANSWERS = {"is_available": True, "device_count": 1, "is_bf16_supported": False}
 ANSWERS |= {"get_device_capability": (9, 0), "get_device_name": "pretended", "set_device": None}
 ANSWERS |= {"max_memory_allocated": 0, "max_memory_reserved": 0, "mem_get_info": (2**34, 2**34)}
+ANSWERS |= {"memory_allocated": 0}
 ANSWERS |= {"reset_peak_memory_stats": None, "graph_pool_handle": None, "manual_seed_all": None}
 ANSWERS |= {"get_rng_state_all": [], "set_rng_state_all": None, "current_device": 0}
 

@@ -3,6 +3,7 @@ what it draws is what is rewarded and trained on.
 """
 
 import copy
+import gc
 import inspect
 import json
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import grpo
 import ppo
 import rloo
 from common import Rollout, completion_mask
-from plumbing.decoding import Decoder
+from plumbing.decoding import Decoder, PreallocatedLayer
 from plumbing.errors import Fault, InputError
 from plumbing.forward import completion_logprobs
 from plumbing.half import attend, half_precision_copy
@@ -389,6 +390,16 @@ def test_sub_batches_are_generated_in_turn_and_put_together(max_rows):
     expected = concatenate([generate(model, *part, **options) for part in parts])
     for name, value in vars(expected).items():
         assert torch.equal(getattr(rollout, name), value), name
+
+
+def test_after_a_rollout_its_memory_is_given_back():
+    """An update needs it. On a GPU the rest of a step may leave room for it, which is asked."""
+    model = small_gpt2()
+    decoder, options = Decoder(model), {"eos_token_ids": [EOS], "pad_token_id": 0}
+    options |= {"num_generations": 2, "max_rows": 2, "max_new_tokens": 3}
+    sample_in_parts(model, PROMPTS, PROMPT_MASK, decoder=decoder, **options)
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is PreallocatedLayer]
 
 
 def test_a_rollout_may_fill_the_context_to_the_last_token(small_model):
