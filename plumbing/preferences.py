@@ -18,16 +18,16 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model, disable_dropout, evaluating, store_in_bfloat16
+from plumbing.config import TaskConfig
 from plumbing.data import (
-    PADDING,
     Prompt,
     as_messages,
     check_ids,
-    decode,
-    encode_prompts,
+    load_task,
     pad_rows,
     prompt_batch,
     read_rows,
+    sampling_options,
     split_prompts,
     text_of,
     text_or_messages,
@@ -39,7 +39,6 @@ from plumbing.models import (
     TINY,
     add_adapter,
     context_length,
-    eos_token_ids,
     from_hub_or_folder,
     load_causal,
     load_tokenizer,
@@ -338,28 +337,23 @@ def _own_pairs(
     """
     policy = load_causal(config.model).to(config.device)
     disable_dropout(policy)
-    sampling = {
-        "num_generations": OWN_SAMPLES,
-        "max_rows": 2048,
-        "temperature": 1.0,
-        "max_new_tokens": 5,
-        "eos_token_ids": eos_token_ids(policy, tokenizer),
-        "pad_token_id": PADDING,
-        "generator": torch.Generator(policy.device).manual_seed(config.seed),
-    }
-    rng, task = random.Random(config.seed), tasks.TASKS["add"](False)
+    own = TaskConfig(
+        model=config.model, task=config.task, num_generations=OWN_SAMPLES, max_new_tokens=5,
+        rollout_batch_size=2048, seed=config.seed, device=config.device, bf16=False, fp16=False,
+    )  # fmt: skip
+    task, rng = load_task(own, tasks, policy, tokenizer), random.Random(config.seed)
+    sampling = sampling_options(own, policy, tokenizer)
 
     def pairs(rows: list[dict], count: int, label_noise: float) -> list[dict]:
         found, batch = [], 0
         while len(found) < count:
-            part = prompt_batch(rows, batch, 256, config.seed)
-            rollout = sample(policy, *encode_prompts(tokenizer, part), **sampling)
-            texts = decode(tokenizer, rollout)
-            for number, row in enumerate(part):
-                own = texts[number * OWN_SAMPLES : (number + 1) * OWN_SAMPLES]
-                verdicts = task.verifier(own, answer=[row["answer"]] * OWN_SAMPLES)
-                right = [text for text, is_right in zip(own, verdicts) if is_right]
-                wrong = [text for text, is_right in zip(own, verdicts) if not is_right]
+            prompts = prompt_batch(rows, batch, 256, config.seed)
+            rollout = sample(policy, *task.encode(prompts), **sampling)
+            scores, texts = task.score(prompts, rollout)
+            for number, row in enumerate(prompts):
+                group = range(number * OWN_SAMPLES, (number + 1) * OWN_SAMPLES)
+                right = [texts[i] for i in group if scores[i] == 1]
+                wrong = [texts[i] for i in group if scores[i] == 0]
                 for pair in zip(right, wrong):  # each sample in one pair at most
                     chosen, rejected = pair if rng.random() >= label_noise else pair[::-1]
                     found.append(pair_of(row | {"chosen": chosen, "rejected": rejected}))
