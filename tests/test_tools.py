@@ -265,9 +265,11 @@ def test_the_losses_have_their_names_and_bounds_in_verl(outgrown):
     assert loss("grpo", "--loss_type cispo") == ["cispo", "token-mean", 1.0, 4.0]
     assert loss("rloo")[:2] == ["vanilla", "seq-mean-token-sum"]
     assert loss("ppo")[:2] == ["vanilla", "token-mean"]
-    config = outgrown("grpo", "--loss_type dr_grpo --scale_rewards none --max_new_tokens 9")
+    flags = "--scale_rewards none --max_new_tokens 9 --dynamic_sampling 2"
+    config = outgrown("grpo", f"--loss_type dr_grpo {flags}")
     assert config.actor_rollout_ref.actor.loss_scale_factor == 9
     assert not config.algorithm.norm_adv_by_std_in_grpo
+    assert config.algorithm.filter_groups.enable
 
 
 def test_the_kl_is_in_the_loss_of_grpo_and_in_the_reward_of_the_others(outgrown):
@@ -281,7 +283,7 @@ def test_the_kl_is_in_the_loss_of_grpo_and_in_the_reward_of_the_others(outgrown)
 
 
 def test_a_flag_that_verl_has_nothing_for_is_named(outgrown, capsys):
-    flags = "--stop a b --overlong_buffer 2 --mask_truncated_completions --dynamic_sampling 2"
+    flags = "--stop a b --overlong_buffer 2 --mask_truncated_completions"
     outgrown("grpo", f"{flags} --scale_rewards batch --prompts_per_step 3 --num_mini_batches 2")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not")]
     assert lines[0] == "not carried over: --stop ['a', 'b']"

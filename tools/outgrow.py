@@ -85,8 +85,7 @@ LOSSES = {  # the script, or --loss_type: verl's loss_mode and loss_agg_mode
     "cispo": ("cispo", "token-mean"),
 }
 CISPO_BOUND = 5.0  # the largest weight of a token, as in grpo.py
-NOT_THERE = """stop missing_eos_penalty mask_truncated_completions overlong_buffer verifier
-dynamic_sampling""".split()
+NOT_THERE = "stop missing_eos_penalty mask_truncated_completions overlong_buffer verifier".split()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -133,7 +132,7 @@ def settings_of(script: str, config: Any, folder: Path, longest: int) -> dict[st
 
 
 def loss_settings(script: str, config: Any) -> dict[str, Any]:
-    """The loss of the policy, its clip, and the KL."""
+    """The loss of the policy, its clip, the KL, and whether flat groups are left out."""
     flags, low, high = vars(config), config.clip_range, vars(config).get("clip_range_high")
     loss_type, high = flags.get("loss_type", script), low if high is None else high
     if loss_type == "cispo":  # the weight of a token lies between 1 - low and 1 + high there
@@ -153,6 +152,7 @@ def loss_settings(script: str, config: Any) -> dict[str, Any]:
         "algorithm.kl_ctrl.kl_coef": config.kl_coef,
         "algorithm.kl_penalty": flags.get("kl_estimator", "k1"),
         "algorithm.norm_adv_by_std_in_grpo": flags.get("scale_rewards") == "group",
+        "algorithm.filter_groups.enable": flags.get("dynamic_sampling", 0) > 0,
     }
 
 
@@ -194,7 +194,7 @@ def line_of(row: dict, index: int) -> str:
     found = {
         "data_source": "plainrlhf",
         "prompt": [{key: m[key] for key in ("role", "content")} for m in messages],
-        # As JSON in a text: there a column has one type, and texts that look like dates become dates.
+        # As JSON: there a column has one type, and texts that look like dates become dates.
         "reward_model": {"style": "rule", "ground_truth": json.dumps(row.get("answer"))},
         "extra_info": {"index": index, "columns": json.dumps(row)},
     }
