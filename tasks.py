@@ -101,14 +101,6 @@ def sentiment_reward(completions: list, **columns) -> list[float]:
 # --- Ready-made rewards, for --reward ---
 
 
-def format_match(completions: list, pattern: list[str], **columns) -> list[float]:
-    """1 where the whole completion matches the regular expression in the column pattern, else 0."""
-    return [
-        float(re.fullmatch(p, text_of(c), re.DOTALL) is not None)
-        for c, p in zip(completions, pattern, strict=True)
-    ]
-
-
 def brevity(completions: list, **columns) -> list[float]:
     """Minus the number of words, in hundreds."""
     return [-len(text_of(c).split()) / 100 for c in completions]
@@ -241,7 +233,6 @@ NEGATIVE = frozenset(
 
 TASKS = {"add": add, "sentiment": sentiment}
 REWARDS = VERIFIERS | {
-    "format_match": format_match,
     "brevity": brevity,
     "no_repetition": no_repetition,
     "sentiment": sentiment_reward,

@@ -103,7 +103,6 @@ BAD = [  # (script, flags, part of the line)
     ("ppo", "--reward reward.py:number", "has no function number"),
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1"),
     ("ppo", f"{RUN} --reward reward.py:unknown_now_and_then", "a reward is None"),
-    ("ppo", f"{RUN} --reward format_match", "'pattern'"),
     # Pairs
     ("reward_model", "--model small", "--pairs: is needed"),
     ("reward_model", f"{PAIRS} prompts.jsonl", 'line 1: no key "chosen"'),

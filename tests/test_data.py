@@ -129,21 +129,6 @@ def test_the_prompts_of_a_task_are_checked_as_those_of_a_file(monkeypatch):
         load(chat=True, task="mine")
 
 
-@pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])
-@pytest.mark.parametrize(
-    ("answer", "fits"),
-    [("46", True), (-46, True), ("0", True), ("Paris", False), (None, False)],
-)
-def test_prompts_for_sums_need_a_number_or_another_reward(flag, answer, fits, tmp_path):
-    flags = {flag: write(tmp_path / "p.jsonl", [{"prompt": "x", "answer": answer}])}
-    if fits:
-        load(**flags)
-    else:
-        with pytest.raises(InputError, match=r"numeric_match needs a .*answer.* or give --reward"):
-            load(**flags)
-    load(reward=["brevity"], **flags)
-
-
 # --- The template and the system prompt ---
 
 

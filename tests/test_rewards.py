@@ -170,8 +170,6 @@ def test_the_text_of_a_completion_ends_before_eos_and_padding(prompt, completion
     [
         ("exact_match", {"answer": ["a b", 7]}, [1.0, 1.0]),
         ("exact_match", {"answer": ["a", 70]}, [0.0, 0.0]),
-        ("format_match", {"pattern": [r"\s*a.*", "a"]}, [1.0, 0.0]),
-        ("format_match", {"pattern": [r"\s*a", r"\d"]}, [0.0, 1.0]),  # all of the text
         ("brevity", {}, [-0.02, -0.01]),
         ("no_repetition", {}, [5 / 17 - 1, 0.0]),  # 17 runs of four words, 5 of them different
     ],
@@ -203,7 +201,7 @@ def parallel(completions):
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_rewards_processes_and_its_file_find_its_folder(method, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("my_rewards", "neighbour_of_my_rewards"):
