@@ -136,12 +136,11 @@ def check_scores(model: PreTrainedModel, flag: str, name: str) -> None:
     try:
         alone = sequence_scores(model, *pad_rows([short], 0, "right", model.device))
         beside = sequence_scores(model, *pad_rows([short, long], 0, "right", model.device))[:1]
+        if not torch.allclose(alone, beside, rtol=1e-3, atol=1e-3):
+            raise ValueError("the score of a text depends on its padding")
     except Exception as e:  # a model of another kind raises anything
         fault = f"can't be used as a reward model ({type(e).__name__}: {first_line(e)})"
         raise InputError(f"{flag} {name}: {fault}") from e
-    if not torch.allclose(alone, beside, rtol=1e-3, atol=1e-3):
-        fault = "can't be used as a reward model, the score of a text depends on its padding"
-        raise InputError(f"{flag} {name}: {fault}")
 
 
 def _load_classifier(name: str, flag: str, **options: Any) -> tuple[PreTrainedModel, list[str]]:
