@@ -247,12 +247,10 @@ def _parser(config_class: type[BaseConfig], doc: str) -> argparse.ArgumentParser
 
 def _shown(default: Any) -> str:
     """A default for the help: "false", "24; tiny: 5", "tiny: 256"; empty where there is none."""
-    if isinstance(default, ByModel):
-        tiny = "" if default.tiny is None else f"tiny: {_shown(default.tiny)}"
-        learned = default.learned and f"{_shown(default.learned)} with reward_model"
-        tiny = ", ".join(filter(None, (tiny, learned)))
-        return "; ".join(filter(None, (_shown(default.other), tiny)))
-    return "" if default in (None, MISSING) else str(default).lower()
+    if not isinstance(default, ByModel):
+        return "" if default in (None, MISSING) else str(default).lower()
+    values = {"": default.other, "tiny: ": default.tiny, "tiny, reward_model: ": default.learned}
+    return "; ".join(f"{name}{_shown(x)}" for name, x in values.items() if x is not None)
 
 
 def documentation(config_class: type) -> dict[str, dict[str, Any]]:

@@ -260,7 +260,9 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def _cached_folder(name: str) -> str | None:
-    """The folder of `name` in the hub's cache, or None."""
+    """The folder of `name` in the hub's cache, or None. from_pretrained finds it as well, with
+    local_files_only, but where there is no network it waits half a minute.
+    """
     try:
         return str(Path(cached_file(name, "config.json", local_files_only=True)).parent)
     except (OSError, ValueError):  # not there, or no possible name
