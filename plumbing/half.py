@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from common import base_model, has_plain_adapters
@@ -110,8 +110,18 @@ def attend(
     return out.view(num_rows, 1, heads, size), None
 
 
+def mask_of_tokens(*args: Any, **options: Any) -> Tensor | None:
+    """A mask of transformers, (B, 1, L, C). It would take a dozen operations for one token, which
+    attends to all that come before: where there is no window, its mask is that of the tokens.
+    """
+    mask, kind = options.get("attention_mask"), options.get("mask_function")
+    if mask is not None and kind is causal_mask_function and options.get("q_length") == 1:
+        return mask[:, None, None].bool()
+    return sdpa_mask(*args, **options)
+
+
 AttentionInterface.register("one_token", attend)
-AttentionMaskInterface.register("one_token", sdpa_mask)
+AttentionMaskInterface.register("one_token", mask_of_tokens)
 
 
 class PackedLinear(nn.Module):
