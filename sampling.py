@@ -1,10 +1,20 @@
 """How completions are drawn: token by token, from softmax(logits / temperature) and nothing else.
 
-This is our own loop over the model's forward pass. `model.generate` would apply top_k,
-repetition_penalty and more from the checkpoint's generation_config: the samples would come from
-another distribution than the one that is trained, and the estimated KL would be wrong, even
-negative. Our loop is also faster, because of plumbing/decoding.py. `plainly` in
-tests/test_sampling.py is the same without its shortcuts, a dozen lines: the two are compared.
+Without what makes it fast, it is this loop. tests/test_sampling.py compares the two (`plainly`):
+
+    cache, tokens, mask, drawn = DynamicCache(), prompt_ids, prompt_mask, []  # padded on the left
+    for _ in range(max_new_tokens):
+        inputs = model_inputs(model, tokens, mask, cache=cache, use_cache=True)
+        logits = model(**inputs).logits[:, -1]  # (B, V)
+        tokens = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)  # (B, 1)
+        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        drawn.append(tokens)
+    mask = completion_mask(torch.cat(drawn, dim=1), eos_token_ids)  # (B, T)
+
+`model.generate` would apply top_k, repetition_penalty and more from the checkpoint's
+generation_config: the samples would come from another distribution than the one that is trained,
+and the estimated KL would be wrong, even negative. What makes our loop fast is in
+plumbing/decoding.py; it is faster than `model.generate` as well.
 
 A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. So
 is the token that completes a stop string (`--stop`), which ends a completion as well. A row that
