@@ -33,7 +33,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not lines:
         fault = "holds no completions, or none yet (a reward model's run never does)"
         raise InputError(f"{folder / 'tokens.jsonl'}: {fault}")
-    warnings = read_lines(folder / "warnings.jsonl", "step", "text")
+    path = folder / "warnings.jsonl"  # which older runs lack
+    warnings = read_lines(path, "step", "text") if path.exists() else []
     return {"name": str(folder), "warnings": warnings, "lines": lines}
 
 
