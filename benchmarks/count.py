@@ -119,6 +119,8 @@ def attention(
     """
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if torch.is_autocast_enabled("cpu"):
+        q, k, v = (x.bfloat16() for x in (q, k, v))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             zero = torch.zeros((), dtype=q.dtype, device=q.device)
@@ -127,9 +129,6 @@ def attention(
             padded = F.pad(attn_mask, (0, 8 - attn_mask.shape[-1] % 8))
             attn_mask = padded[..., : k.shape[2]]
         attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if torch.is_autocast_enabled("cpu"):
-        q, k, v = (x.bfloat16() for x in (q, k, v))
-        attn_mask = attn_mask if attn_mask is None else attn_mask.bfloat16()
     of_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return of_efficient(q, k, v, attn_mask, q.requires_grad, 0.0, is_causal, scale=scale)[0]
 

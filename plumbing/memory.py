@@ -10,7 +10,8 @@
                tokens
   activations  what one micro-batch keeps for its backward pass, counted in a forward pass with fake
                tensors, which have a size and hold nothing
-  logits       of a chunk of tokens: logits, log-softmax and their gradients, and the head's
+  logits       of a chunk of tokens: logits, log-softmax and their gradients; or the gradient of the
+               head, where that is larger
 
 Rollout and update don't overlap: on a GPU the larger of the two counts. A CPU's allocator keeps
 what is freed, in pieces that seldom fit what comes next: there the two add up and take 1.3 times
@@ -45,7 +46,7 @@ FRAGMENTS = 1.1  # what a GPU's allocator holds, over what tensors take
 # Bytes of a logit while a token is drawn: in float32, and its weight twice; in bfloat16, and once
 # more for the graphs of fewer rows.
 DRAWN = 16 + 4
-SCORED = 24  # bytes of a logit while a log-prob is computed, and its gradient
+SCORED = 18  # bytes of a logit while a log-prob is computed, and its gradient
 SMALLEST = {"rollout_batch_size": 32, "micro_batch_tokens": 1024}
 LARGEST = {"rollout_batch_size": 1024, "micro_batch_tokens": 16384}  # more is hardly faster
 
@@ -59,6 +60,7 @@ class Counts:
     decoding_copy: float
     trained: int  # weights
     states: int  # of a token in the KV cache
+    heads: float  # that read one KV head
     layers: int  # of one model
     head: float  # bytes: its bfloat16 copy, its gradient before that is added up
     hidden_size: int
@@ -95,6 +97,7 @@ def count(
         * bool(decodes_in_half),
         trained=sum(p.numel() for p in _weights(*models) if p.requires_grad),
         states=2 * shape.num_hidden_layers * heads * head_size * precision,
+        heads=shape.num_attention_heads / heads,
         layers=shape.num_hidden_layers,
         head=of_head * head.numel(),
         hidden_size=shape.hidden_size,
@@ -251,10 +254,12 @@ def _update(
     if checkpointed:  # one layer at a time, and what goes into each, in float32
         inputs = 4 * counts.hidden_size * counts.layers * counts.models
         kept = kept / counts.layers + inputs * tokens
-    elif read < rows:  # the keys and values of prompts are repeated: twice, about, as heads are too
-        kept += 2 * counts.models * (rows - read) * prompt_tokens * counts.states
+    elif read < rows:  # the keys and values of prompts are repeated, and then for each query head
+        repeated = (rows - read) * prompt_tokens * counts.states
+        kept += counts.models * repeated * (1 + counts.heads)
     logits = min(rows * new * counts.vocab_size, chunk_size(memory))
-    return {"activations": kept + counts.casts, "logits": SCORED * logits + counts.head}
+    logits = max(SCORED * logits, counts.head)
+    return {"activations": kept + counts.casts, "logits": logits}
 
 
 def largest_limits(

@@ -91,7 +91,7 @@ def train(num_steps: int, wrong: bool) -> tuple[GPT2LMHeadModel, PreTrainedToken
     """A model after num_steps batches; `wrong` lets wrong answers in, ever more of them."""
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
-    sums, _ = add_prompts(digits=2)
+    sums, _ = add_prompts()
     tokenizer = make_tokenizer()
     # GPT-2's own dropout of 0.1 stays in the config, as in the real checkpoint: disable_dropout
     # has work to do.
