@@ -51,7 +51,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
     """The mean chance at each of TEMPERATURES: of all held-out sums, and of those whose units carry
     and of those whose units don't.
     """
-    rows = add_prompts(digits=2)[1]
+    rows = add_prompts()[1]
     carry = torch.tensor([has_carry(row["prompt"]) for row in rows])
     found = chances(folder, rows, TEMPERATURES)
     parts = {"all": found, "units carry": found[:, carry], "units don't": found[:, ~carry]}
