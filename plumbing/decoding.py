@@ -6,7 +6,7 @@
 - In half precision, weights are rounded once per rollout: half.py.
 - On CUDA a token, from reading the one before to drawing it, is one CUDA graph, not a thousand
   kernel launches, and the loop waits for the device every eighth token only. Graphs, weights and
-  memory are kept for the next rollout.
+  memory are kept for the next rollout, where they fit beside an update.
 """
 
 from __future__ import annotations
@@ -224,10 +224,8 @@ class Decoder:
             self.graphs[key].replay()
         elif self.stream is None:
             self._token()
-        else:
-            self._warm_up()  # the token itself, and what capturing needs before
-            if self.stream:
-                self._capture(key)
+        elif self._warm_up():  # the token itself, and what capturing needs before
+            self._capture(key)
         self.num_drawn += 1
 
     def _view_cache(self) -> None:
@@ -250,14 +248,15 @@ class Decoder:
             logits = self._next_logits(self.last[rows], mask, **options)
         self._take(logits)
 
-    def _warm_up(self) -> None:
-        """A token without a graph. One that waits for the device can't be captured."""
+    def _warm_up(self) -> bool:
+        """A token without a graph; whether it can be captured: not if it waits for the device."""
         # Found out here: a capture that fails leaves PyTorch's allocator in disorder, and the next
         # empty_cache would end the run (pytorch/pytorch#180395).
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return self._token()
+            self._token()
+            return True
         except RuntimeError as e:
             if is_out_of_memory(e):
                 raise
@@ -265,6 +264,7 @@ class Decoder:
         finally:
             torch.cuda.set_sync_debug_mode(before)
         self._token()
+        return False
 
     def _capture(self, key: tuple) -> None:
         """Keep a token as a graph: launching its kernels one by one takes longer than they run."""

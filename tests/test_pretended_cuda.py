@@ -200,6 +200,18 @@ def test_graphs_and_memory_of_a_rollout_serve_later_ones_with_the_weights_of_the
     assert 2 < graphs[2] <= graphs[3] <= graphs[4] <= graphs[5] < gpu.replays / 10
 
 
+@pytest.mark.parametrize(("peak", "kept"), [(2**33, True), (2**34, False)])
+def test_memory_that_does_not_fit_beside_an_update_is_given_back(peak, kept, monkeypatch):
+    options = {"max_new_tokens": 3, "eos_token_ids": [EOS], "pad_token_id": 0, "max_rows": 2}
+    prompts = torch.tensor([[1, 2, 3]])
+    with pretended_cuda():
+        decoder = Decoder(model := small_gpt2().to("cuda"))
+        monkeypatch.setattr(decoding, "num_updates", decoding.num_updates + 1)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: peak)
+        sample(model, prompts, prompts > 0, num_generations=2, decoder=decoder, **options)
+    assert bool(decoder.graphs) == bool(decoder.buffers) == kept
+
+
 @pytest.mark.parametrize("waits", ["always", "while captured"])
 def test_a_forward_pass_that_waits_is_decoded_without_graphs(waits, monkeypatch):
     monkeypatch.setattr(common, "capture_failed", False)
