@@ -223,6 +223,7 @@ MUTATIONS = [
     ("half_precision_copy", "merged = weight.float() + ", "merged = weight.float() - ", "an adapter is taken away from the copy"),
     ("PreallocatedLayer.batch_select_indices", "new.copy_(states[indices])", "new.copy_(states[: len(indices)])", "rows that leave the cache are the last ones"),
     ("PreallocatedLayer.update", "index_copy_(2, self.past, new)", "index_copy_(2, self.past - 1, new)", "the static step writes one column to the left"),
+    ("mask_of_tokens", " and kind is causal_mask_function and", " and", "past its window a layer of the copy sees all tokens"),
     ("add_adapter", "\"lora_alpha\": 32,", "\"lora_alpha\": 2 * rank,", "LoRA alpha grows with the rank"),
     ("eos_token_ids", "return sorted(found - {None})", "return sorted(filter(None, found))", "an EOS with id 0 (GPT-NeoX) is lost"),
     ("generate", "stop(tokens[rows, : t + 1], None)", "stop(torch.cat([to(model.device, prompt_ids)[rows], tokens[rows, : t + 1]], dim=1), None)", "a stop string may begin in the prompt"),
