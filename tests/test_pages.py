@@ -5,11 +5,11 @@ import dataclasses
 import graphlib
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from small import byte_tokenizer, reward_model_job, save_model, small_gpt2
 
 import grpo
@@ -98,11 +98,18 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+def graph_of(*folders: str) -> dict[str, set[str]]:
+    """{module: what it imports at its top}; benchmarks/ import each other by bare names."""
+    files = [f for folder in folders for f in (REPOSITORY / folder).glob("*.py")]
+    places = [f.relative_to(REPOSITORY).with_suffix("").parts for f in files]
+    names = [".".join(p[p[0] == "benchmarks" :]) for p in places]
+    return {name: imports(file) for name, file in zip(names, files, strict=True)}
+
+
 def test_no_import_leads_in_a_circle_and_common_imports_nothing_of_ours():
-    files = [f for folder in ("", "plumbing/", "tools/") for f in REPOSITORY.glob(f"{folder}*.py")]
-    ours = {".".join(f.relative_to(REPOSITORY).with_suffix("").parts): f for f in files}
-    # Of what is loaded at once. data.py loads what few runs need in the function that needs it.
-    graph = {name: imports(file) & set(ours) for name, file in ours.items()}
+    """Among what is loaded at once: data.py loads what few runs need in the function that does."""
+    graph = graph_of(".", "plumbing", "tools")
+    graph = {name: imported & set(graph) for name, imported in graph.items()}
     assert graph["common"] == set() and "common" in graph["ppo"]
     list(graphlib.TopologicalSorter(graph).static_order())
 
@@ -110,32 +117,26 @@ def test_no_import_leads_in_a_circle_and_common_imports_nothing_of_ours():
 def test_the_core_needs_torch_transformers_numpy_and_tqdm_alone():
     needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
     assert needed == {"torch", "transformers", "numpy", "tqdm"}
-    files = [f for folder in ("", "plumbing/", "tools/") for f in REPOSITORY.glob(f"{folder}*.py")]
-    found = {name.split(".")[0] for file in files for name in imports(file)}
-    ours = {"plumbing", "tools"} | {file.stem for file in files}
+    graph = graph_of(".", "plumbing", "tools")
+    found = {name.partition(".")[0] for imported in graph.values() for name in imported}
+    ours = {name.partition(".")[0] for name in graph}
     assert found - ours - sys.stdlib_module_names == needed
 
 
-def test_cudnn_attention_is_off_in_every_program_that_imports_torch():
+def test_every_program_that_imports_torch_imports_what_switches_cudnn_attention_off():
     """Its gradients are NaN on an H100 for some masks, and its completions wrong on a B200."""
-    files = [
-        f for folder in ("", "tools/", "benchmarks/") for f in REPOSITORY.glob(f"{folder}*.py")
-    ]
-    found = {f for f in files if imports(f) & {"torch", "transformers"}}
-    assert {f.stem for f in found} > {"ppo", "grpo", "rloo", "reward_model", "fit", "speed", "gpu"}
-    code = """
-import runpy, sys, torch
-for file in sys.argv[2:]:
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(sys.argv[1]):
-            del sys.modules[name]
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    sys.path.insert(0, file.rpartition("/")[0])
-    runpy.run_path(file, run_name="program")
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), file
-"""
-    programs = sorted(str(f) for f in found - {REPOSITORY / "common.py"})
-    subprocess.run([sys.executable, "-c", code, f"{REPOSITORY}/", *programs], check=True)
+    assert "plumbing.models" in sys.modules and not torch.backends.cuda.cudnn_sdp_enabled()
+    graph = graph_of(".", "plumbing", "tools", "benchmarks")
+    programs = {
+        x for x in graph_of(".", "tools", "benchmarks") if {"torch", "transformers"} & graph[x]
+    }
+    assert programs > {"ppo", "grpo", "rloo", "reward_model", "tools.fit", "speed", "gpu"}
+    for program in programs - {"common"}:
+        found, new = set(), {program}
+        while new:
+            found |= new
+            new = {x for name in new for x in graph[name] & set(graph)} - found
+        assert "plumbing.models" in found, program
 
 
 # --- The embedded model ---
