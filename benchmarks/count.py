@@ -1,4 +1,4 @@
-"""What a GPU would have to do, counted without one: kernels, and bytes of logits.
+"""What a GPU would have to do, counted without one: kernels, bytes of logits, memory of an update.
 
   python benchmarks/count.py                 # five models; prints JSON, a line per model
   python benchmarks/count.py --models gpt2
@@ -15,6 +15,8 @@ other operation counts as one, so the figures are a little too low. Models are b
   scored_bytes   the same for log-probs without gradient, per token and vocabulary entry
   trained_bytes  with gradient, forward and backward, logits in chunks
   micro_batch    kernels of a micro-batch of 32 rows, forward and backward
+  update_gb      what the update of a LoRA run or of a whole model holds, beside the weights, and
+  estimated_gb   what plumbing/memory.py says of it
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import contextlib
 import copy
 import json
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -48,9 +52,12 @@ import memory  # noqa: E402
 from pretended_cuda import Graph, is_there, pretended_cuda, tensors_in  # noqa: E402
 
 import sampling  # noqa: E402
-from common import Rollout, disable_dropout  # noqa: E402
+from common import Rollout, disable_dropout, store_in_bfloat16  # noqa: E402
 from plumbing.decoding import Decoder  # noqa: E402
-from plumbing.forward import completion_logprobs  # noqa: E402
+from plumbing.forward import completion_logprobs, micro_batches  # noqa: E402
+from plumbing.memory import estimate  # noqa: E402
+from plumbing.models import add_adapter  # noqa: E402
+from tools import fit  # noqa: E402
 
 # Of the published config.json files.
 MODELS = {
@@ -69,6 +76,8 @@ MODELS = {
         sliding_window=512,
     ),
 }
+SIZES = "--prompts_per_step 4 --num_generations 8 --max_new_tokens 256"
+UPDATES = (f"{SIZES} --micro_batch_tokens 1024", f"{SIZES} --micro_batch_tokens 8192 --lora_r 16")
 VIEWS = set(
     """view _unsafe_view expand transpose t permute slice select unsqueeze squeeze as_strided alias
     detach split split_with_sizes unbind chunk lift_fresh empty empty_like new_empty unflatten
@@ -149,10 +158,13 @@ def fake_gpu() -> Iterator[None]:
         yield
 
 
-def model_on_gpu(config: PretrainedConfig) -> nn.Module:
-    """A model of that config whose weights hold nothing."""
+def model_on_gpu(config: PretrainedConfig, lora_r: int = 0) -> nn.Module:
+    """A model of that config whose weights hold nothing, those that don't train in bfloat16."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        if lora_r > 0:
+            model = add_adapter(model, lora_r)
+            store_in_bfloat16(model, torch.device("cuda"))
     disable_dropout(model)
     made = {}  # tied weights stay tied
     for module in model.modules():
@@ -162,7 +174,8 @@ def model_on_gpu(config: PretrainedConfig) -> nn.Module:
                     continue
                 if id(x) not in made:
                     there = torch.zeros(x.shape, dtype=x.dtype, device="cuda")
-                    made[id(x)] = nn.Parameter(there) if isinstance(x, nn.Parameter) else there
+                    is_weight = isinstance(x, nn.Parameter)
+                    made[id(x)] = nn.Parameter(there, x.requires_grad) if is_weight else there
                 tensors[name] = made[id(x)]
     return model.eval()
 
@@ -216,6 +229,57 @@ def count_scoring(model: nn.Module, rollout: Rollout) -> Counter:
     return counter
 
 
+class Held(TorchDispatchMode):
+    """The bytes on the device that are held by tensors made under it: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in filter(is_there, tensors_in(result)):
+            self.note(x.untyped_storage())
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self.storages:
+            return
+
+        def forget(_: weakref.ref) -> None:
+            del self.storages[address]
+            self.now -= size
+
+        self.storages[address] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def memory_of_update(
+    config: PretrainedConfig, flags: str, prompt_tokens: int = 200
+) -> tuple[float, float]:
+    """GB that the gradients and the widest micro-batch of a GRPO run take: (counted, estimated)."""
+    # The second micro-batch finds the gradients of the first one.
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        run = fit.config_of("grpo", ["--model", folder, *flags.split()], "cuda")
+        counts = fit.counts_of(run, prompt_tokens)
+    sizes = (run.prompts_per_step, run.num_generations, prompt_tokens, run.max_new_tokens)
+    with fake_gpu():
+        model, rollout = model_on_gpu(config, run.lora_r).train(), rollout_on_gpu(*sizes)
+        parts = micro_batches(rollout, max_tokens=run.micro_batch_tokens)
+        _, widest = max(parts, key=lambda part: part[1].tokens.numel())
+        with Held() as held:
+            for _ in range(2):
+                held.peak = held.now
+                completion_logprobs(model, widest, 1.0, bf16=True)[0].sum().backward()
+        found = estimate(counts, run, prompt_tokens, torch.cuda.mem_get_info()[1])
+    update = sum(found[part] for part in ("gradients", "activations", "logits"))
+    return held.peak / 1e9, update / 1e9
+
+
 def count_draw(vocab_size: int, rows: int) -> Counter:
     """The operations that draw a token for each row from logits in bfloat16."""
     logits = torch.zeros(rows, vocab_size, dtype=torch.bfloat16, device="cuda")
@@ -253,6 +317,10 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     for name in parser.parse_args(args).models:
         print(json.dumps({"model": name} | count(MODELS[name])), flush=True)
+        for flags in UPDATES:
+            counted, estimated = memory_of_update(MODELS[name], flags)
+            found = {"update_gb": round(counted, 2), "estimated_gb": round(estimated, 2)}
+            print(json.dumps({"model": name, "flags": flags} | found), flush=True)
 
 
 if __name__ == "__main__":

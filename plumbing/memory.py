@@ -46,7 +46,8 @@ FRAGMENTS = 1.1  # what a GPU's allocator holds, over what tensors take
 # Bytes of a logit while a token is drawn: in float32, and its weight twice; in bfloat16, and once
 # more for the graphs of fewer rows.
 DRAWN = 16 + 4
-SCORED = 18  # bytes of a logit while a log-prob is computed, and its gradient
+SCORED = 14  # bytes of a logit while a log-prob is computed, and its gradient
+WITH_BONUS = 23  # the same with an entropy bonus
 SMALLEST = {"rollout_batch_size": 32, "micro_batch_tokens": 1024}
 LARGEST = {"rollout_batch_size": 1024, "micro_batch_tokens": 16384}  # more is hardly faster
 
@@ -258,7 +259,8 @@ def _update(
         repeated = (rows - read) * prompt_tokens * counts.states
         kept += counts.models * repeated * (1 + counts.heads)
     logits = min(rows * new * counts.vocab_size, chunk_size(memory))
-    logits = max(SCORED * logits, counts.head)
+    scored = WITH_BONUS if config.entropy_coef > 0 else SCORED
+    logits = max(scored * logits, counts.head)
     return {"activations": kept + counts.casts, "logits": logits}
 
 

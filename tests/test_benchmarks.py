@@ -36,6 +36,12 @@ def test_kernels_and_bytes_of_a_token_and_of_a_micro_batch_are_bounded(config, o
     assert found["micro_batch"] <= of_update
 
 
+@pytest.mark.parametrize("flags", count.UPDATES)
+def test_the_estimate_of_an_update_is_what_fake_tensors_count(flags):
+    counted, estimated = count.memory_of_update(QWEN, flags)
+    assert estimated == pytest.approx(counted, rel=0.15)
+
+
 def test_a_part_that_takes_too_long_is_ended_with_its_children_and_its_records_are_kept():
     kept, begun = [], time.perf_counter()
     script = """echo '{"row": 1}'; sleep 86398 & echo '{"row": 2}'; wait"""
