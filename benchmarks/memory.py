@@ -3,10 +3,9 @@
   python benchmarks/memory.py --model FOLDER    # SmolLM2-135M-Instruct
   python benchmarks/memory.py --draw            # the tables of the page alone
 
-Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU. It is
-made twice: as a user would ("measured"), and with an allocator that returns every block at once
-("in use"), which is what tensors hold at the same time. memory.json has those peaks and their
-estimates. Estimates for popular models on a GPU go into docs/performance.md.
+Each run makes two steps on prompts of about 64 tokens, in a process of its own on the CPU.
+memory.json has the peaks and their estimates. Estimates for popular models on a GPU go into
+docs/performance.md; benchmarks/count.py compares those with what fake tensors count.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -29,11 +27,9 @@ sys.path.insert(0, str(REPOSITORY))
 
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, Qwen2Config  # noqa: E402
 
-from plumbing.memory import LIBRARIES, SMALLEST, estimate  # noqa: E402
+from plumbing.memory import SMALLEST, estimate  # noqa: E402
 from tools import fit  # noqa: E402
 
-# glibc: every block of 64 kB or more comes from the system and goes back to it.
-RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "10000000"}
 FULL, ADAPTER = "", "--lora_r 16"
 SHAPES = (
     "--prompts_per_step 8 --num_generations 8 --max_new_tokens 32",
@@ -73,35 +69,24 @@ GPU_PROMPT, GPU_FLAGS = 200, "--max_new_tokens 256"
 
 
 def measure(model: str, script: str, flags: str) -> dict[str, float]:
-    """Peak memory of a run of two steps and its estimate, in GB, measured and in use."""
+    """Peak memory of a run of two steps, and its estimate, in GB."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     scene = "The film begins in a house. " * 9
     prompts = [f"This is number {number}. {scene}" for number in range(100, 200)]
     longest = max(len(tokenizer(prompt).input_ids) for prompt in prompts)
-    own, found = ["--model", model, *shlex.split(flags)], {}
-    for name, environment in (("measured", {}), ("in_use", RETURNS_MEMORY)):
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder) / "prompts.jsonl"
-            data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-            of_run = ["--prompts", str(data), "--reward", "brevity", "--num_steps", "2"]
-            of_run += ["--num_eval_prompts", "8", "--output_dir", f"{folder}/run"]
-            # As a program the script keeps freed memory, for speed; its main() alone doesn't.
-            program = [str(REPOSITORY / f"{script}.py")]
-            program = ["-c", f"import {script}; {script}.main()"] if environment else program
-            command = [sys.executable, *program, "--device", "cpu"]
-            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
-            subprocess.run(
-                [*command, *own, *of_run], check=True, capture_output=True, env=environment
-            )
-            lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-        found[name] = max(json.loads(line).get("memory/peak_gb", 0.0) for line in lines)
+    own = ["--model", model, *shlex.split(flags)]
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "prompts.jsonl"
+        data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        command = [sys.executable, str(REPOSITORY / f"{script}.py"), "--device", "cpu", *own]
+        command += ["--prompts", str(data), "--reward", "brevity", "--num_steps", "2"]
+        command += ["--num_eval_prompts", "8", "--output_dir", f"{folder}/run"]
+        subprocess.run(command, check=True, capture_output=True)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    measured = max(json.loads(line).get("memory/peak_gb", 0.0) for line in lines)
     config = fit.config_of(script, own, "cpu")
-    counts = fit.counts_of(config, longest)
-    # In use are what tensors take on a GPU, and a CPU's libraries.
-    on_cpu = estimate(counts, config, longest)["peak"]
-    in_use = estimate(counts, config, longest, 2**30)["peak"] + LIBRARIES
-    estimates = {"estimate": on_cpu / 1e9, "in_use_estimate": in_use / 1e9}
-    return {name: round(x, 3) for name, x in (found | estimates).items()}
+    estimated = estimate(fit.counts_of(config, longest), config, longest)["peak"] / 1e9
+    return {"measured": round(measured, 3), "estimate": round(estimated, 3)}
 
 
 def estimates() -> dict[str, dict[str, tuple[float, int | None]]]:
