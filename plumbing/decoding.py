@@ -45,8 +45,8 @@ class Decoder:
     next ones. `with decoder:` is a rollout, in which the weights don't change.
 
     tokens, logprobs, ends: (B, T) at least, filled by and by. uniforms (T, B): random numbers that
-    they are drawn with. Rows that have ended are dropped on the way: `rows` (B,) says first which
-    `num_rows` are left.
+    they are drawn with. Rows that have ended are dropped on the way: the first `num_rows` entries
+    of `rows` (B,) are the rows that are left.
     half: decode with weights rounded to this type. static: tensors of one shape for many tokens, as
     a CUDA graph needs; default: on CUDA.
     """
@@ -69,7 +69,7 @@ class Decoder:
         """Give all memory back."""
         self.copy: nn.Module | None = None
         self.is_fresh = False  # the copy has the weights of this rollout
-        self.room = (0, 0, 0)  # rows, tokens with those of the prompt, new tokens
+        self.room = (0, 0, 0)  # rows, tokens of a row with its prompt, new tokens
         self.cache: DynamicCache | None = None
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values of each layer
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
@@ -85,7 +85,7 @@ class Decoder:
         # Nothing is kept after an error, nor on a CPU, where packed weights aren't refreshed.
         if any(error) or self.stream is None:
             return self._forget()
-        # What an update takes is known once there was one: then the peak counts it.
+        # Before the first update nobody knows what one takes; afterwards the peak includes it.
         new = torch.cuda.memory_allocated(self.device) - self.allocated
         room = 0.8 * torch.cuda.mem_get_info(self.device)[1]
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -151,7 +151,7 @@ class Decoder:
         if self.half is None or self.is_fresh:
             return
         new, old = half_precision_copy(self.model, self.half), self.copy
-        if old is None:
+        if old is None or self.stream is None:
             self.copy = new
         else:
             torch._foreach_copy_(list(old.parameters()), list(new.parameters()))

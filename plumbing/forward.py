@@ -22,7 +22,7 @@ from common import Rollout, ValueModel, at_least_float32, base_model, entropy_of
 from plumbing.models import logits_from, mask_is_known, model_inputs
 
 CHUNK = 2**23  # logits at a time, at least: 32 MB in float32
-# On a GPU a pass without gradient reads so many times the tokens of one with gradient: it keeps
+# On a GPU a pass without gradient reads four times the tokens of one with gradient: it keeps
 # nothing for a backward pass, and more tokens at a time are faster there.
 WITHOUT_GRADIENT = 4
 
@@ -155,8 +155,8 @@ def micro_batches(
         if not worth_sharing(num_rows, num_prompts, *wider, on_cuda):
             num_prompts = num_rows
         tokens = num_prompts * wider[0] + num_rows * wider[1]
-        # A part that is large enough is not filled up with much shorter rows, mostly padding.
-        much_shorter = 3 * sum(widths) < 2 * sum(widest)
+        # A part that is a quarter full is not filled up with much shorter completions: padding.
+        much_shorter = 3 * widths[1] < 2 * widest[1] and 3 * sum(widths) < 2 * sum(widest)
         too_many = max_tokens is not None and (
             tokens > max_tokens or (much_shorter and 4 * tokens > max_tokens)
         )

@@ -1,6 +1,6 @@
 """The copy of a model in half precision that decodes, and what makes it fast.
 
-Norms, activations and the attention of one token take few operations. On a CPU and in float16 a
+Its norms, activations and attention of one token take few operations. On a CPU and in float16 a
 LoRA adapter is merged. But for rounding the copy computes what the model does.
 """
 

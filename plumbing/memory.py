@@ -271,12 +271,12 @@ def largest_limits(
     memory: int,
     smallest: dict[str, int] = SMALLEST,
 ) -> dict[str, int]:
-    """rollout_batch_size and micro_batch_tokens: the largest with which the run fits into a GPU
-    with so many bytes of memory, from `smallest` doubled up to LARGEST, whatever `config` has.
+    """The limits in `smallest`: the largest with which the run fits into a GPU with so many bytes
+    of memory, doubled up to LARGEST, whatever `config` has for them.
     """
     limits = dict(smallest)
-    for name, largest in LARGEST.items():
-        while limits[name] < largest:
+    for name in limits:
+        while limits[name] < LARGEST[name]:
             tried = limits | {name: 2 * limits[name]}
             parts = estimate(counts, dataclasses.replace(config, **tried), prompt_tokens, memory)
             if parts["needed"] > memory:
@@ -289,16 +289,17 @@ def choose_limits(config: Any, policy: nn.Module, task: Any) -> None:
     """Fill in --rollout_batch_size and --micro_batch_tokens where they aren't given: the largest
     with which this run fits into the free memory of its GPU. Prints them.
     """
-    names = [name for name in SMALLEST if getattr(config, name) is None]
-    if not names:
+    names = [name for name in SMALLEST if getattr(config, name, 0) is None]
+    if not names:  # or a tool, which has its own
         return
     free, total = torch.cuda.mem_get_info(config.device)
     # What this run holds already is part of what the formula counts.
     memory = min(total, int(free + torch.cuda.memory_reserved(config.device) + CONTEXT))
     adapter = next(iter(getattr(policy, "peft_config", {}).values()), None)
     judge = task.rewards[-1].model.config if config.reward_model else None
-    fewest = max(config.num_generations, config.eval_generations, SMALLEST["rollout_batch_size"])
-    limits, why = SMALLEST | {"rollout_batch_size": fewest}, f"{memory / 1e9:.1f} GB are free"
+    fewest = max(config.num_generations, config.eval_generations)  # completions of a prompt
+    limits = {name: max(fewest, SMALLEST[name]) for name in names}
+    why = f"{memory / 1e9:.1f} GB are free"
     try:
         wanted = dataclasses.replace(config, lora_r=adapter.r if adapter else 0)
         counts = count(wanted, base_model(policy).config, task.longest_prompt, judge)

@@ -297,6 +297,14 @@ def read_pairs(name: str, split: str = "train", flag: str = "--pairs") -> list[d
     return read_rows(name, split, flag, PAIR_FORMAT, pair_of)
 
 
+def _begins_with(text: list[dict], prompt: list[dict]) -> bool:
+    """Whether a conversation begins with these messages, or with a system message and these."""
+    start = int(text[0]["role"] == "system" != prompt[0]["role"])
+    own = text[start : start + len(prompt)]
+    said, asked = ([(m["role"], m["content"].strip()) for m in x] for x in (own, prompt))
+    return said == asked
+
+
 def pair_of(row: object) -> dict:
     """prompt, chosen, rejected and margin of a row: chosen and rejected follow the prompt. Where
     the row has none, it is what the two have in common. Raises ValueError.
@@ -315,9 +323,13 @@ def pair_of(row: object) -> dict:
         raise ValueError('"chosen" and "rejected" must be both text or both messages')
     if isinstance(texts[0], list):
         # Many datasets have whole conversations, and the prompt beside them once more.
-        if any(text[0]["role"] in ("system", "user") for text in texts):
-            prompt = ""
         prompt = as_messages(prompt) if prompt else []
+        if any(text[0]["role"] in ("system", "user") for text in texts):
+            if prompt and not all(_begins_with(text, prompt) for text in texts):
+                raise ValueError('the conversations don\'t begin with "prompt"')
+            prompt = []
+        if any(text[-1]["role"] != "assistant" for text in texts):
+            raise ValueError("a conversation must end with the assistant's answer")
     elif isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     if not prompt and texts[0] != texts[1]:

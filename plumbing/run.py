@@ -111,6 +111,8 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         metrics = open_metrics(folder)  # the first file, which marks the folder as a run's
         if holds_run(folder) and not resume:
+            if os.name == "nt":  # Windows renames no folder whose files are open
+                metrics.close()
             _move_old_run(folder, self.config.overwrite)
             folder.mkdir()
             metrics = open_metrics(folder)

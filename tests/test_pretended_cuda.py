@@ -22,6 +22,7 @@ from plumbing.decoding import Decoder
 from plumbing.forward import micro_batches, on_cpu, rollout_logprobs
 from plumbing.run import Run
 from sampling import generate, sample
+from tools import evaluate, inspect_reward
 
 SCRIPTS = [
     pytest.param(ppo, id="ppo", marks=pytest.mark.slow),
@@ -255,6 +256,25 @@ def test_the_limits_come_from_the_free_memory_and_a_resumed_run_keeps_them(
         printed = f"--rollout_batch_size {limits[0]} --micro_batch_tokens {limits[1]}"
         assert (printed in out) == (more == {})
         assert ("GB are free, and this run needs about" in out) == (free == 0 and not more)
+
+
+def test_a_limit_that_is_given_counts_for_the_other_one(make_job, monkeypatch, capsys):
+    with pretended_cuda():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (10**9, 10**11))
+        flags = {"rollout_batch_size": None, "micro_batch_tokens": 10**9, "num_steps": 1}
+        make_job(grpo)(device="cuda", max_new_tokens=16, **flags)
+    assert ": --rollout_batch_size" in (out := capsys.readouterr().out)
+    assert "--micro_batch_tokens" not in out
+
+
+@pytest.mark.parametrize("tool", [evaluate, inspect_reward], ids=lambda tool: tool.__name__)
+def test_a_tool_runs_on_the_device(tool, make_job, tmp_path, capsys):
+    make_job(grpo)  # saves a model, prompts and a reward
+    flags = f"--model {tmp_path}/small-gpt2 --prompts {tmp_path}/prompts.jsonl --bf16 false"
+    flags += f" --reward {tmp_path}/reward.py:spread --max_new_tokens 4 --device cuda"
+    with pretended_cuda():
+        tool.main(flags.split())
+    assert " -> " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def on_gpu(
     """(The config of a run on a GPU with so many GB, its parts). The run chooses the limits whose
     flags aren't in the command line `given`.
     """
-    limits = largest_limits(counts, config, prompt_tokens, gb * 10**9)
     given = given.replace("-", "_")  # --micro-batch-tokens is understood as well
-    limits = {name: limit for name, limit in limits.items() if name not in given}
+    smallest = {name: limit for name, limit in SMALLEST.items() if name not in given}
+    limits = largest_limits(counts, config, prompt_tokens, gb * 10**9, smallest)
     config = dataclasses.replace(config, **limits)
     return config, estimate(counts, config, prompt_tokens, gb * 10**9)
 

@@ -107,6 +107,8 @@ def not_carried_over(config: Any) -> list[str]:
     found = [name for name in NOT_THERE if flags.get(name)]
     if flags.get("scale_rewards") in ("batch", "mean"):
         found.append("scale_rewards")  # verl divides by the std of the group or not at all
+    if flags.get("vf_coef") == 0:
+        found.append("vf_coef")
     if config.prompts_per_step % config.num_mini_batches:
         found.append("num_mini_batches")  # verl's minibatches hold whole prompts
     return found
