@@ -44,7 +44,7 @@ class Job:
     title: str
     commands: dict[str, str]
     flags: str = ""
-    seeds: int = 5
+    seeds: int = 3
 
 
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
