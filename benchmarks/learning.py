@@ -1,10 +1,9 @@
 """What PPO, GRPO and RLOO learn by the episode and by the second: on the embedded model with their
-own defaults and at equal settings, five seeds each, and a job for SmolLM2-135M-Instruct.
+own defaults and at equal settings, three seeds each, and a job for SmolLM2-135M-Instruct.
 
-  python benchmarks/learning.py                               # sums, embedded model, 25 minutes
-  python benchmarks/learning.py --job updates                 # equal settings, 25 minutes
-  python benchmarks/learning.py --job seconds                 # and the same seconds, 10 minutes
-  python benchmarks/learning.py --job rate                    # and a higher rate, 10 minutes
+  python benchmarks/learning.py                               # sums, embedded model, 7 minutes
+  python benchmarks/learning.py --job updates                 # equal settings, 15 minutes
+  python benchmarks/learning.py --job seconds                 # and the same seconds, 5 minutes
   python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 1.5 hours
   python benchmarks/learning.py --draw                        # pictures and tables alone
 
@@ -49,8 +48,7 @@ class Job:
 
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 # "updates": the same episodes, in one update per rollout and in eight. "seconds": as many steps as
-# take the same time. "rate": the same episodes, each with its own number of updates, at the rate of
-# GRPO and RLOO.
+# take the same time.
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
 EPISODES = "--num_steps 60 --eval_every 10"
 UPDATES = {
@@ -90,15 +88,10 @@ JOBS = {
         "Two-digit sums, equal settings and seconds",
         {
             "PPO": "ppo.py --num_steps 36 --eval_every 6",
-            "GRPO": "grpo.py --num_steps 186 --eval_every 31",
-            "RLOO": "rloo.py --num_steps 140 --eval_every 28",
+            "GRPO": "grpo.py --num_steps 160 --eval_every 32",
+            "RLOO": "rloo.py --num_steps 196 --eval_every 28",
         },
         EQUAL,
-    ),
-    "rate": Job(
-        "Two-digit sums, equal settings and episodes, learning rate 8e-4",
-        {name: f"{name.lower()}.py" for name in SCRIPTS},
-        f"--kl_coef 0.01 --learning_rate 8e-4 {EPISODES}",
     ),
 }
 Curve = list[dict[str, float]]  # the points of a run
