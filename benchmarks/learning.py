@@ -83,6 +83,7 @@ JOBS = {
             for name in SCRIPTS
         },
         f"{EQUAL} {EPISODES}",
+        seeds=5,
     ),
     "seconds": Job(
         "Two-digit sums, equal settings and seconds",
