@@ -293,13 +293,24 @@ def text_or_messages(value: object, name: str, may_be_empty: bool = False) -> Pr
         return value
     if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
         raise ValueError(f'"{name}" is neither text nor messages, or is empty')
+    return [_text_message(message) for message in value]
+
+
+def _text_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A chat message whose content is one text: it may come as a list of parts, as OpenAI writes
+    it, and be left out beside tool calls. Raises ValueError.
+    """
     # A table has every key in every row, and templates ask whether a message has `tool_calls`.
-    messages = [{key: x for key, x in message.items() if x is not None} for message in value]
-    for message in messages:
-        for key in ("content", "role"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f'a message has no text as "{key}"')
-    return messages
+    message = {key: x for key, x in message.items() if x is not None}
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    message |= {} if content is None else {"content": content}
+    for key in ("content", "role"):
+        if not isinstance(message.get(key), str):
+            raise ValueError(f'a message has no text as "{key}"')
+    return message
 
 
 def names_in(template: str) -> list[str]:

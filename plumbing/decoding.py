@@ -163,6 +163,8 @@ class Decoder:
         for index, layer in enumerate(self.cache.layers):
             if type(layer) in PREALLOCATED:
                 buffers = self.buffers.setdefault(index, [])
+                for x in buffers if self.half == torch.float16 else ():
+                    x.zero_()  # a row that had ended may have overflown: weight 0 times NaN is NaN
                 self.cache.layers[index] = PreallocatedLayer(*self.room[:2], buffers)
         # One forward pass over each distinct prompt, which is then copied for its completions.
         both = torch.cat([prompt_ids, prompt_mask], dim=1).cpu()

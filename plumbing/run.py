@@ -86,6 +86,7 @@ class Run:
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         self.history, self.warned = [], set()  # metrics of this process; warnings given
         self.saved_step: int | None = None  # of the newest checkpoint
+        self.process = os.getpid()  # not that of what a reward forks
         # Before, not after: Ctrl-C in the middle of a step must find it noted.
         self.optimizer.register_step_pre_hook(self._note_move)
         for name in config.report_to:
@@ -289,6 +290,8 @@ class Run:
     # --- The end ---
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if os.getpid() != self.process:  # a reward has forked and failed; the run is its parent's
+            return
         signals.restore()
         self.bar.close()
         failure = ""

@@ -113,6 +113,7 @@ def test_without_the_library_datasets_the_command_that_installs_it_is_named(monk
         ('{"prompt": [{"role": "user"}]}', 'line 1: a message has no text as "content"'),
         ('{"prompt": [{"content": "a"}]}', 'line 1: a message has no text as "role"'),
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "line 1: .* no text"),
+        ('{"prompt": [{"role": "user", "content": ["a", {}]}]}', "line 1: .* no text"),
     ],
 )
 def test_a_fault_in_a_file_is_named_with_its_line(text, fault, tmp_path):
@@ -262,7 +263,7 @@ def test_prompts_are_padded_on_the_left_and_masked():
 
 
 BEGUN = [message("q"), message("So", "assistant")]
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +276,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
         ([message("<s>a", "system")], "<s>[system]<s>a;[assistant]"),
         ([message("<s>a", "")], "<s>a;[assistant]"),
         (BEGUN, "<s>[user]q;[assistant]So"),
+        ([message([{"type": "text", "text": "a"}, "b"])], "<s>[user]ab;[assistant]"),
         ([message("q") | {"tool_calls": None}], "<s>[user]q;[assistant]"),
         ([CALL, message("3", "tool")], "<s>[assistant];(1)[tool]3;[assistant]"),
         ([message("")], "<s>[user];[assistant]"),

@@ -34,6 +34,13 @@ REWARD = """
 def divides_by_zero(completions, **columns):
     return 1 / 0
 
+def forks(completions, **columns):
+    import os
+    if (child := os.fork()) == 0:
+        raise OSError
+    os.waitpid(child, 0)
+    return [len(c) for c in completions]
+
 def length_of_prompt(prompts, completions, **columns):
     return [None, *map(len, prompts[1:])]
 """
@@ -254,6 +261,15 @@ def test_a_process_that_a_reward_forks_can_be_ended_and_doesnt_hang(work, args, 
         process.kill()
         signals.restore()
         torch.set_num_threads(num_threads)
+
+
+def test_a_process_that_a_reward_forks_saves_nothing_when_it_fails(run, tmp_path):
+    """Else its state is written over that of the run, which goes on."""
+    flags = [*FLAGS, "--output_dir", "run", "--reward", "more.py:forks"]
+    command = [sys.executable, str(Path(ppo.__file__)), *flags]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0 and Path(tmp_path, "run", "model").exists()
+    assert "OSError" in found.stderr and "is saved" not in found.stderr
 
 
 def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):
