@@ -289,6 +289,7 @@ def test_under_autocast_the_logits_are_not_rounded_before_the_softmax(small_mode
     tokens = RAGGED.tokens[0, -RAGGED.completion_mask.shape[1] :][: len(hidden)]
     expected = token_logprobs(logits, tokens)
     assert torch.allclose(logprobs[0, : len(hidden)], expected, atol=1e-3)
+    assert torch.get_float32_matmul_precision() == "highest"  # of all other products
 
 
 @pytest.mark.parametrize("bias", [True, False])
