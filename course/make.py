@@ -43,7 +43,8 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     for name in LABS:
         write(out / name, (COURSE / name).read_text("utf-8"))
     for name in DOCS:  # their links lead to pages that aren't there
-        write(out / name, LINK.sub(r"\1", (REPOSITORY / name).read_text("utf-8")))
+        text = LINK.sub(r"\1", (REPOSITORY / name).read_text("utf-8"))
+        write(out / name, text.replace("course/labs.py", "labs.py"))
     pack = (COURSE / "starter" / "pack.py").read_text("utf-8")
     write(out / "pack.py", pack.replace('"FILES"', f'"{" ".join(files)}"'))
     write(out / "README.md", readme(whole))
