@@ -32,7 +32,6 @@ from transformers import StopStringCriteria
 
 from common import Rollout, completion_mask, evaluating
 from plumbing.decoding import Decoder
-from plumbing.errors import Fault
 from plumbing.forward import to
 
 
@@ -116,14 +115,15 @@ def generate(
 
     # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(ends.long(), [1])
-    if decoder.half == torch.float16 and not logprobs[drawn_mask].isfinite().all():
-        raise Fault("the model's logits are not finite in float16: give --fp16 false")
+    logprobs = logprobs.masked_fill(~drawn_mask, 0)
+    if not logprobs.isfinite().all():
+        raise decoder.not_finite()
     tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
     return Rollout(
         tokens=torch.cat([to(model.device, prompt_ids), tokens], dim=1),
         attention_mask=torch.cat([to(model.device, prompt_mask), drawn_mask], dim=1),
         completion_mask=drawn_mask,
-        logprobs=logprobs.masked_fill(~drawn_mask, 0),
+        logprobs=logprobs,
         finished=ends.any(dim=1),
     )
 
@@ -135,14 +135,9 @@ def draw(
 
     logits (B, V), uniform (B,) in [0, 1). Inverse transform sampling: the token is the first whose
     cumulative probability exceeds the uniform number, so one random number per row is enough. The
-    log-probs belong to the distribution after top_k and top_p.
+    log-probs belong to the distribution after top_k and top_p. A row whose logits are NaN draws any
+    token, and its log-prob is NaN.
     """
-    if logits.dtype == torch.float16:  # it ends at 65,504
-        # No index is right for NaN. Such a row draws any token, and its log-prob says that: -inf.
-        overflown = ~logits.isfinite().all(-1)
-        logits = logits.masked_fill(overflown.unsqueeze(1), 0)
-        drawn, logprobs = draw(logits.float(), uniform, temperature, top_k, top_p)
-        return drawn, logprobs.masked_fill(overflown, -torch.inf)
     if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
         return logits.argmax(-1), torch.zeros_like(uniform)
     if temperature != 1 or top_k > 0 or top_p < 1:
@@ -169,10 +164,12 @@ def draw(
     total = sums.sum(-1)
     cumulative = sums.cumsum(-1)
     block, threshold = _first_above(cumulative, (uniform * total).unsqueeze(1))
+    # For NaN it is one past the end: on a GPU, reading there would end the process.
+    block = block.clamp(max=sums.shape[1] - 1)
     rest = (threshold - (cumulative - sums).gather(1, block)).clamp(min=0)
     in_block = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, 128)).squeeze(1)
     token, _ = _first_above(in_block.cumsum(-1), rest)
-    drawn = torch.add(token, block, alpha=128)
+    drawn = torch.add(token, block, alpha=128).clamp(max=vocab_size - 1)
     logprobs = (logits.gather(1, drawn) - largest).float()
     return drawn.squeeze(1), logprobs.squeeze(1) - total.log()
 

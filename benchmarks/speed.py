@@ -167,6 +167,8 @@ def rollouts(job: dict) -> list[dict]:
     eos, steps = eos_token_ids(model, tokenizer), []
     options = job.get("options", {})
     decoder = Decoder(model, half, **options) if is_ours else None
+    if is_ours:
+        decoder.updates_before = -1  # so graphs and memory are kept, as after a first update
     for seed in range(STEPS):
         torch.manual_seed(seed)
         started = clock()

@@ -101,7 +101,7 @@ class Decoder:
             lengths = f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones"
             raise InputError(f"{lengths} don't fit into the model's context of {limit}")
         if self.static:
-            capacity = _round_up(capacity)
+            capacity = round_up(capacity)
         asked = (num_rows, capacity, max_new_tokens)
         if all(x <= y for x, y in zip(asked, self.room)):
             return
@@ -174,10 +174,14 @@ class Decoder:
             logits = self._next_logits(*distinct.chunk(2, dim=1))[which]
         self.cache.batch_select_indices(which)
         if not logits.logsumexp(-1).isfinite().all():
-            # Float16 ends at 65,504, and some models have larger hidden states: Gemma.
-            fp16 = "give --fp16 false, or " if self.half == torch.float16 else ""
-            raise Fault(f"the model's logits are not finite: {fp16}lower --learning_rate")
+            raise self.not_finite()
         return logits
+
+    def not_finite(self) -> Fault:
+        """What to raise where the logits are not finite."""
+        # Float16 ends at 65,504, and some models have larger hidden states: Gemma.
+        fp16 = "give --fp16 false, or " if self.half == torch.float16 else ""
+        return Fault(f"the model's logits are not finite: {fp16}lower --learning_rate")
 
     def _next_logits(self, tokens: Tensor, mask: Tensor, **options: Tensor) -> Tensor:
         """Logits of the next token (R, V): tokens (R, L) follow C in the cache; mask (R, C+L)."""
@@ -218,7 +222,7 @@ class Decoder:
     def step(self) -> None:
         """Read the tokens that were drawn last, and draw the next one of each row that is left."""
         num_read = self.length + self.num_drawn
-        self.columns = _round_up(num_read) if self.static else num_read
+        self.columns = round_up(num_read) if self.static else num_read
         self.t.fill_(self.num_drawn)
         self.column.fill_(num_read - 1)
         key = (self.settings, self.num_rows, self.columns)
@@ -296,7 +300,8 @@ class Decoder:
         self.static, self.stream = False, None
 
 
-def _round_up(num_tokens: int) -> int:
+def round_up(num_tokens: int) -> int:
+    """The columns of tensors of one shape that hold so many tokens."""
     return -(-num_tokens // COLUMNS) * COLUMNS
 
 

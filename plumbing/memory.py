@@ -4,7 +4,8 @@
   gradients    4 bytes for each weight that trains
   moments      8 bytes for each weight that trains: Adam's
   reference    a copy of the policy's weights; none with a new LoRA adapter or --kl_coef 0
-  KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in half precision)
+  KV cache     rows x tokens x layers x 2 x KV heads x head size x 4 bytes (2 in half precision);
+               a GPU's has a multiple of 128 tokens
   decoding     a copy of the weights in half precision; and what one layer makes of the prompts of
                the rows that are decoded together, or what is made of the logits of their next
                tokens
@@ -35,6 +36,7 @@ from transformers import (
 )
 
 from common import ValueModel, base_model, disable_dropout, reference, store_in_bfloat16
+from plumbing.decoding import round_up
 from plumbing.errors import first_line
 from plumbing.forward import WITHOUT_GRADIENT, chunk_size, worth_sharing
 from plumbing.models import add_adapter, mask_is_known, model_inputs
@@ -221,14 +223,16 @@ def _rollout(
     # First the prompts are read, then tokens are drawn, then completions get log-probs: the largest
     # counts. Without gradient a layer makes about .6 of what it keeps for a backward pass.
     of_layer = 0.6 * counts.kept / counts.models / counts.layers
+    length = prompt_tokens + config.max_new_tokens
     made = max(prompts * prompt_tokens * of_layer, DRAWN * rows * counts.vocab_size)
     if memory is not None and (limit := config.micro_batch_tokens) is not None:
         completions = config.prompts_per_step * config.num_generations
         scored = min(completions, config.rollout_batch_size)
-        tokens = scored * (prompt_tokens + config.max_new_tokens)
+        tokens = scored * length
         made = max(made, min(tokens, WITHOUT_GRADIENT * limit) * of_layer)
+    columns = length if memory is None else round_up(length)
     return {
-        "KV cache": float(rows * (prompt_tokens + config.max_new_tokens) * counts.states),
+        "KV cache": float(rows * columns * counts.states),
         "decoding": made + counts.decoding_copy,
     }
 

@@ -75,6 +75,7 @@ def test_a_step_waits_for_the_device_a_few_times(train, monkeypatch):
 
         def ended(self, steps_done):
             waits.append(sum(SYNCHRONIZES in str(w.message) for w in seen))
+            assert not any("without CUDA graphs" in str(w.message) for w in seen)
             end_step(self, steps_done)
             seen.clear()
 

@@ -56,6 +56,8 @@ def test_the_parts_of_the_memory_are_those_that_one_counts_by_hand(model):
     assert parts["moments"] == 8 * n
     states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert parts["KV cache"] == 8 * (8 + 6) * states * 4
+    on_gpu = parts_of("grpo", model, f"{SIZES} --num_eval_prompts 2", memory=2**30)
+    assert on_gpu["KV cache"] == 8 * 128 * states * 4
     assert parts["logits"] == 8 * 6 * 20 * 14 > 4 * head, "the larger one"
     assert parts_of("grpo", model, f"{SIZES} --entropy_coef 0.1")["logits"] == 8 * 6 * 20 * 23
     evaluated = parts_of("grpo", model, f"{SIZES} --num_eval_prompts 12")
