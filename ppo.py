@@ -79,7 +79,7 @@ class Config(RunConfig):
     prompts_per_step: int = flag(tiny=256, other=16)
     num_generations: int = flag(1)
     kl_coef: float = flag(tiny=0.01, other=0.1, learned=0.1)
-    learning_rate: float = flag(tiny=5e-4, other=5e-5)
+    learning_rate: float = flag(tiny=5e-4, other=2e-5)
     num_epochs: int = flag(2)
     num_mini_batches: int = flag(tiny=4, other=1)
     eval_every: int = flag(tiny=15, other=20)

@@ -122,7 +122,7 @@ DEFAULTS = {  # by hand: every figure of the pages was measured with these
     | dict(num_steps=60, prompts_per_step=256, kl_coef=0.01, learning_rate=5e-4)
     | dict(eval_every=15, num_mini_batches=4),
     ("ppo", "my/tiny"): OF_PPO
-    | dict(prompts_per_step=16, kl_coef=0.1, learning_rate=5e-5, num_mini_batches=1),
+    | dict(prompts_per_step=16, kl_coef=0.1, learning_rate=2e-5, num_mini_batches=1),
     ("grpo", "tiny"): OF_GRPO
     | dict(num_steps=180, prompts_per_step=32, kl_coef=0.01, learning_rate=8e-4, eval_every=30),
     ("grpo", "my/tiny"): OF_GRPO | dict(prompts_per_step=4, kl_coef=0.04, learning_rate=2e-5),
@@ -151,7 +151,7 @@ def test_with_a_learned_reward_the_kl_of_the_embedded_model_weighs_more(script, 
 def test_an_adapter_takes_ten_times_the_learning_rate_unless_it_is_given(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}')
     assert parse("ppo", "--lora_r", "4")["learning_rate"] == pytest.approx(5e-3)
-    assert parse("ppo", "--model", str(tmp_path))["learning_rate"] == pytest.approx(5e-4)
+    assert parse("ppo", "--model", str(tmp_path))["learning_rate"] == pytest.approx(2e-4)
     assert parse("ppo", "--lora_r", "4", "--learning_rate", "3e-6")["learning_rate"] == 3e-6
 
 
