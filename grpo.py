@@ -59,7 +59,9 @@ class Config(RunConfig):
     scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
         "group", "advantages over the std of group, batch, none; or the group's mean"
     )
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag("grpo", "which paper's")
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag(
+        "grpo", "which paper's; cispo has no clip_range"
+    )
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
     dynamic_sampling: int = flag(0, "rounds of other prompts for flat groups", least=0)
     overlong_buffer: int = flag(0, "penalised tokens before the length limit", least=0)
@@ -212,7 +214,7 @@ def main(args: list[str] | None = None) -> None:
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
             #    are (B, T), 0 off the mask, without gradient.
-            old_logprobs = rollout.logprobs.clone()  # with a single update: replaced in step 5
+            old_logprobs = rollout.logprobs.clone()  # single update: step 5 replaces what it trains
             if not single_update:
                 old_logprobs = rollout_logprobs(policy, rollout, config)
             ref_logprobs = kl = None
@@ -227,6 +229,7 @@ def main(args: list[str] | None = None) -> None:
             # What is read on the CPU is moved at once, before the device has other work to do: the
             # tokens of each row, and which rows need a forward pass in the update.
             has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)
+            has_gradient = has_gradient & mask.any(1)
             lengths, has_gradient = torch.stack([mask.sum(1), has_gradient]).cpu()  # (B,)
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes

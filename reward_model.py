@@ -93,7 +93,7 @@ def main(args: list[str] | None = None) -> None:
     config = parse_flags(Config, __doc__, args)
     torch.manual_seed(config.seed)
 
-    # The model: a backbone with a head that starts at 0, so that the first loss is log 2. Dropout
+    # The model: a backbone with a head. A new head starts at 0: the first loss is log 2. Dropout
     # is off: it would give the same text two scores.
     model = load_for_training(config.model, config.lora_r).to(config.device)
     tokenizer = load_tokenizer(config.model)

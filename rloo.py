@@ -143,7 +143,7 @@ def main(args: list[str] | None = None) -> None:
             # 3. Log-probs under the policy that sampled and under the reference. They come from the
             #    training forward, not from decoding: so the ratio is 1 before the first update. All
             #    are (B, T), 0 off the mask, without gradient.
-            old_logprobs = rollout.logprobs.clone()  # with a single update: replaced in step 5
+            old_logprobs = rollout.logprobs.clone()  # single update: step 5 replaces what it trains
             if not single_update or config.kl_coef > 0:
                 old_logprobs = rollout_logprobs(policy, rollout, config)
             ref_logprobs = kl = None

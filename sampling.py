@@ -135,11 +135,12 @@ def draw(
 
     logits (B, V), uniform (B,) in [0, 1). Inverse transform sampling: the token is the first whose
     cumulative probability exceeds the uniform number, so one random number per row is enough. The
-    log-probs belong to the distribution after top_k and top_p. A row whose logits are NaN draws any
-    token, and its log-prob is NaN.
+    log-probs belong to the distribution after top_k and top_p. A row with a logit of NaN or
+    infinity draws any token, and its log-prob is NaN.
     """
     if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
-        return logits.argmax(-1), torch.zeros_like(uniform)
+        largest = logits.amax(-1).float()
+        return logits.argmax(-1), largest - largest  # 0, or NaN
     if temperature != 1 or top_k > 0 or top_p < 1:
         logits = logits.float() / temperature
     if top_k > 0:

@@ -102,7 +102,7 @@ class TrainConfig(BaseConfig):
     num_steps: int = _update(help="optimisation steps")
     # The defaults suit models of about 0.1 B parameters; larger ones want 1e-6 to 1e-5.
     learning_rate: float = _update(help="of AdamW, at its highest; adapters: 10 times")
-    warmup_steps: int = _update(10, "of a rising learning rate; then it falls to 0", least=0)
+    warmup_steps: int = _update(10, "of a rising learning rate; then it falls towards 0", least=0)
     micro_batch_tokens: int | None = _update(
         help="most tokens per forward and backward pass, padding included; by memory on a GPU",
         tiny=None,
@@ -113,7 +113,7 @@ class TrainConfig(BaseConfig):
     lora_r: int = _update(0, "rank of a new LoRA adapter; 0 trains all weights", least=0)
     gradient_checkpointing: bool = _update(False, "less memory, more time")
     output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
-    overwrite: bool = _run(False, "rename the run there to <output_dir>.old, which is replaced")
+    overwrite: bool = _run(False, "rename the older run to <output_dir>.old, replacing that one")
     resume: bool = _run(False, "go on with the run in output_dir")
     save_every: int = _run(50, "steps between checkpoints; the last step and Ctrl-C save as well")
     eval_every: int = _run(help="steps between evaluations on what is held out", tiny=30, other=20)
@@ -318,7 +318,11 @@ def check_groups(config: TaskConfig) -> None:
     if getattr(config, "loss_type", "") == "cispo" and config.clip_range_high is not None:
         why = "with loss_type cispo no ratio is clipped at 1 + clip_range_high"
         raise InputError(f"--clip_range_high {config.clip_range_high}: {why}")
-    if (buffer := getattr(config, "overlong_buffer", 0)) > config.max_new_tokens:
+    buffer = getattr(config, "overlong_buffer", 0)
+    if buffer > 0 and config.scale_rewards == "mean":
+        why = "its penalty makes rewards negative, and --scale_rewards mean needs 0 or more"
+        raise InputError(f"--overlong_buffer {buffer}: {why}")
+    if buffer > config.max_new_tokens:
         fault = f"is longer than the longest completion, --max_new_tokens {config.max_new_tokens}"
         raise InputError(f"--overlong_buffer {buffer}: {fault}")
     batch, parts = config.prompts_per_step * group, config.num_mini_batches

@@ -343,9 +343,11 @@ def text_or_file(value: str | None, flag: str) -> str | None:
     return value
 
 
-def split_prompts(rows: list[dict], what: str = "prompts") -> tuple[list[dict], list[dict]]:
+def split_prompts(
+    rows: list[dict], what: str = "prompts", key: Callable[[dict], Any] = lambda row: row["prompt"]
+) -> tuple[list[dict], list[dict]]:
     """(train, held out): a tenth of the rows, at most 512, is held out. Fewer than ten rows are all
-    trained on and evaluated. No prompt is on both sides, unless every held-out one would be.
+    trained on and evaluated. No `key` is on both sides, unless every held-out one would be.
     """
     rows = list(rows)
     random.Random(0).shuffle(rows)
@@ -354,8 +356,8 @@ def split_prompts(rows: list[dict], what: str = "prompts") -> tuple[list[dict], 
         return rows, rows
     num_heldout = min(512, len(rows) // 10)
     train, heldout = rows[num_heldout:], rows[:num_heldout]
-    seen = {json.dumps(row["prompt"]) for row in train}  # the file may have a prompt twice
-    return train, [row for row in heldout if json.dumps(row["prompt"]) not in seen] or heldout
+    seen = {json.dumps(key(row)) for row in train}  # the file may have a prompt twice
+    return train, [row for row in heldout if json.dumps(key(row)) not in seen] or heldout
 
 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:

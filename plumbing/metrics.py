@@ -128,7 +128,7 @@ class Meter(Totals):
         self, scores: Tensor, kl: Tensor | None, old_logprobs: Tensor, kl_coef: float
     ) -> None:
         """Add score and KL of the policy that sampled: scores (B,), NaN left out; KL estimates
-        (B, T), None (unknown) without a reference; its log-probs (B, T).
+        (B, T), None (unknown) without a reference; old_logprobs (B, T).
         """
         self.columns = {"old_logprobs": old_logprobs, "kl": kl}
         mask = self.rollout.completion_mask

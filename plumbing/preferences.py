@@ -272,7 +272,9 @@ def load_pairs(config: Any, tasks: ModuleType, model: nn.Module, tokenizer: Toke
             raise InputError(f"--eval_pairs {config.eval_pairs}: needs --pairs")
         train, heldout = _own_pairs(config, tasks, tokenizer)
     elif config.eval_pairs is None:
-        train, heldout = split_prompts(read_pairs(config.pairs), "pairs")
+        train, heldout = split_prompts(
+            read_pairs(config.pairs), "pairs", lambda pair: pair.get("texts", pair["prompt"])
+        )
     else:
         train = read_pairs(config.pairs)
         heldout = read_pairs(config.eval_pairs, "test", "--eval_pairs")
@@ -332,12 +334,18 @@ def pair_of(row: object) -> dict:
             raise ValueError("a conversation must end with the assistant's answer")
     elif isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
+    whole = None
     if not prompt and texts[0] != texts[1]:
         # Of messages the last one is the answer, whatever it has in common with the other.
         inner = (text[:-1] if isinstance(text, list) else text for text in texts)
         length = [*(x == y for x, y in zip(*inner)), False].index(False)
-        prompt, texts = texts[0][:length], [text[length:] for text in texts]
-    return {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
+        whole, prompt = texts, texts[0][:length]
+        texts = [text[length:] for text in texts]
+    pair = {"prompt": prompt, "chosen": texts[0], "rejected": texts[1], "margin": float(margin)}
+    if whole is not None and isinstance(prompt, str):
+        # What two texts happen to begin with tells no pair from another one.
+        pair["texts"] = whole
+    return pair
 
 
 def _own_pairs(

@@ -84,6 +84,9 @@ def test_the_last_good_value_is_taken():
         group = ["--num_generations", "2", "--rollout_batch_size", "2", "--prompts_per_step", "3"]
         assert parse(script, *group, "--num_mini_batches", "6")["num_generations"] == 2
         refused(script, "--num_generations", "1", words="--num_generations 1: must be 2 or more")
+    penalty = ["--overlong_buffer", "1", "--scale_rewards"]
+    assert parse("grpo", *penalty, "group")["overlong_buffer"] == 1
+    refused("grpo", *penalty, "mean", words="--overlong_buffer 1: its penalty makes rewards")
 
 
 MAY_BE_0 = """kl_coef vf_coef lora_r warmup_steps entropy_coef dynamic_sampling overlong_buffer

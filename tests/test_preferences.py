@@ -57,8 +57,9 @@ def test_each_format_of_trl_is_read(row, expected):
     names = ("prompt", "chosen", "rejected")
     row = {key: value for key, value in zip(names, row) if value is not None}
     expected = dict(zip(names, expected))
-    assert pair_of(row) == expected | {"margin": 0.0}
-    assert pair_of(row | {"margin": 2, "more": 1}) == expected | {"margin": 2.0}
+    found, with_margin = pair_of(row), pair_of(row | {"margin": 2, "more": 1})
+    found.pop("texts", None), with_margin.pop("texts", None)  # as they came
+    assert found == expected | {"margin": 0.0} and with_margin == expected | {"margin": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,10 @@ def test_held_out_pairs_share_no_prompt_with_the_others_or_are_those_that_are_na
     own = lines_of(tmp_path / "own.jsonl", rows + rows[:30])
     job(pairs=own, num_steps=1)
     job(pairs=own, num_steps=1, eval_pairs=tmp_path / "pairs.jsonl", num_eval_pairs=7)
+    # Of pairs without a prompt some begin with the same letters: that makes no two of them one.
+    texts = [{key: row[key] for key in ("chosen", "rejected")} for row in rows]
+    job(pairs=lines_of(tmp_path / "texts.jsonl", texts), num_steps=1)
+    assert len(made[2].heldout) == 6
     train, heldout = ({p["prompt"] for p in part} for part in (made[0].train, made[0].heldout))
     assert heldout and not train & heldout and len(made[1].train) == 90
     assert [p["chosen"] for p in made[1].heldout] == [row["chosen"] for row in rows_of(80)[:7]]

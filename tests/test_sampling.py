@@ -175,8 +175,8 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(small_model, row, val
         sample(small_model, half=torch.float16)
 
 
-@pytest.mark.parametrize("half", [None, torch.float16])
-def test_a_later_token_whose_logits_are_not_finite_is_a_fault(small_model, half):
+@pytest.mark.parametrize(("half", "top_k"), [(None, 0), (torch.float16, 0), (torch.float16, 1)])
+def test_a_later_token_whose_logits_are_not_finite_is_a_fault(small_model, half, top_k):
     """On a GPU an index out of range would end the process before it has saved anything."""
     calls = []
 
@@ -189,7 +189,7 @@ def test_a_later_token_whose_logits_are_not_finite_is_a_fault(small_model, half)
     head.register_forward_hook(overflow)
     remedy = "give --fp16 false" if half == torch.float16 else "lower --learning_rate"
     with pytest.raises(Fault, match=f"not finite: {remedy}"):
-        sample(small_model, half=half)
+        sample(small_model, half=half, top_k=top_k)
 
 
 # --- The model is left as it was ---
