@@ -108,8 +108,9 @@ def test_held_out_pairs_share_no_prompt_with_the_others_or_are_those_that_are_na
     own = lines_of(tmp_path / "own.jsonl", rows + rows[:30])
     job(pairs=own, num_steps=1)
     job(pairs=own, num_steps=1, eval_pairs=tmp_path / "pairs.jsonl", num_eval_pairs=7)
-    # Of pairs without a prompt some begin with the same letters: that makes no two of them one.
-    texts = [{key: row[key] for key in ("chosen", "rejected")} for row in rows]
+    # Of pairs without a prompt many have the same beginning, or none: they are not one pair.
+    starts = ["x" * (n // 2) if n % 2 else "" for n in range(60)]
+    texts = [{"chosen": f"{x}a{'o' * n}", "rejected": f"{x}b"} for n, x in enumerate(starts)]
     job(pairs=lines_of(tmp_path / "texts.jsonl", texts), num_steps=1)
     assert len(made[2].heldout) == 6
     train, heldout = ({p["prompt"] for p in part} for part in (made[0].train, made[0].heldout))
