@@ -71,6 +71,9 @@ GIVEN = (
 )
 SHORT = f"{GROUPS} --reward REWARDS:short --temperature 1.5 --max_new_tokens 10"
 LONG = f"{GROUPS} --reward REWARDS:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0"
+LONG += " --num_steps 100 --eval_every 100"
+# A longer run shows what rounding becomes: other batches of rows round otherwise.
+SOME_FLAT = f"{GROUPS} --num_steps 20 --eval_every 20 --kl_coef 0"
 LENGTHS = f"{GROUPS} --temperature 1.5 --max_new_tokens 12 --num_mini_batches 2"
 LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
 LEARNT += " --eval_every 5"
@@ -398,8 +401,8 @@ EXPERIMENTS = {
         " update. Does that change what is learnt? Which share of the rows is saved (`flat`)?",
         "flat grad_norm accuracy",
         {
-            "left out": Variant("grpo", f"{GROUPS} --kl_coef 0"),
-            "taken along": Variant("grpo", f"{GROUPS} --kl_coef 0", "take_all_rows"),
+            "left out": Variant("grpo", SOME_FLAT),
+            "taken along": Variant("grpo", SOME_FLAT, "take_all_rows"),
         },
         Prediction(
             "Is `accuracy` with these rows left out above, below or at that with them?",
