@@ -229,7 +229,6 @@ def main(args: list[str] | None = None) -> None:
             # What is read on the CPU is moved at once, before the device has other work to do: the
             # tokens of each row, and which rows need a forward pass in the update.
             has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)
-            has_gradient = has_gradient & mask.any(1)
             lengths, has_gradient = torch.stack([mask.sum(1), has_gradient]).cpu()  # (B,)
             run.lap("time/rollout")
             clear_cache()  # give back the memory of the rollout: the update needs other shapes

@@ -136,7 +136,7 @@ def draw(
     logits (B, V), uniform (B,) in [0, 1). Inverse transform sampling: the token is the first whose
     cumulative probability exceeds the uniform number, so one random number per row is enough. The
     log-probs belong to the distribution after top_k and top_p. A row with a logit of NaN or
-    infinity draws any token, and its log-prob is NaN.
+    +inf draws any token, and its log-prob is NaN.
     """
     if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
         largest = logits.amax(-1).float()

@@ -113,7 +113,7 @@ class TrainConfig(BaseConfig):
     lora_r: int = _update(0, "rank of a new LoRA adapter; 0 trains all weights", least=0)
     gradient_checkpointing: bool = _update(False, "less memory, more time")
     output_dir: str | None = _run(None, "default: runs/<script>-<model>-<task>-s<seed>")
-    overwrite: bool = _run(False, "rename the older run to <output_dir>.old, replacing that one")
+    overwrite: bool = _run(False, "rename the run there to <output_dir>.old; an older .old is lost")
     resume: bool = _run(False, "go on with the run in output_dir")
     save_every: int = _run(50, "steps between checkpoints; the last step and Ctrl-C save as well")
     eval_every: int = _run(help="steps between evaluations on what is held out", tiny=30, other=20)

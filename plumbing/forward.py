@@ -296,7 +296,6 @@ def _logits_of(model: PreTrainedModel, device: str) -> Callable[[Tensor], Tensor
     logits are large.
     """
     head = model.get_output_embeddings()
-
     by_onednn = torch.is_autocast_enabled(device) and not torch.cpu._is_amx_tile_supported()
 
     def exact(hidden: Tensor) -> Tensor:
