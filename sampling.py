@@ -1,38 +1,72 @@
 """How completions are drawn: token by token, from softmax(logits / temperature) and nothing else.
 
-Without what makes it fast, it is this loop. tests/test_sampling.py compares the two (`plainly`):
-
-    cache, tokens, mask, drawn = DynamicCache(), prompt_ids, prompt_mask, []  # padded on the left
-    for _ in range(max_new_tokens):
-        inputs = model_inputs(model, tokens, mask, cache=cache, use_cache=True)
-        logits = model(**inputs).logits[:, -1]  # (B, V)
-        tokens = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)  # (B, 1)
-        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
-        drawn.append(tokens)
-    mask = completion_mask(torch.cat(drawn, dim=1), eos_token_ids)  # (B, T)
-
 `model.generate` would apply top_k, repetition_penalty and more from the checkpoint's
 generation_config: the samples would come from another distribution than the one that is trained,
-and the estimated KL would be wrong, even negative. What makes our loop fast is in
-plumbing/decoding.py; it is faster than `model.generate` as well.
+and the estimated KL would be wrong, even negative.
 
 A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. So
 is the token that completes a stop string (`--stop`), which ends a completion as well. A row that
 has ended may draw more tokens until enough rows have ended to be dropped together; they are
 replaced by padding and are off the mask, so they are never scored, trained on or counted.
+
+`generate` is the loop, `draw` one draw, StepGraph the same step of the loop as a CUDA graph.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import StopStringCriteria
+from transformers import DynamicCache, PretrainedConfig, StaticCache, StopStringCriteria
 
-from common import Rollout, completion_mask, evaluating
-from plumbing.decoding import Decoder
-from plumbing.forward import to
+from common import Fault, Rollout, base_model, completion_mask, evaluating, model_inputs
+
+
+class Decoder:
+    """What the rollouts of a run share: the model that decodes, and on CUDA its graph.
+
+    half: decode with a copy whose weights are rounded to this type. graphs: False for decoding
+    without CUDA graphs, slowly.
+    """
+
+    def __init__(
+        self, model: nn.Module, half: torch.dtype | None = None, graphs: bool = True
+    ) -> None:
+        self.trained, self.half = model, half
+        self.has_graphs = graphs and model.device.type == "cuda"
+        self.model: nn.Module | None = None  # in a rollout: what decodes
+        self.graph: StepGraph | None = None
+
+    @torch.no_grad()
+    def __enter__(self) -> Decoder:
+        """Begin a rollout: round the weights as they are now."""
+        if self.half and self.graph is not None:  # it holds the address of each weight
+            self.model = self.graph.model
+            rounded, weights = self.model.parameters(), self.trained.parameters()
+            torch._foreach_copy_(list(rounded), list(weights))
+        else:
+            self.model = rounded_copy(self.trained, self.half) if self.half else self.trained
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it. The graph and its memory are kept where they are a fifth of what is free."""
+        self.model = None
+        if self.graph is not None:
+            free = torch.cuda.mem_get_info(self.trained.device)[0]
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            if any(error) or 5 * self.graph.num_bytes(self.trained) > free + cached:
+                self.graph = None
+
+    def graph_for(self, num_rows: int, num_tokens: int) -> StepGraph:
+        """A graph for so many rows of so many tokens: the one that is there, if it suits."""
+        graph = self.graph
+        if graph is None or graph.num_rows != num_rows or graph.capacity < num_tokens:
+            self.graph = None  # its memory is free before the new one takes its own
+            self.graph = StepGraph(self.model, num_rows, -(-num_tokens // 128) * 128)
+        return self.graph
 
 
 def sample(
@@ -43,20 +77,15 @@ def sample(
     num_generations: int,
     max_rows: int,
     decoder: Decoder | None = None,
-    **options: object,
+    **options: Any,
 ) -> Rollout:
     """`generate` in sub-batches of at most `max_rows` completions, num_generations or more."""
     # The completions of one prompt stay together.
-    num_prompts = max_rows // num_generations  # per sub-batch
+    num_prompts = max(1, max_rows // num_generations)  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
-    decoder = decoder or Decoder(model)
-    options |= {"num_generations": num_generations, "decoder": decoder}
-    with decoder:
-        return concatenate([generate(model, *part, **options) for part in parts])
-
-
-def concatenate(rollouts: list[Rollout]) -> Rollout:
-    """One rollout from several of the same P and T."""
+    with decoder or Decoder(model) as decoder:
+        options |= {"num_generations": num_generations, "decoder": decoder}
+        rollouts = [generate(model, *part, **options) for part in parts]
     names = [field.name for field in dataclasses.fields(Rollout)]
     return Rollout(*(torch.cat([getattr(r, name) for r in rollouts]) for name in names))
 
@@ -80,48 +109,68 @@ def generate(
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
-    prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
-    num_generations rows; the rows of a prompt are consecutive. top_k and top_p are off by default:
-    they serve greedy evaluation, and to show how they bias the KL. stop: the strings that end a
-    completion. decoder: of this model; default: Decoder(model), in the model's own precision.
+    prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
+    rows; the rows of a prompt are consecutive. top_k and top_p are off by default: they serve
+    greedy evaluation, and to show how they bias the KL. stop: the strings that end a completion.
+    decoder: of this model, in its rollout. Raises Fault where the logits are not finite.
     """
-    prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
-    prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
-    decoder = decoder or Decoder(model)
-    decoder.make_room(*prompt_ids.shape, max_new_tokens)
+    model = decoder.model if decoder else model
+    device, (N, P), T = model.device, prompt_ids.shape, max_new_tokens
+    prompt_ids, mask = prompt_ids.to(device), prompt_mask.to(device).bool()
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
-    decoder.uniforms[:max_new_tokens, : len(prompt_ids)].uniform_(generator=generator)
-    tokens, logprobs, ends = (  # (B, T)
-        x[: len(prompt_ids), :max_new_tokens]
-        for x in (decoder.tokens, decoder.logprobs, decoder.ends)
-    )
-    eos = to(model.device, torch.tensor(eos_token_ids, dtype=torch.long))
+    uniforms = torch.rand(T, N * num_generations, generator=generator, device=device)
+    tokens = torch.full((N * num_generations, T), pad_token_id, device=device)
+    logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    ends = torch.zeros_like(tokens, dtype=torch.bool)  # an EOS, or the end of a stop string
+    eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
     with evaluating(model):
-        # The prompts, and the first token of each.
-        decoder.start(prompt_ids, prompt_mask, draw, (temperature, top_k, top_p))
-        seen = 0  # tokens in which ends were looked for
-        while True:
-            if decoder.may_wait() or decoder.num_drawn == max_new_tokens:
-                rows = decoder.rows[: decoder.num_rows]  # which of the B rows are left
-                new = slice(seen, decoder.num_drawn)
-                ends[rows, new] = torch.isin(tokens[rows, new], eos)
-                if stop is not None:  # a string that begins in the prompt doesn't count
-                    for t in range(seen, decoder.num_drawn):
-                        ends[rows, t] |= stop(tokens[rows, : t + 1], None)
-                seen = decoder.num_drawn
-                if seen == max_new_tokens or not decoder.drop_ended():
+        # Read each prompt once; keys and values are then copied for its completions.
+        cache = DynamicCache(config=without_windows(model))
+        inputs = model_inputs(model, prompt_ids, mask, cache, logits_to_keep=1)
+        logits = model(**inputs).logits[:, -1].repeat_interleave(num_generations, dim=0)  # (B, V)
+        cache.batch_repeat_interleave(num_generations)
+        prompt_ids, mask = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, mask))
+        graph = None
+        if decoder and decoder.has_graphs:
+            graph = decoder.graph_for(len(tokens), P + T)
+            graph.start(cache, mask)
+
+        rows = torch.arange(len(tokens), device=device)  # those that haven't been dropped
+        seen = mask  # (rows, P+t)
+        for t in range(T):
+            # Draw token t of each row that is left.
+            drawn, logprob = draw(logits, uniforms[t, rows], temperature, top_k, top_p)
+            tokens[rows, t], logprobs[rows, t] = drawn, logprob
+            ends[rows, t] = torch.isin(drawn, eos)
+            if stop is not None:  # a string that begins in the prompt doesn't count
+                ends[rows, t] |= stop(tokens[rows, : t + 1], None)
+            if t + 1 == T:
+                break
+            if graph is None or t % 8 == 7:  # looking at a GPU waits for it
+                running = ~ends[rows].any(1)
+                if not running.any():
                     break
-            decoder.step()  # a forward pass over the tokens just drawn, then the next ones
+                # Dropping rows copies the cache, so a row or two don't pay for it.
+                if graph is None and running.float().mean() <= 7 / 8:
+                    kept = running.nonzero().squeeze(1)
+                    rows, drawn, seen = rows[kept], drawn[kept], seen[kept]
+                    cache.batch_select_indices(kept)
+            # Read it: logits of the next token (R, V).
+            if graph is not None:
+                logits = graph(drawn)
+                continue
+            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+            logits = model(**model_inputs(model, drawn.unsqueeze(1), seen, cache)).logits[:, -1]
 
     # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(ends.long(), [1])
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
     if not logprobs.isfinite().all():
-        raise decoder.not_finite()
-    tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
+        fp16 = "give --fp16 false, or " if model.dtype == torch.float16 else ""  # it ends at 65,504
+        raise Fault(f"the model's logits are not finite: {fp16}lower --learning_rate")
     return Rollout(
-        tokens=torch.cat([to(model.device, prompt_ids), tokens], dim=1),
-        attention_mask=torch.cat([to(model.device, prompt_mask), drawn_mask], dim=1),
+        tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
+        attention_mask=torch.cat([mask, drawn_mask], dim=1),
         completion_mask=drawn_mask,
         logprobs=logprobs,
         finished=ends.any(dim=1),
@@ -183,3 +232,103 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     total = cumulative[:, -1:]
     threshold = torch.minimum(threshold, total * (1 - 2**-24))  # the float32 below
     return torch.searchsorted(cumulative, threshold, right=True), threshold
+
+
+# --- In half precision, and on CUDA as a graph ---
+
+
+def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
+    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
+    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
+    """
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
+    return copy.deepcopy(model, memo=rounded)
+
+
+def without_windows(model: nn.Module) -> PretrainedConfig:
+    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
+    sliding window has left behind.
+    """
+    config = copy.copy(base_model(model).config.get_text_config())
+    if getattr(config, "layer_types", None):
+        kinds = {"sliding_attention": "full_attention"}
+        config.layer_types = [kinds.get(kind, kind) for kind in config.layer_types]
+    config.sliding_window = None
+    return config
+
+
+class StepGraph:
+    """One step of `generate` as a CUDA graph: launching its kernels one by one takes longer than
+    they run. `graph(drawn (B,))` reads a token of each row and returns the logits (B, V) of the
+    next ones, in memory that the next call overwrites.
+
+    A replay repeats the same operations on the same memory. So the cache has its full size from the
+    start, a mask hides the columns that aren't filled yet, and all that changes from token to token
+    lies in tensors that the graph itself moves on.
+    """
+
+    def __init__(self, model: nn.Module, num_rows: int, capacity: int) -> None:
+        self.model, self.num_rows, self.capacity = model, num_rows, capacity
+        self.cache = StaticCache(config=without_windows(model), max_cache_len=capacity)
+        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=model.device)
+        self.position = torch.zeros_like(self.token)
+        self.column = torch.zeros(1, dtype=torch.long, device=model.device)
+        self.columns = torch.arange(capacity, device=model.device)
+        # 0 where a column is seen, -inf elsewhere.
+        self.mask = torch.zeros(num_rows, 1, 1, capacity, dtype=model.dtype, device=model.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def start(self, cache: DynamicCache, mask: Tensor) -> None:
+        """Take over the prompts: their keys and values, and their mask (B, P)."""
+        self.cache.reset()  # also what ended rows have left: weight 0 times NaN is NaN
+        for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
+            layer.update(prompt.keys, prompt.values)
+        self.position.copy_(mask.sum(1, keepdim=True))
+        self.column.fill_(mask.shape[1])
+        self.mask.fill_(-torch.inf)
+        self.mask[:, 0, 0, : mask.shape[1]].masked_fill_(mask, 0)
+
+    def __call__(self, drawn: Tensor) -> Tensor:
+        self.token.copy_(drawn.unsqueeze(1))
+        if self.graph is not None:
+            self.graph.replay()
+            return self.logits
+        self._forward()  # the token itself, and the warm-up
+        logits = self.logits
+        self.graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self.graph):  # noted, not run: nothing moves on
+                self._forward()
+        except RuntimeError as e:
+            reason = str(e).split("\n")[0]
+            raise Fault(f"no CUDA graph of a step: give --cuda_graphs false ({reason})") from e
+        return logits
+
+    def _forward(self) -> None:
+        self.mask.index_fill_(3, self.column, 0)
+        inputs = model_inputs(self.model, self.token, self._masks(), self.cache, self.position)
+        self.logits = self.model(**inputs).logits[:, -1]
+        self.position.add_(1)
+        self.column.add_(1)
+
+    def _masks(self) -> Tensor | dict[str, Tensor]:
+        """The mask of all layers, or of each kind of layer. transformers takes it as it is."""
+        config = base_model(self.model).config.get_text_config()
+        window, kinds = (
+            getattr(config, "sliding_window", None),
+            getattr(config, "layer_types", None),
+        )
+        kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
+        if kinds == {"full_attention"}:
+            return self.mask
+        windowed = self.mask.masked_fill(self.columns <= self.column - window, -torch.inf)
+        masks = {"full_attention": self.mask, "sliding_attention": windowed}
+        return masks if len(kinds) > 1 else windowed
+
+    def num_bytes(self, trained: nn.Module) -> int:
+        """Of the cache, and of the copy that decodes."""
+        tensors = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
+        if self.model is not trained:
+            tensors += self.model.parameters()
+        return sum(x.numel() * x.element_size() for x in tensors)

@@ -24,8 +24,8 @@ import random
 import re
 from decimal import Decimal, InvalidOperation
 
+from common import InputError
 from plumbing.data import Prompt, Task, text_of
-from plumbing.errors import InputError
 
 # --- add: sums of two numbers, with a verifier ---
 
