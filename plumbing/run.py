@@ -62,6 +62,8 @@ class Run:
             fit_micro_batch(config, [*models.values()], longest)
         with blame(f"--output_dir {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
+            # First: one that is missing must not cost the run that --overwrite replaces.
+            self.trackers = [TRACKERS[name](self.folder, config) for name in config.report_to]
             if config.resume:
                 self._resume()
             else:
@@ -72,7 +74,6 @@ class Run:
             self.files = {name: self._path(name).open(mode, **options) for name in FILES}
             settings = json.dumps({"script": config.script} | asdict(config), indent=2)
             (self.folder / "config.json").write_text(settings + "\n", encoding="utf-8")
-        self.trackers = [TRACKERS[name](self.folder, config) for name in config.report_to]
         self._describe()
         Run.active = self
 
@@ -204,17 +205,18 @@ class Run:
 
     def save(self) -> None:
         """Write model/ and checkpoint.pt, each complete before it takes its name. Raises Fault."""
-        model, new = self.folder / "checkpoint.pt", self.folder / "checkpoint.new"
+        model, new = self.folder / "model", self.folder / "model.new"
         state = {"step": self.step, "first_metrics": self.first_metrics} | self.random_state
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         try:
-            torch.save(state, new)
-            new.replace(self.folder / "checkpoint.pt")
-            model, new = self.folder / "model", self.folder / "model.new"
             next(iter(self.models.values())).save_pretrained(new)
             self.data.tokenizer.save_pretrained(new)
             shutil.rmtree(model, ignore_errors=True)
             new.rename(model)
+            # Last: where the model can't be written, the steps before it are run again.
+            new = self.folder / "checkpoint.new"
+            torch.save(state, new)
+            new.replace(self.folder / "checkpoint.pt")
         except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
             (self.folder / "checkpoint.new").unlink(missing_ok=True)
             raise Fault(f"{new} can't be written ({e}): is the disk full?") from e
@@ -375,9 +377,11 @@ def run_main(main: Callable[[], None]) -> None:
         run, Run.active = Run.active, None
         if run is not None:
             print(run.explain(), file=sys.stderr)
-        if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(e):
+        words = str(e)
+        if isinstance(e, MemoryError) or "out of memory" in words or "not enough memory" in words:
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"
-            e = Fault(f"out of memory: {remedy} ({str(e).splitlines()[0]})")
+            first_line = words.split("\n")[0]
+            e = Fault(f"out of memory: {remedy} ({first_line})")
         codes = {InputError: 2, Fault: 1, KeyboardInterrupt: 130}
         if type(e) not in codes:
             raise
