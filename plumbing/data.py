@@ -107,10 +107,11 @@ def load_task(
         task.verifier = None if config.reward or config.reward_model else task.verifier
     if config.eval_prompts:
         task.heldout = read_rows(config.eval_prompts, "test")
-    task.train, task.heldout = (
-        [row | {"prompt": _prompt_of(config, row)} for row in rows]
-        for rows in (task.train, task.heldout)
-    )
+    with blame(f"--prompt_template {config.prompt_template}"):  # a brace in a formula, say
+        task.train, task.heldout = (
+            [row | {"prompt": _prompt_of(config, row)} for row in rows]
+            for rows in (task.train, task.heldout)
+        )
     _load_rewards(config, task, tasks)
     _check_prompts(config, task, policy, chat)
     return task
