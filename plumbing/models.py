@@ -100,8 +100,11 @@ def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
             base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
         dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
         model = load(AutoModelForCausalLM, base, dtype=dtype)
-        # The head makes logits in float32, and an embedding that shares its weights follows it.
+        # The head makes logits in float32, and an embedding that shares its weights follows it. So
+        # do norms and biases, which are small: on a CPU norms take no mixture of types.
         model.get_output_embeddings().float()
+        for p in model.parameters():
+            p.data = p.data.float() if p.dim() == 1 else p.data
         if is_adapter(name):
             model = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
         elif rank > 0:
