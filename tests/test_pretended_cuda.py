@@ -91,9 +91,13 @@ def test_a_forward_pass_that_cannot_be_captured_is_a_fault_that_names_the_flag()
     prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
     options = {"num_generations": 1, "max_rows": 2, "max_new_tokens": 4}
     options |= {"eos_token_ids": [], "pad_token_id": 0}
+
+    def wait(module, inputs, output):
+        output.sum().item()
+
     with pretended_cuda() as gpu:
         model = small_gpt2().eval().to("cuda")
-        model.transformer.ln_f.register_forward_hook(lambda *given: given[-1].sum().item())
+        model.transformer.ln_f.register_forward_hook(wait)
         with pytest.raises(Fault, match=r"--cuda_graphs false \(_local_scalar_dense"):
             sample(model, prompts, prompts > 0, **options)
         sample(model, prompts, prompts > 0, decoder=Decoder(model, graphs=False), **options)
