@@ -105,9 +105,10 @@ def load_task(
     if config.prompts:
         rows = read_rows(config.prompts, "train")
         task.train, task.heldout = (rows, []) if config.eval_prompts else split_rows(rows)
-        task.verifier = None if config.reward or config.reward_model else task.verifier
     if config.eval_prompts:
         task.heldout = read_rows(config.eval_prompts, "test")
+    if (config.prompts or config.eval_prompts) and (config.reward or config.reward_model):
+        task.verifier = None  # it was made for the task's own prompts
     task.train, task.heldout = (
         [row | {"prompt": _prompt_of(config, row)} for row in rows]
         for rows in (task.train, task.heldout)
@@ -121,11 +122,12 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
     """Put the rewards and the verifier that the flags name into the task. Raises InputError."""
     if config.reward or config.reward_model:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
+        task.weights = []
     if config.reward_model:
         from plumbing.preferences import RewardModel  # which most runs don't need
 
         task.rewards.append(RewardModel(config.reward_model, config.device, config.bf16))
-    task.weights = config.reward_weights or [1.0] * len(task.rewards)
+    task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
     # A verifier of one's own, or a reward that is one; else that of the task.
@@ -374,9 +376,10 @@ def call_reward(
     parameters = inspect.signature(reward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-    values = list(reward(**arguments))
+    values = reward(**arguments)
     name = getattr(reward, "__name__", type(reward).__name__)
     with blame(f"the reward {name} must return a list of numbers or None"):
+        values = list(values)
         scores = torch.tensor([math.nan if x is None else float(x) for x in values])
         unknown = torch.tensor([x is None for x in values])
     if len(scores) != len(texts) or not (scores.isfinite() | unknown).all():

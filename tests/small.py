@@ -3,7 +3,7 @@
 import functools
 import json
 import random
-import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import plumbing.run
 import ppo
 import tasks
 from common import Rollout
@@ -200,16 +199,11 @@ def finished(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture
         script.run_main(lambda: script.main(flags))
     except SystemExit as e:
         code = e.code
+    except Exception:
+        traceback.print_exc()
+        code = 1
     out, errors = capsys.readouterr()
     return code, out + errors.rpartition("\r")[2]
-
-
-def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
-    """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
-    takes a moment too, in which the process may be killed.
-    """
-    plumbing.run.draw_curves = lambda folders, path: time.sleep(0.3)
-    main(flags)
 
 
 PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4
