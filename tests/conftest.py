@@ -63,7 +63,7 @@ def pytest_collection() -> Iterator[None]:
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The picture of a run takes three quarters of the time of a small one."""
     if not request.node.get_closest_marker("draws"):
-        monkeypatch.setattr("tools.plot.draw", lambda folders, path: None)
+        monkeypatch.setattr("plumbing.run.draw_curves", lambda folders, path: None)
 
 
 @pytest.fixture(params=["gpt2", "llama"])

@@ -23,10 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import grpo
+import plumbing.run
 import tasks
-import tools.plot
 from common import Rollout
-from plumbing.config import TaskConfig
 from plumbing.data import Task, load_task
 
 torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def task_of(chat_template: str | None = None, **flags: object) -> Task:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
     defaults = {"num_generations": 1, "max_new_tokens": 8, "task": "add", "device": "cpu"}
-    return load_task(TaskConfig(**defaults | flags), tasks, reads_bytes(), tokenizer)
+    return load_task(grpo.Config(**defaults | flags), tasks, reads_bytes(), tokenizer)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -208,7 +208,7 @@ def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
     """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
     takes a moment too, in which the process may be killed.
     """
-    tools.plot.draw = lambda folders, path: time.sleep(0.3)
+    plumbing.run.draw_curves = lambda folders, path: time.sleep(0.3)
     main(flags)
 
 
