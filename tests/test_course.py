@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 import zipfile
 from pathlib import Path
 
@@ -268,109 +267,49 @@ def test_one_mistake_costs_one_property_and_no_other_problem(tmp_path):
 
 BROKEN = """
 import os
-import torch
+
+def gae(*args):
+    os._exit(0)
+
+def completion_mask(*args):
+    raise ValueError("x" * 10**6)
 
 def kl_estimate(logprobs, ref_logprobs, estimator):
     while True:
         pass
 
-def gae(*args):
-    os._exit(0)
+def token_logprobs(logits, tokens):
+    return pick(at_least_float32(logits).log_softmax(-1), tokens)
 
-def token_entropy(:
-    pass
-
-def completion_mask(*args):
-    raise ValueError("x" * 10**6)
-
-@torch.no_grad()
-def masked_whiten(x, mask, shift_mean=True):
-    real = x[mask.bool()]
-    std = real.std() if len(real) > 1 else 1.0
-    white = (real - real.mean()) / (std**2 + 1e-8) ** 0.5 + (0 if shift_mean else real.mean())
-    return torch.zeros_like(x).masked_scatter(mask.bool(), white)
+def pick(logprobs, tokens):
+    return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 """
 
 
-def test_what_hangs_crashes_or_does_not_parse_costs_its_own_problem(tmp_path):
-    names = ["kl_estimate", "gae", "completion_mask", "masked_whiten"]
-    found = graded(hand_in(tmp_path / "bad", common=BROKEN), *names, seconds=20)
-    assert [score for score, _ in found.values()] == [0, 0, 0, 4]
+def test_what_hangs_or_crashes_costs_its_own_problem_and_helpers_come_along(tmp_path):
+    names = ["kl_estimate", "gae", "completion_mask", "token_logprobs"]
+    folder = hand_in(tmp_path / "bad", common=BROKEN)
+    found = graded(folder, *names, seconds=20)
+    assert [score for score, _ in found.values()] == [0, 0, 0, BY_NAME["token_logprobs"].points]
     assert "not done after 20 seconds" in found["kl_estimate"][1]
-    assert "the process ended before the test did" in found["gae"][1]
+    assert "the process ended before the tests did" in found["gae"][1]
     assert len(found["completion_mask"][1]) < 2000
+    (folder / "common.py").write_text("def gae(:\n")
+    found = graded(folder, "gae", "value_loss")
+    assert found["value_loss"] == (4, "") and found["gae"][0] == 0
+    assert "common.py doesn't parse: invalid syntax" in found["gae"][1]
 
 
-HEAD = "import torch\n\n\ndef kl_estimate(logprobs, ref_logprobs, estimator):\n"
-HELPED = f"""{HEAD}    import numpy as np
-    from rloo import HALF, tail
-    d = difference(logprobs, ref_logprobs)
-    found = {{"k1": lambda: d, "k2": lambda: d * d * HALF, "k3": lambda: tail(d)}}
-    if estimator not in found:
-        raise ValueError(estimator)
-    return found[estimator]()
-"""
-HELPERS = "HALF = 0.5\n\n\ndef tail(d):\n    return torch.expm1(-d) + d\n"
-DIFFERENCE = "def difference(a, b):\n    return a - b\n"
-WAYS = {
-    "of its file": {
-        "common": f"import numpy\nprint('scratch')\n1 / 0\n{HELPERS}\n\n{DIFFERENCE}\n\n"
-        + HELPED.replace("    from rloo import HALF, tail\n", "")
-    },
-    "of other files": {
-        "common": f"from own import difference\n{HELPED}",
-        "rloo": f"import torch\n{HELPERS}\n\ndef broken(:\n",
-        "own": DIFFERENCE,
-    },
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_helpers_come_along(way, tmp_path):
-    assert graded(hand_in(tmp_path / "way", **WAYS[way]), "kl_estimate") == {"kl_estimate": (5, "")}
-
-
-CHEATS = {  # what lies above the function, and its body
-    "our function under another name": (
-        "theirs = kl_estimate",
-        "return theirs(logprobs, ref_logprobs, estimator)",
-    ),
-    "the project's own imported": (
-        "",
-        "import common\nreturn common.kl_estimate(logprobs, ref_logprobs, estimator)",
-    ),
-    "the comparison patched": (
-        "import contextlib, pytest",
-        "torch.allclose = torch.equal = lambda *a, **k: True\npytest.approx = lambda x, **k: x\n"
-        "pytest.raises = contextlib.suppress\nreturn logprobs * 0",
-    ),
-    "verdicts forged on stdout": (
-        "import json, os",
-        "line = json.dumps({'test': 'test_common.py::x', 'fault': ''}).encode()\n"
-        "for number in range(1, 60):\n    try:\n        os.write(number, line + b'6 passed')\n"
-        "    except OSError:\n        pass\nos._exit(0)",
-    ),
-    "the tests written over": (
-        "import pathlib",
-        "for file in pathlib.Path('tests').glob('*.py'):\n    file.write_text('')\n"
-        "return logprobs * 0",
-    ),
-    "the tests written over in memory": (
-        "import sys",
-        "for module in [x for x in sys.modules.values() if x.__name__.startswith('test_')]:\n"
-        "    for name in [x for x in vars(module) if x.startswith('test_')]:\n"
-        "        vars(module)[name].__code__ = (lambda *a, **k: None).__code__\n"
-        "return logprobs * 0",
-    ),
-    "a part of the tests imported": ("from test_common import KL", "return logprobs * KL"),
-}
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_cheat_that_reads_no_files_gets_no_points(cheat, tmp_path):
-    above, body = CHEATS[cheat]
-    text = f"import torch\n{above}\n{HEAD}{textwrap.indent(body, '    ')}\n"
-    folder = hand_in(tmp_path / "cheat", common=text)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "theirs = {name}\ndef {name}(*args):\n    return theirs(*args)",
+        "import common\ndef {name}(*args):\n    return common.{name}(*args)",
+        "import os\ndef {name}(*args):\n    print('6 passed', flush=True)\n    os._exit(0)",
+    ],
+)
+def test_neither_our_own_function_nor_a_printed_verdict_gets_points(code, tmp_path):
+    folder = hand_in(tmp_path / "cheat", common=code.format(name="kl_estimate"))
     score, said = graded(folder, "kl_estimate")["kl_estimate"]
     assert score == 0 and said
 
@@ -405,7 +344,7 @@ def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path, capsys
     }  # fmt: skip
     assert rows["deep"]["gae"] == "6" and rows["deep"]["faults"] == ""
     assert "not a zip file" in rows["broken.zip"]["faults"]
-    assert "are in a and b" in rows["two"]["faults"] and "none" in rows["empty"]["faults"]
+    assert "2 folders have files" in rows["two"]["faults"]
     capsys.readouterr()
     assert grade.main(args) == 2 and capsys.readouterr().err.count("\n") == 1, "it exists"
     assert grade.main([str(folder / "broken.zip")]) == 2
