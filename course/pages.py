@@ -7,6 +7,7 @@ A lab or a question that is about none of the chosen problems is left out.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,15 +40,9 @@ class Question:
         return re.search(r"^Hand in: (.+?)(?:\n\n|\Z)", self.text, re.M | re.S)[1]
 
     @property
-    def commands(self) -> list[str]:
-        """The commands to run, in their order."""
-        return [line.strip() for line in self.text.split("\n") if line.startswith("    python ")]
-
-    @property
     def experiments(self) -> list[str]:
-        """The experiments of labs.py among them."""
-        words = [command.split() for command in self.commands]
-        return [name for _, script, *names in words if script == "labs.py" for name in names]
+        """The experiments of labs.py that it runs."""
+        return " ".join(re.findall(r"^    python labs.py (.+)$", self.text, re.M)).split()
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def page(lab: Lab) -> str:
     if lab.problems:
         rows = [f"| `{p}` | {BY_NAME[p].place} | {BY_NAME[p].points} |" for p in lab.problems]
         parts += ["## Functions to write", "\n".join([TABLE_HEAD, *rows])]
-        parts += [f"Test one with `{BY_NAME[lab.problems[0]].test_command}`."]
+        parts += [f"Test one with\n\n    {BY_NAME[lab.problems[0]].test_command}"]
         parts += [lab.when_written] if lab.when_written else []
     if lab.questions:
         parts += ["## Questions", QUESTIONS.format(points=points, minutes=minutes)]
@@ -137,47 +132,37 @@ SETUP = """import os
 import sys
 
 if "google.colab" in sys.modules and not os.path.exists("labs.py"):
-    !git clone -q URL assignment
+    from google.colab import drive
+
+    drive.mount("/content/drive")
+    %cd /content/drive/MyDrive
+    if not os.path.exists("assignment"):
+        !git clone -q URL assignment
     %cd assignment
     !pip install -q -r requirements-dev.txt
-if os.path.basename(os.getcwd()) == "notebooks":
-    %cd -q ..
-sys.path.insert(0, "notebooks")
-%load_ext into"""
-HOW = """The first cell clones and installs on Colab; in a checkout it goes to its top folder. A
-cell that begins with `%%into FILE` puts the function in it into that file, once it no longer says
-`raise NotImplementedError`. Tests and experiments then use it. Answers may stand here, or in
-answers.md."""
+elif os.path.basename(os.getcwd()) == "notebooks":
+    %cd -q .."""
+HOW = """On Colab the first cell puts the assignment into your Drive, where it stays. Open its files in
+the panel at the left, and write functions and answers there. In a checkout the cell goes to the top
+folder."""
 
 
-def notebook(lab: Lab, stubs: dict[str, str], url: str) -> str:
-    """The notebook of a lab, as the text of its file, with the functions {problem: text} as the
-    starter has them. Needs jupytext.
-    """
-    import jupytext
-
-    parts = [f"# Lab {lab.number}: {lab.title}\n\n{HOW}", _cell(SETUP.replace("URL", url))]
-    parts.append(lab.theory)
-    for name in lab.problems:
-        problem = BY_NAME[name]
-        parts.append(f"## `{name}` ({problem.points} points): {problem.what}")
-        if problem.step:
-            parts.append(f"Open {problem.file} and write step {problem.step} of `main`.")
-        else:
-            parts.append(_cell(f"%%into {problem.file}\n{stubs[name]}"))
-        parts.append(_cell(f"!{problem.test_command}"))
-    parts += [lab.when_written] if lab.problems and lab.when_written else []
-    for question in lab.questions:
-        parts.append(f"## {question.title}\n\n{asked(question)}")
-        parts += [_cell(f"!{command}") for command in question.commands]
-        parts.append(EMPTY)
-    parts.append(_cell("!python pack.py"))
-    # Two empty lines end a cell of text.
-    book = jupytext.reads("\n\n\n".join(parts) + "\n", fmt="md")
+def notebook(lab: Lab, url: str) -> str:
+    """The page of a lab as a notebook, the text of its file: each block of commands is a cell."""
+    cells = [cell("markdown", HOW), cell("code", SETUP.replace("URL", url))]
+    for part in re.split(
+        r"^((?:    python .+\n)+)", page(lab) + "\n    python pack.py\n", flags=re.M
+    ):
+        if part.startswith("    python "):
+            cells.append(cell("code", "\n".join(f"!{line.strip()}" for line in part.splitlines())))
+        elif part.strip():
+            cells.append(cell("markdown", part.strip()))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    return jupytext.writes(book, fmt="ipynb")
+    about = {"metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps({"cells": cells} | about, indent=1) + "\n"
 
 
-def _cell(code: str) -> str:
-    return f"```python\n{code}\n```"
+def cell(kind: str, source: str) -> dict:
+    """A cell of a notebook: "markdown" or "code"."""
+    about = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "metadata": {}, "source": source} | about
