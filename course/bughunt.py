@@ -11,6 +11,7 @@ import argparse
 import difflib
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -22,9 +23,12 @@ sys.path[:0] = [str(COURSE), str(COURSE.parent / "tests")]
 
 import mutations
 from make import copy_files
-from reasons import REASONS
 
 SYMPTOMS = COURSE / "symptoms.json"
+# [(script, bug, why it shows as it does)]
+KEY = re.findall(
+    r"^- (\w+), (.+?): (.+?)(?=^- |\Z)", (COURSE / "bughunt.md").read_text("utf-8"), re.M | re.S
+)
 # Short runs whose flags bring out what the defaults leave at rest.
 SMALL = "--num_eval_prompts 256 --device cpu --temperature 1.2"
 OF_GROUPS = f"{SMALL} --num_steps 50 --eval_every 50 --num_mini_batches 2 --micro_batch_tokens 64"
@@ -84,16 +88,15 @@ def symptom(buggy: dict, right: list[dict]) -> tuple[str, float]:
 def measure() -> None:
     """Run all bugs, and write those with a symptom to symptoms.json."""
     found = {"right": {}, "bugs": {}}
-    for script, bugs in REASONS.items():
-        right = [curves(script, seed) for seed in range(5)]
-        for bug in bugs:
-            run = curves(script, 0, bug)
-            name, z = symptom(run, right)
-            print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
-            if name:
-                about = {"script": script, "metric": name, "z": round(z, 1)}
-                found["bugs"][bug] = about | {"curve": run[name]}
-                found["right"].setdefault(script, {})[name] = [run[name] for run in right]
+    right = {script: [curves(script, seed) for seed in range(5)] for script in JOBS}
+    for script, bug, _ in KEY:
+        run = curves(script, 0, bug)
+        name, z = symptom(run, right[script])
+        print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
+        if name:
+            about = {"script": script, "metric": name, "z": round(z, 1)}
+            found["bugs"][bug] = about | {"curve": run[name]}
+            found["right"].setdefault(script, {})[name] = [run[name] for run in right[script]]
     SYMPTOMS.write_text(json.dumps(found) + "\n")
 
 
@@ -136,10 +139,11 @@ def main(args: list[str] | None = None) -> None:
     if options.measure:
         measure()
     elif options.reveal is not None:
-        bug, about = chosen(options.reveal)
+        bug = chosen(options.reveal)[0]
         file, right, wrong = (text.split("\n") for text in edit_of(bug))
         changes = difflib.unified_diff(wrong, right, "wrong", "right", n=0, lineterm="")
-        print(f"{file[0]}: {bug}", *changes, REASONS[about["script"]][bug], sep="\n")
+        why = next(why for _, name, why in KEY if name == bug)
+        print(f"{file[0]}: {bug}", *changes, " ".join(why.split()), sep="\n")
     elif options.out is None or options.out.exists():
         parser.error("give a folder that doesn't exist yet")
     else:

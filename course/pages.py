@@ -142,8 +142,8 @@ if "google.colab" in sys.modules and not os.path.exists("labs.py"):
     !pip install -q -r requirements-dev.txt
 elif os.path.basename(os.getcwd()) == "notebooks":
     %cd -q .."""
-HOW = """On Colab the first cell puts the assignment into your Drive, where it stays. Open its files in
-the panel at the left, and write functions and answers there. In a checkout the cell goes to the top
+HOW = """On Colab the first cell puts the assignment into your Drive, where it stays. The panel at
+the left opens its files: write functions and answers there. In a checkout the cell goes to the top
 folder."""
 
 
