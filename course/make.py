@@ -2,7 +2,7 @@
 
   python course/make.py OUT                                  # all problems, a first hint each
   python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
-  python course/make.py OUT --hints 3                        # 0: none, 3: a recipe
+  python course/make.py OUT --hints 2                        # 0: none, 2: a recipe
   python course/make.py autograder.zip --gradescope          # the grader, for Gradescope
 
 Problems and hints are those of problems.py, points those of the marks in tests/.
@@ -162,7 +162,7 @@ def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
     for (start, end), problem, number in sorted(cuts, key=lambda cut: cut[0], reverse=True):
         indent = re.match(r" *", lines[start - 1])[0]
         new = []
-        for hint in problem.hints[:hints] if number == 0 else ():
+        for hint in (problem.idea, problem.recipe)[:hints] if number == 0 else ():
             new += [f"{indent}# {line}" for line in textwrap.wrap(hint, 98 - len(indent))]
         names = ", ".join(to_be_set(source, problem, (start, end))) if problem.step else ""
         new.append(f"{indent}raise NotImplementedError" + (f'("set {names}")' if names else ""))
@@ -177,7 +177,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the new folder, or zip file")
     names = [problem.name for problem in PROBLEMS]
     parser.add_argument("--problems", nargs="+", default=names, metavar="NAME", choices=names)
-    parser.add_argument("--hints", type=int, choices=range(4), default=1, help="depth of hints (1)")
+    parser.add_argument("--hints", type=int, choices=range(3), default=1, help="depth of hints (1)")
     parser.add_argument(
         "--url", default="https://github.com/OWNER/assignment",
         help="where you put the starter: the notebooks clone it on Colab",

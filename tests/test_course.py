@@ -87,7 +87,6 @@ def test_each_problem_has_marked_tests_and_all_functions_are_worth_100_points():
     assert set(marked_tests()) == set(BY_NAME)
     assert sum(problem.points for problem in PROBLEMS) == 100
     assert [script.points for script in SCRIPTS] == [10] * 4
-    assert all(len(problem.hints) == 3 for problem in PROBLEMS)
 
 
 def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
