@@ -122,7 +122,7 @@ EXPERIMENTS = {
         2,
         "What does dropout that is left on do before the first update, where ratio 1 and KL 0"
         " should be, and to what is learnt?",
-        "clip_first kl_first reward accuracy",
+        "accuracy clip_first kl_first reward",
         {
             "off": Variant("rloo", GROUPS),
             "left on": Variant("rloo", f"{GROUPS} --disable_dropout false"),
@@ -139,7 +139,7 @@ EXPERIMENTS = {
         2,
         "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
         " does it move KL and entropy, as the policy gets surer of itself?",
-        "entropy_first kl reward accuracy_first accuracy",
+        "accuracy entropy_first kl reward accuracy_first",
         {
             "softmax alone": Variant("rloo", HOT),
             "top_k 5": Variant("rloo", HOT, "top_5"),
@@ -173,7 +173,7 @@ EXPERIMENTS = {
         2,
         "Sampled at temperature 1.5, log-probs at 1: a mistake that raises no error, and the ratio"
         " is 1 all the same. Where does it show?",
-        "ratio_dev kl reward accuracy_first accuracy",
+        "accuracy ratio_dev kl reward accuracy_first",
         {
             "right": Variant("rloo", HOT),
             "forgotten": Variant("rloo", HOT, "forget_the_temperature"),
@@ -190,7 +190,7 @@ EXPERIMENTS = {
         2,
         "The reward counts nines, and right sums are what was meant. How much of them is left, for"
         " which weight of the KL? Read the samples below the figures.",
-        "reward kl accuracy",
+        "accuracy reward kl",
         {
             f"kl_coef {c}": Variant("rloo", f"{GROUPS} --reward REWARDS:nines --kl_coef {c}")
             for c in (0, 0.05, 0.5)
@@ -207,7 +207,7 @@ EXPERIMENTS = {
         2,
         "64 completions a step, three learning rates, with a warm-up of ten steps and without: what"
         " collapses, and what crawls?",
-        "lowest reward kl_largest accuracy",
+        "accuracy lowest reward kl_largest",
         {
             f"{rate}, {label}": Variant(
                 "rloo", f"{GROUPS} --learning_rate {rate} --warmup_steps {steps}"
@@ -282,7 +282,7 @@ EXPERIMENTS = {
         3,
         "With room for 3 tokens a sum of three digits has none left for EOS. What does a penalty"
         " for the missing EOS teach?",
-        "truncated reward accuracy",
+        "accuracy truncated reward",
         {
             f"penalty {p}": Variant("ppo", f"{PPO} --max_new_tokens 3 --missing_eos_penalty {p}")
             for p in (0, 2)
@@ -399,7 +399,7 @@ EXPERIMENTS = {
         4,
         "Without a KL a group of equal rewards has no gradient, and its rows are left out of the"
         " update. Does that change what is learnt? Which share of the rows is saved (`flat`)?",
-        "flat grad_norm accuracy",
+        "accuracy flat grad_norm",
         {
             "left out": Variant("grpo", SOME_FLAT),
             "taken along": Variant("grpo", SOME_FLAT, "take_all_rows"),
@@ -473,7 +473,7 @@ EXPERIMENTS = {
     ),
     "loss_types": Experiment(
         5, "GRPO, Dr. GRPO and DAPO in training: does the length of a completion move?",
-        "accuracy_first accuracy length clipfrac",
+        "accuracy accuracy_first length clipfrac",
         {
             "grpo": Variant("grpo", f"{LENGTHS} --loss_type grpo"),
             "dr_grpo": Variant("grpo", f"{LENGTHS} --loss_type dr_grpo --scale_rewards none"),
@@ -491,7 +491,7 @@ EXPERIMENTS = {
         5,
         "DAPO replaces groups of equal rewards by those of other prompts. Is that more than"
         " sampling as many completions, of 11 prompts a step?",
-        "sampled flat grad_norm accuracy",
+        "accuracy sampled flat grad_norm",
         {
             "8 prompts": Variant("grpo", GROUPS),
             "8 prompts, replaced": Variant("grpo", f"{GROUPS} --dynamic_sampling 2"),
@@ -523,7 +523,7 @@ EXPERIMENTS = {
         5,
         "Entropy falls as the policy becomes sure. What does a bonus for it keep, and what does it"
         " cost? (Without a KL; pass@8 on held-out sums.)",
-        "entropy accuracy pass_at_8",
+        "accuracy entropy pass_at_8",
         {
             f"{coef}": Variant(
                 "grpo", f"{GROUPS} --kl_coef 0 --eval_generations 8 --entropy_coef {coef}"
@@ -542,7 +542,7 @@ EXPERIMENTS = {
         5,
         "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
         " and does it change what is learnt?",
-        "sampler_kl_x1000 sampler_dev accuracy",
+        "accuracy sampler_kl_x1000 sampler_dev",
         {
             "float32": Variant("rloo", GROUPS),
             "bfloat16": Variant("rloo", f"{GROUPS} --bf16 true"),
@@ -558,7 +558,7 @@ EXPERIMENTS = {
         6,
         "Ten steps of reward_model.py, in seconds: are its figures what they should be?"
         " (`loss_first` is that of scores that are all 0.)",
-        "loss_first loss loss_last margin accuracy grad_norm score_mean",
+        "accuracy loss_first loss loss_last margin grad_norm score_mean",
         {"10 steps": Variant(measure="reward_steps")},
         Prediction(
             "All scores are 0 at the first step. What is the loss of a pair (`loss_first`)?",
@@ -570,7 +570,7 @@ EXPERIMENTS = {
         6,
         "PPO on a reward model that has learnt from few pairs, or from many: where does its score"
         " rise while the sums get worse, and what does the weight of the KL save?",
-        "judge score_first score kl accuracy_first accuracy_best best_step accuracy",
+        "accuracy judge score_first score kl accuracy_first accuracy_best best_step",
         {
             f"{pairs} pairs, kl_coef {coef}": Variant(
                 "ppo", f"{LEARNT} --kl_coef {coef}", pairs=pairs
