@@ -18,7 +18,7 @@ from problems import BY_NAME, Problem
 SOURCES = sorted((Path(__file__).parent / "handout").glob("lab*.md"))
 # ## 3. Title (4 points, 20 minutes, gae policy_loss)
 HEAD = re.compile(r"^## (\d+)\. (.+) \((\d+) points, (\d+) minutes(?:, ([\w ]+))?\)$", re.M)
-EMPTY = "(your answer)"
+FUNCTIONS = re.compile(r"^Functions: (.+)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,16 @@ class Lab:
 
     number: int
     title: str
-    theory: str
+    theory: str  # the line `Functions: ...` in it becomes a table
     problems: tuple[str, ...]
     questions: tuple[Question, ...]
-    when_written: str = ""  # what to run when the functions are there
 
 
 def lab_of(source: str) -> Lab:
     """A lab from its source."""
     number, title = re.match(r"# Lab (\d+): (.+)\n", source).groups()
     theory, *parts = HEAD.split(source)
-    theory = theory.split("\n", 1)[1]
-    written = re.search(r"^Functions: (.+)$", theory, re.M)
+    written = FUNCTIONS.findall(theory)
     questions = []
     for n, name, points, minutes, about, body in zip(*(parts[i::6] for i in range(6))):
         lines = body.strip("\n").split("\n")
@@ -70,9 +68,8 @@ def lab_of(source: str) -> Lab:
         key = "\n".join(line[1:].removeprefix(" ") for line in lines if line.startswith(">"))
         head = f"{number}.{n} {name}", int(points), int(minutes), tuple((about or "").split())
         questions.append(Question(*head, text, key))
-    names = tuple(written[1].split(", ")) if written else ()
-    theory, _, after = theory.partition(written[0]) if written else (theory, "", "")
-    return Lab(int(number), title, theory.strip(), names, tuple(questions), after.strip())
+    names = tuple(written[0].split(", ")) if written else ()
+    return Lab(int(number), title, theory.split("\n", 1)[1].strip(), names, tuple(questions))
 
 
 def chosen_labs(problems: list[Problem]) -> list[Lab]:
@@ -89,12 +86,11 @@ def chosen_labs(problems: list[Problem]) -> list[Lab]:
 def page(lab: Lab) -> str:
     """The page of a lab, for students."""
     points, minutes = (sum(getattr(q, x) for q in lab.questions) for x in ("points", "minutes"))
-    parts = [f"# Lab {lab.number}: {lab.title}", lab.theory]
-    if lab.problems:
-        rows = [f"| `{p}` | {BY_NAME[p].place} | {BY_NAME[p].points} |" for p in lab.problems]
-        parts += ["## Functions to write", "\n".join([TABLE_HEAD, *rows])]
-        parts += [f"Test one with\n\n    {BY_NAME[lab.problems[0]].test_command}"]
-        parts += [lab.when_written] if lab.when_written else []
+    written = [BY_NAME[name] for name in lab.problems]
+    rows = [f"| `{x.name}` | {x.place} | {x.points} |\n" for x in written]
+    command = written[0].test_command if written else ""
+    table = FUNCTIONS_TABLE.format(rows="".join(rows), command=command) if written else ""
+    parts = [f"# Lab {lab.number}: {lab.title}", FUNCTIONS.sub(table, lab.theory)]
     if lab.questions:
         parts += ["## Questions", QUESTIONS.format(points=points, minutes=minutes)]
     for question in lab.questions:
@@ -102,7 +98,14 @@ def page(lab: Lab) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-TABLE_HEAD = "| function | where | points |\n|---|---|---|"
+FUNCTIONS_TABLE = """## Functions to write
+
+| function | where | points |
+|---|---|---|
+{rows}
+Test one with
+
+    {command}"""
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
 answers.md. `python labs.py` lists the experiments with their seconds. An experiment names a
 function that it needs and that isn't written. It asks what you will see: answer before you look.
@@ -124,7 +127,7 @@ def answer_sheet(labs: list[Lab]) -> str:
     for lab in labs:
         for question in lab.questions:
             head = f"## {question.title} ({question.points} points)"
-            parts += [head, f"*{' '.join(question.deliverable.split())}*", EMPTY]
+            parts += [head, f"*{' '.join(question.deliverable.split())}*", "(your answer)"]
     return "\n\n".join(parts) + "\n"
 
 
