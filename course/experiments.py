@@ -72,8 +72,6 @@ GIVEN = (
 SHORT = f"{GROUPS} --reward REWARDS:short --temperature 1.5 --max_new_tokens 10"
 LONG = f"{GROUPS} --reward REWARDS:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0"
 LONG += " --num_steps 100 --eval_every 100"
-# A longer run shows what rounding becomes: other batches of rows round otherwise.
-SOME_FLAT = f"{GROUPS} --num_steps 20 --eval_every 20 --kl_coef 0"
 LENGTHS = f"{GROUPS} --temperature 1.5 --max_new_tokens 12 --num_mini_batches 2"
 LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
 LEARNT += " --eval_every 5"
@@ -394,22 +392,6 @@ EXPERIMENTS = {
             "The sum of |A| over a group with k right of G is 2 k (G - k) / G. Divide that of k = 1"
             " by that of k = 4.",
         ),
-    ),
-    "skipped_rows": Experiment(
-        4,
-        "Without a KL a group of equal rewards has no gradient, and its rows are left out of the"
-        " update. Does that change what is learnt? Which share of the rows is saved (`flat`)?",
-        "accuracy flat grad_norm",
-        {
-            "left out": Variant("grpo", SOME_FLAT),
-            "taken along": Variant("grpo", SOME_FLAT, "take_all_rows"),
-        },
-        Prediction(
-            "Is `accuracy` with these rows left out above, below or at that with them?",
-            "accuracy", "left out", ("accuracy", "taken along"),
-            "Their advantage is 0, so their gradient is 0 for any ratio. The mean counts them.",
-        ),
-        curve="reward/frac_flat_groups",
     ),
     "rejection": Experiment(
         4,

@@ -159,14 +159,6 @@ def imitate_what_is_right(module: ModuleType) -> None:
     module.group_advantages = lambda rewards, *_: (rewards == 1).float()
 
 
-def take_all_rows(module: ModuleType) -> None:
-    """Rows without an advantage go through the model as well."""
-    original = module.micro_batches
-    module.micro_batches = lambda rollout, rows, has_gradient, **options: original(
-        rollout, rows, **options
-    )
-
-
 def give_completions(module: ModuleType) -> None:
     """Completions that are made up take the place of sampled ones: of each prompt some right sums,
     some that forget the carry, and some random digits, of which a few have no EOS.
