@@ -47,7 +47,6 @@ class Experiment:
     variants: dict[str, Variant]
     predict: Prediction
     curve: str = "objective/scores"
-    exact: bool = False  # always with seed 0: the figures are the same but for rounding
     samples: bool = False  # print some of the last completions
 
 
@@ -59,16 +58,6 @@ HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperat
 ROLLOUTS = "--num_steps 10 --prompts_per_step 32 --num_generations 8 --num_eval_prompts 256"
 ROLLOUTS += " --eval_every 10 --warmup_steps 0 --kl_coef 0 --eval_generations 8"
 REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
-# Three steps of three updates on given completions. A whole rollout is a minibatch, so the order of
-# its rows, which a right solution may draw otherwise, changes nothing but rounding.
-FIRST = "--num_steps 3 --num_eval_prompts 8 --eval_every 3 --warmup_steps 0 --learning_rate 2e-4"
-FIRST += " --num_epochs 3 --num_mini_batches 1 --micro_batch_tokens 256"
-FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 32 --num_generations 8"
-FIRST_FIGURES = "entropy_first kl policy_loss clipfrac approxkl grad_norm"
-GIVEN = (
-    "Three steps on 256 given completions, in seconds: does your {} compute what it should, before"
-    " you wait for what it learns? (They aren't samples, so `kl` may be below 0.)"
-)
 SHORT = f"{GROUPS} --reward REWARDS:short --temperature 1.5 --max_new_tokens 10"
 LONG = f"{GROUPS} --reward REWARDS:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0"
 LONG += " --num_steps 100 --eval_every 100"
@@ -79,20 +68,6 @@ SIZED = " --num_eval_prompts 256 --eval_every 80 --learning_rate 3e-4"
 START = 0.436  # the share of right samples before the first step
 
 EXPERIMENTS = {
-    "draws": Experiment(
-        1,
-        "2,000 completions at temperature 1.5, in seconds: does your `generate` draw what it"
-        " should? (`first_digit` is the share that begins with the right digit, `surprise` the mean"
-        " of -log p of the tokens, `logprob_dev` how many millionths the noted log-probs are off.)",
-        "first_digit length surprise logprob_dev",
-        {"tiny": Variant(measure="draws")},
-        Prediction(
-            "The vocabulary has 99 tokens. Is `surprise` above or below log 99 = 4.6?",
-            "surprise", "tiny", 4.6,
-            "The mean of -log p is the entropy, and log 99 is that of a uniform draw: the most that"
-            " 99 tokens can have. A model that has learnt something is surer.",
-        ),
-    ),
     "estimators": Experiment(
         1,
         "k1, k2 and k3 estimate the same KL from samples. Which is unbiased, which varies least?"
@@ -105,16 +80,6 @@ EXPERIMENTS = {
             "k2 = d²/2 is the KL only to second order in d, where policy and reference are close."
             " Its mean differs from the KL however many samples there are.",
         ),
-    ),
-    "rloo_steps": Experiment(
-        2, GIVEN.format("RLOO"), FIRST_FIGURES,
-        {"3 steps": Variant("rloo", f"{FIRST_OF_GROUPS} --kl_coef 0.1", "give_completions")},
-        Prediction(
-            "Three updates with each rollout: is `clipfrac`, their mean, above 0 or 0?",
-            "clipfrac", "3 steps", 0,
-            "At the first update the ratio is 1. The second one finds a policy that has moved.",
-        ),
-        exact=True,
     ),
     "dropout": Experiment(
         2,
@@ -260,22 +225,6 @@ EXPERIMENTS = {
             " about all the others.",
         ),
     ),
-    "ppo_steps": Experiment(
-        3, GIVEN.format("PPO"), f"{FIRST_FIGURES} value_loss explained",
-        {
-            "3 steps": Variant(
-                "ppo", f"{FIRST} --prompts_per_step 256 --kl_coef 0.1", "give_completions"
-            )
-        },
-        Prediction(
-            "The value model starts at 0 and makes nine short updates. Which share of the variance"
-            " of the returns does it explain (`explained`)?",
-            "explained", "3 steps", None,
-            "A model that says the same everywhere explains nothing, and nine updates at 2e-4 don't"
-            " change that.",
-        ),
-        exact=True,
-    ),
     "missing_eos": Experiment(
         3,
         "With room for 3 tokens a sum of three digits has none left for EOS. What does a penalty"
@@ -350,18 +299,6 @@ EXPERIMENTS = {
             "EOS_0.5", "one slot after", None,
             "delta of the slot after EOS is 1, and the recursion hands gamma lambda of it on.",
         ),
-    ),
-    "grpo_steps": Experiment(
-        4, GIVEN.format("GRPO"), FIRST_FIGURES,
-        {"3 steps": Variant("grpo", f"{FIRST_OF_GROUPS} --kl_coef 0.01", "give_completions")},
-        Prediction(
-            "The completions are given, most of them wrong. Is `kl`, a mean of k1 over them, above"
-            " or below 0?",
-            "kl", "3 steps", 0,
-            "The mean of k1 is the KL over samples of the policy alone. These are made up, and"
-            " training makes most of them rarer than they were to the reference.",
-        ),
-        exact=True,
     ),
     "pad_is_eos": Experiment(
         4,
@@ -534,18 +471,6 @@ EXPERIMENTS = {
             " one of the run in bfloat16 (`sampler_dev`) above or below that?",
             "sampler_dev", "bfloat16", 0.69,
             "bfloat16 has three digits: logits of about 10 are off by some hundredths.",
-        ),
-    ),
-    "reward_steps": Experiment(
-        6,
-        "Ten steps of reward_model.py, in seconds: are its figures what they should be?"
-        " (`loss_first` is that of scores that are all 0.)",
-        "accuracy loss_first loss loss_last margin grad_norm score_mean",
-        {"10 steps": Variant(measure="reward_steps")},
-        Prediction(
-            "All scores are 0 at the first step. What is the loss of a pair (`loss_first`)?",
-            "loss_first", "10 steps", None,
-            "-log sigmoid(0) = log 2: either text may be the better one.",
         ),
     ),
     "overoptimisation": Experiment(
