@@ -22,7 +22,7 @@ import labs
 import make
 import pages
 from experiments import EXPERIMENTS
-from problems import BY_NAME, FILES, PROBLEMS, SCRIPTS, function_of, marked_tests
+from problems import BY_NAME, FILES, PROBLEMS, function_of, marked_tests
 
 pytestmark = pytest.mark.slow  # copies of the repository, and short runs
 LABS = pages.chosen_labs(PROBLEMS)
@@ -75,7 +75,6 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
 def test_each_problem_has_points_and_a_lab_and_each_question_a_key_and_commands_that_exist():
     assert set(marked_tests()) == set(BY_NAME)
     assert sum(problem.points for problem in PROBLEMS) == 100
-    assert [script.points for script in SCRIPTS] == [10] * 4
     assert sorted(name for lab in LABS for name in lab.problems) == sorted(x.name for x in PROBLEMS)
     for question in QUESTIONS:
         assert question.deliverable and set(question.about) <= set(BY_NAME)
