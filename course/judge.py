@@ -8,9 +8,11 @@ import json
 import os
 import resource
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 import pytest
+from tqdm import tqdm
 
 MEMORY = 6 * 2**30  # bytes of addresses
 CUT = 500  # characters of a message
@@ -27,6 +29,7 @@ def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     installed = (sys.prefix, sys.base_prefix)
     sys.path[:] = [folder, *(path for path in sys.path if path.startswith(installed))]
+    tqdm.set_lock(threading.RLock())  # its own one outlives the process, which is killed
     judge, options = Judge(), "-q -p no:cacheprovider -p no:xdist --basetemp tmp --rootdir"
     pytest.main([*options.split(), folder, "--problem", problem, *files], plugins=[judge])
     pipe.send_bytes(json.dumps(judge.found).encode())
