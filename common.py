@@ -1,7 +1,7 @@
 """What PPO, GRPO and RLOO share: masks, log-probs, KL, GAE, dropout, the value head, the reference.
 
 Every mathematical function is pure. A mask may be bool, or 0 and 1. Elements off the mask have no
-influence, even if they are NaN.
+influence, even if they are NaN. This file imports no other file of the project.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 # --- The rollout ---
 
@@ -188,8 +189,9 @@ def gae(
     0 off the mask. The episode ends with the last real token of a row, also where it was cut at the
     length limit: after it V and A are 0, whatever the value model says at padding.
     """
-    mask = mask.bool()
-    rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
+    # Token by token, so on the CPU: a GPU would launch a few small operations for each.
+    device, mask = rewards.device, mask.bool().cpu()
+    rewards, values = (x.cpu().masked_fill(~mask, 0) for x in (rewards, values))
     # From the last token to the first: A_t needs V_{t+1} and A_{t+1}.
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
     advantages = []
@@ -199,7 +201,7 @@ def gae(
         next_value = values[:, t]
         advantages.append(next_advantage)
     advantages = torch.stack(advantages[::-1], dim=1)
-    return advantages, advantages + values
+    return advantages.to(device), (advantages + values).to(device)
 
 
 def is_flat(groups: Tensor) -> Tensor:
@@ -210,59 +212,209 @@ def is_flat(groups: Tensor) -> Tensor:
     return lowest >= highest
 
 
+# --- The forward pass that trains: log-probs and values of completions ---
+
+CHUNK = 2**25  # logits at a time: 128 MB in float32
+
+
+def completion_logprobs(
+    model: nn.Module,
+    rollout: Rollout,
+    temperature: float,
+    *,
+    bf16: bool = False,
+    entropy: bool = True,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature: (B, T).
+
+    The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask.
+    Without `entropy` the second is None: it costs more than the log-probs. The logits are divided
+    by the temperature because the tokens were drawn from that distribution. bf16: under autocast.
+    """
+    model, mask = base_model(model), rollout.completion_mask.bool()
+    device, head = rollout.tokens.device.type, model.get_output_embeddings()
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        states = completion_states(model.base_model, rollout)  # (B, t, D)
+    # Without padding: n tokens, each with the state from which it is predicted.
+    tokens = rollout.tokens[:, -mask.shape[1] :][mask]  # (n,)
+    states = states[mask[:, : states.shape[1]]]  # (n, D)
+
+    def score(states: Tensor, tokens: Tensor) -> Tensor:
+        # In float32: logits rounded to bfloat16 put log-probs .002 nats off, and some of them .1.
+        logits = at_least_float32(logits_from(model, states.to(head.weight.dtype)))
+        logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)  # (n, V)
+        chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        if not entropy:
+            return chosen.unsqueeze(0)
+        return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
+
+    # All logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens
+    # at a time, and made again in the backward pass instead of being kept for it.
+    size = max(1, CHUNK // head.weight.shape[0])
+    chunks = list(zip(states.split(size), tokens.split(size)))
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        scores = [checkpoint(score, *chunk, **options) for chunk in chunks]
+    else:
+        scores = [score(*chunk) for chunk in chunks]
+    scores = torch.cat(scores, dim=1)  # (2, n)
+    padded = scores.new_zeros(len(scores), *mask.shape)
+    padded[:, mask] = scores
+    return padded[0], padded[1] if entropy else None
+
+
+def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool = False) -> Tensor:
+    """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with gradient.
+
+    It stands where the logits of token t stand. One position to the right V would know the action.
+    """
+    mask = rollout.completion_mask.bool()
+    with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
+        values = value_model.values(completion_states(value_model.backbone, rollout))  # (B, t)
+    values = nn.functional.pad(values, (0, mask.shape[1] - values.shape[1]))
+    return values.masked_fill(~mask, 0)
+
+
+def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
+    """Last hidden states (B, t, D), with gradient, from which the first t completion tokens are
+    predicted. t is the longest completion.
+    """
+    # Columns that are padding in every row are skipped, on either side.
+    first = rollout.attention_mask.long().argmax(1).min()
+    longest = rollout.completion_mask.sum(1).max()
+    first, t = torch.stack([first, longest]).tolist()
+    end = rollout.tokens.shape[1] - rollout.completion_mask.shape[1] + t
+    # The shift by one: the state at position i predicts token i + 1. So the states are those of
+    # [:, P-1:-1], and the last column isn't read.
+    tokens, mask = rollout.tokens[:, first : end - 1], rollout.attention_mask[:, first : end - 1]
+    P = end - first - t
+
+    def states(tokens: Tensor, mask: Tensor, cache: DynamicCache | None = None) -> Tensor:
+        inputs = model_inputs(backbone, tokens, mask, cache)
+        return backbone(**inputs).last_hidden_state
+
+    prompts = [tuple(row) for row in torch.where(mask.bool(), tokens, -1)[:, :P].tolist()]
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}  # of each distinct one
+    # Gradient checkpointing allows no cache.
+    modules = backbone.modules() if backbone.training else ()
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    if len(number) == len(prompts) or checkpointed:
+        return states(tokens, mask)[:, P - 1 :]
+
+    # A prompt is read once for all its completions: its keys and values, which carry the gradient,
+    # are repeated. The gradients of a prompt's rows are then added up in the same order every time
+    # by index_select alone on a CPU, by indexing alone on CUDA.
+    which = torch.tensor([number[prompt] for prompt in prompts], device=tokens.device)
+    one = torch.tensor([prompts.index(prompt) for prompt in number], device=tokens.device)
+    cache = DynamicCache(config=backbone.config)
+    last = states(tokens[one, :P], mask[one, :P], cache)[:, -1:]  # of each distinct prompt
+    last = last[which] if tokens.is_cuda else last.index_select(0, which)
+    if t == 1:
+        return last
+    (cache.batch_select_indices if tokens.is_cuda else cache.reorder_cache)(which)
+    return torch.cat([last, states(tokens[:, P:], mask, cache)], dim=1)
+
+
+def model_inputs(
+    model: nn.Module,
+    tokens: Tensor,
+    mask: Tensor | dict[str, Tensor],
+    cache: Any = None,
+    position_ids: Tensor | None = None,
+    **options: object,
+) -> dict[str, object]:
+    """Arguments for a forward pass over tokens (B, L): those that the model's forward takes. The
+    attention mask (B, C+L) also covers the C tokens in a cache of keys and values.
+
+    Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions: 34 nats
+    off in huggingface/trl#6800.
+    """
+    if position_ids is None:
+        position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        mask = mask.long()
+    options |= {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
+    accepted = inspect.signature(base_model(model).forward).parameters
+    name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
+    options |= {name: cache, "use_cache": cache is not None}
+    return {name: x for name, x in options.items() if name in accepted}
+
+
+def logits_from(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V)."""
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(states)
+    if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def rollout_logprobs(model: nn.Module, rollout: Rollout, config: Any) -> Tensor:
+    """completion_logprobs of a whole rollout without gradient: (B, T)."""
+    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": False}
+    return _over_rollout(
+        lambda part: completion_logprobs(model, part, **options)[0], rollout, config
+    )
+
+
+def rollout_values(value_model: ValueModel, rollout: Rollout, config: Any) -> Tensor:
+    """completion_values of a whole rollout without gradient: (B, T)."""
+    return _over_rollout(
+        lambda part: completion_values(value_model, part, bf16=config.bf16), rollout, config
+    )
+
+
+@torch.no_grad()
+def _over_rollout(forward: Callable[[Rollout], Tensor], rollout: Rollout, config: Any) -> Tensor:
+    """forward(part) -> (b, T) in micro-batches, put together in the rollout's order: (B, T)."""
+    parts = micro_batches(rollout, max_tokens=config.micro_batch_tokens)
+    found = torch.cat([forward(part) for _, part in parts])
+    return found[torch.cat([rows for rows, _ in parts]).argsort()]
+
+
+def micro_batches(
+    rollout: Rollout,
+    rows: Tensor | None = None,
+    wanted: Tensor | None = None,
+    *,
+    max_tokens: int,
+) -> list[tuple[Tensor, Rollout]]:
+    """Cut `rows` (n,) of a rollout, default all, into parts of at most max_tokens tokens, padding
+    included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A row alone may be
+    longer.
+
+    The longest completions come first: a part is as wide as its longest row, and padding costs as
+    much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
+    `wanted` (B,) is False are left out, but for one if there is no other: the optimiser needs a
+    gradient to make its step, and that of such a row is 0.
+    """
+    lengths = rollout.completion_mask.sum(1).cpu()  # (B,)
+    rows = torch.arange(len(lengths)) if rows is None else rows
+    if wanted is not None:
+        wanted = wanted.bool().cpu()[rows]
+        rows = rows[wanted] if wanted.any() else rows[:1]
+    rows = rows[lengths[rows].argsort(descending=True, stable=True)]
+    P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
+    parts, width = [[]], 0
+    for row in rows.tolist():
+        if parts[-1] and (len(parts[-1]) + 1) * width > max_tokens:
+            parts.append([])
+        if not parts[-1]:  # its longest row
+            width = P + int(lengths[row])
+        parts[-1].append(row)
+    return [(part, rollout[part.to(rollout.tokens.device)]) for part in map(torch.tensor, parts)]
+
+
 # --- Models ---
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, under the wrapper that peft puts around it for an adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def store_in_bfloat16(model: nn.Module, device: torch.device) -> nn.Module:
-    """Store the frozen matrices of `model` in bfloat16, in place; returns it. It takes half of the
-    memory, and under autocast on `device` changes no result: there a matrix is rounded anyway.
-
-    Embeddings follow where bfloat16 holds them exactly, as in most checkpoints. Norms, biases and
-    the head of a value or reward model stay in float32, on a CPU the head of a language model too.
-    """
-    whole = base_model(model)
-    if not has_plain_adapters(model):
-        return model
-    backbone = set(whole.base_model.modules())
-    head = whole.get_output_embeddings() if device.type == "cuda" else None
-    owners = {}  # of each weight; a tied one has two
-    for module in whole.modules():
-        for p in module.parameters(recurse=False):
-            owners.setdefault(p, []).append(module)
-    for p, modules in owners.items():
-        known = all(m in backbone or m is head for m in modules)
-        kinds = {type(m) for m in modules}
-        frozen = p.dim() == 2 and p.dtype == torch.float32 and not p.requires_grad
-        if not (frozen and known and kinds <= {nn.Linear, Conv1D, nn.Embedding}):
-            continue
-        rounded = p.data.bfloat16()
-        if nn.Embedding in kinds and not (p.is_meta or torch.equal(rounded.float(), p.data)):
-            continue
-        p.data = rounded
-        for module in modules:
-            if type(module) is nn.Embedding:
-                module.register_forward_hook(_float32_under_autocast)
-    return model
-
-
-def has_plain_adapters(model: nn.Module) -> bool:
-    """Whether all adapters of the model, if it has any, are plain LoRA. Others may compute with the
-    weights of the layer that they adapt, as DoRA does.
-    """
-    adapters = [module for module in model.modules() if hasattr(module, "base_layer")]
-    return all(
-        type(a).__name__ == "Linear" and getattr(a, "lora_variant", None) == {} for a in adapters
-    )
-
-
-def _float32_under_autocast(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    # Hidden states are summed up in float32; the copy that decodes is in half precision throughout.
-    return output.float() if torch.is_autocast_enabled(output.device.type) else output
 
 
 def disable_dropout(*models: nn.Module) -> int:
@@ -317,19 +469,10 @@ class ValueModel(nn.Module):
 
     @classmethod
     def on_backbone_of(cls, model: PreTrainedModel) -> ValueModel:
-        """A value model on a copy of the backbone of `model`, the policy or a reward model.
-
-        On a policy with an adapter it trains an adapter as well, over the same frozen weights.
+        """A value model on a copy of the backbone of `model`. Where this has an adapter, the copy
+        trains an adapter as well, over the same frozen weights.
         """
-        backbone = base_model(model).base_model
-        if any(p.requires_grad for p in backbone.parameters()):
-            backbone = copy_of(backbone)
-        else:
-            # A reward model is frozen, perhaps in bfloat16. Here its copy trains, and small steps
-            # would be lost in bfloat16.
-            backbone = copy.deepcopy(backbone).requires_grad_(True)
-            for p in backbone.parameters():
-                p.data = at_least_float32(p.data)
+        backbone = copy_of(base_model(model).base_model)
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)
@@ -344,14 +487,32 @@ class ValueModel(nn.Module):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
 
-def reference(
-    policy: nn.Module, kl_coef: float, bf16: bool = False
-) -> contextlib.AbstractContextManager:
+def without_windows(model: nn.Module) -> PretrainedConfig:
+    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
+    sliding window has left behind.
+    """
+    config = copy.copy(base_model(model).config.get_text_config())
+    if kinds := getattr(config, "layer_types", None):
+        full = {"sliding_attention": "full_attention"}
+        config.layer_types = [full.get(kind, kind) for kind in kinds]
+    config.sliding_window = None
+    return config
+
+
+def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
+    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
+    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
+    """
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
+    return copy.deepcopy(model, memo=rounded)
+
+
+def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
     """The reference model that the KL is measured against: the one place that decides it.
 
     Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0. A
-    copy shares the weights that don't train. bf16: the run computes under autocast, so a copy may
-    be stored in bfloat16.
+    copy shares the weights that don't train.
     """
     # Without a KL penalty no reference is needed.
     if kl_coef == 0:
@@ -361,10 +522,7 @@ def reference(
         return AdapterOff(policy)
     # Else a frozen copy, taken after dropout is off: of all weights, or of a trained adapter alone.
     # A reload by name would miss any change made in memory, and the KL at step 0 would not be 0.
-    copied = copy_of(policy).eval().requires_grad_(False)
-    return contextlib.nullcontext(
-        store_in_bfloat16(copied, base_model(policy).device) if bf16 else copied
-    )
+    return contextlib.nullcontext(copy_of(policy).eval().requires_grad_(False))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -428,16 +586,38 @@ def schedule(step: int, num_steps: int, warmup_steps: int) -> float:
     return (num_steps - step) / (num_steps - warmup_steps)
 
 
-# Whether the capture of a CUDA graph has failed. That leaves PyTorch's allocator in disorder, and
-# the next empty_cache would end the run (pytorch/pytorch#180395).
-capture_failed = False
-
-
 def clear_cache() -> None:
     """Give cached memory back to the device, between the phases of a step."""
     # Rollout and update need tensors of different shapes: the allocator would keep memory for both.
     if torch.cuda.is_available():
-        if not capture_failed:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
         torch.mps.empty_cache()
+
+
+# --- Errors ---
+
+
+class InputError(ValueError):
+    """The user's input is at fault: one line that says what, where and what to do. Exit code 2."""
+
+
+class Fault(Exception):
+    """The run can't go on: one line that says what happened and what helps. Exit code 1."""
+
+
+@contextlib.contextmanager
+def blame(what: str) -> Iterator[None]:
+    """`with blame("--model gpt2"):` what a library raises here, while it reads what the user gave,
+    becomes an InputError of one line.
+    """
+    try:
+        yield
+    except (InputError, Fault, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:  # transformers, peft and datasets raise anything
+        lines = [line.strip() for line in str(e).split("\n") if line.strip()]
+        reason = (
+            " ".join(lines[:2]) if lines[0:1] and lines[0].endswith(":") else "".join(lines[:1])
+        )
+        raise InputError(f"{what}: {type(e).__name__}: {reason}") from e

@@ -9,9 +9,10 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
   loss        max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t       [1] eq. 3
               its mean over the tokens of a completion, then over the completions
 
-There is no value model: a completion is compared with the others of its prompt.
-Flags make it Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] or MaxRL [6]: docs/running.md has the
-commands.
+There is no value model: a completion is compared with the others of its prompt. In four lines this
+is not RLOO: the advantage, the ratio of a token, the KL in the loss, and the mean over the tokens.
+Lines marked with [2] to [6] are variants that flags switch on; leave them out at the first reading:
+Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] and MaxRL [6]. docs/running.md has the commands.
 
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
@@ -29,21 +30,22 @@ from torch import Tensor
 
 import tasks
 from common import (
+    InputError,
     at_least_float32,
     clear_cache,
+    completion_logprobs,
     disable_dropout,
     importance_ratio,
     is_flat,
     kl_estimate,
     masked_mean,
+    micro_batches,
     reference,
+    rollout_logprobs,
     set_learning_rate,
 )
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
-from plumbing.errors import InputError
-from plumbing.extras import overlong_penalty, replace_flat_groups
-from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
@@ -55,24 +57,39 @@ class Config(RunConfig):
     script = "grpo"
     smallest_group = 2
 
-    # The flags that this algorithm has alone.
-    scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
-        "group", "advantages over the std of group, batch, none; or the group's mean"
-    )
+    num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
+    prompts_per_step: int = flag(4, "prompts sampled per step, N")
+    num_generations: int = flag(8, "completions per prompt, G")
+    learning_rate: float = flag(2e-5, "of AdamW, at its highest; adapters: 10 times")
+
+    # What this algorithm has alone.
+    kl_coef: float = flag(0.04, "weight of the KL penalty in the loss; 0: none", least=0)
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag(
         "grpo", "which paper's; cispo has no clip_range"
     )
+    scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
+        "group", "advantages over the std of group, batch, none; or the group's mean"
+    )
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
-    dynamic_sampling: int = flag(0, "rounds of other prompts for flat groups", least=0)
+    oversample: int = flag(1, "times the prompts are drawn, to keep groups that aren't flat")
     overlong_buffer: int = flag(0, "penalised tokens before the length limit", least=0)
     mask_truncated_completions: bool = flag(False, "no gradient from completions that are cut")
 
-    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
-    num_steps: int = flag(tiny=180, other=40)
-    prompts_per_step: int = flag(tiny=32, other=4)
-    num_generations: int = flag(8)
-    kl_coef: float = flag(tiny=0.01, other=0.04, learned=0.4)
-    learning_rate: float = flag(tiny=8e-4, other=2e-5)
+
+# The embedded model's own defaults. It is small and has a single job, so it takes large steps.
+TINY = {
+    "task": "add",
+    "max_new_tokens": 5,
+    "num_steps": 180,
+    "prompts_per_step": 32,
+    "kl_coef": 0.01,
+    "learning_rate": 8e-4,
+    "micro_batch_tokens": 16384,
+    "rollout_batch_size": 256,
+    "eval_every": 30,
+    "num_eval_prompts": 1024,
+    "bf16": False,
+}
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
@@ -134,8 +151,9 @@ def grpo_loss(
     level = "sequence" if loss_type == "gspo" else "token"
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)  # (B, T)
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
-    free, bounded = -A * ratio, -A * ratio.clamp(1 - clip_range, 1 + high)  # [1] eq. 3
-    loss, clipped = torch.max(free, bounded), bounded > free
+    unclipped_loss = -A * ratio  # [1] eq. 3
+    clipped_loss = -A * ratio.clamp(1 - clip_range, 1 + high)
+    loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
     if loss_type == "cispo":  # [5] eq. 4 and 5, bounded above only: no token loses its gradient
         loss = -A * ratio.clamp(max=cispo_bound).detach() * logprobs
         clipped = (ratio > cispo_bound) & (A != 0)
@@ -158,9 +176,17 @@ def grpo_loss(
     return loss.sum() / (num_rows * max_new_tokens), clipped  # by a constant: [2] section 3.2
 
 
+def overlong_penalty(mask: Tensor, buffer: int) -> Tensor:
+    """The soft punishment of length, [3] eq. 13: completion mask (B, T) -> (B,).
+
+    0 up to T - buffer tokens, then falling to -1 at T, the longest completion; 0 without a buffer.
+    """
+    return -((mask.sum(1) - (mask.shape[1] - buffer)) / max(1, buffer)).clamp(min=0)
+
+
 def main(args: list[str] | None = None) -> None:
     # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
-    config = parse_flags(Config, __doc__, args)
+    config = parse_flags(Config, __doc__, TINY, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
@@ -173,7 +199,7 @@ def main(args: list[str] | None = None) -> None:
     if config.disable_dropout:
         disable_dropout(policy)
     set_up_training(config, policy)
-    ref = reference(policy, config.kl_coef, config.bf16)
+    ref = reference(policy, config.kl_coef)
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -184,111 +210,107 @@ def main(args: list[str] | None = None) -> None:
 
     # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    G = config.num_generations
-    B = config.prompts_per_step * G  # completions per step
+    N, G = config.prompts_per_step, config.num_generations
+    B = N * G  # completions per step
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
-    # With a single update per rollout, the log-probs of the update serve as the old ones too: the
-    # ratio is exactly 1. Not with dropout, which makes two forward passes differ.
+    # With a single update per rollout the policy of the update is the one that sampled: so the
+    # update's log-probs are the old ones. Not with dropout, which makes two passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
-    generators = [shuffler, sampling["generator"]]
 
-    with Run(config, task, {"policy": policy}, optimizer, generators) as run:
-        for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
-            # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
-            prompts = task.batch(step)
-            rollout = sample(policy, *task.encode(prompts), **sampling)
+    run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
+    for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
+        # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+        prompts = task.batch(step, N * config.oversample)
+        rollout = sample(policy, *task.encode(prompts), **sampling)
 
-            # 2. Score the text of each completion. A reward that is None is NaN here.
-            scores, texts = task.score(prompts, rollout)  # (B,)
-            num_dropped = None
-            if config.dynamic_sampling > 0:  # [3] eq. 11: sample other prompts for flat groups
-                drawn = (prompts, rollout, scores, texts)
-                drawn, num_dropped = replace_flat_groups(
-                    config, policy, task, sampling, step, drawn
+        # 2. Score the text of each completion. A reward that is None is NaN here.
+        scores, texts = task.score(prompts, rollout)  # (B,)
+        if config.oversample > 1:  # [3] eq. 11: of all groups keep N, first those that teach
+            flat = is_flat(scores.view(-1, G)).flatten()
+            groups = flat.long().argsort(stable=True)[:N].cpu()
+            rows = (groups.unsqueeze(1) * G + torch.arange(G)).flatten()  # (B,)
+            rollout, scores = rollout[rows], scores[rows]
+            prompts, texts = [prompts[i] for i in groups], [texts[i] for i in rows]
+        if config.overlong_buffer > 0:  # [3] eq. 13
+            scores = scores + overlong_penalty(rollout.completion_mask, config.overlong_buffer)
+        mask = rollout.completion_mask  # (B, T), EOS included
+
+        # 3. Log-probs under the policy that sampled and under the reference. They come from the
+        #    training forward, not from decoding: so the ratio is 1 before the first update. All
+        #    are (B, T), 0 off the mask, without gradient.
+        if not single_update:
+            old_logprobs = rollout_logprobs(policy, rollout, config)
+        ref_logprobs = None
+        if config.kl_coef > 0:
+            with ref as ref_model:
+                ref_logprobs = rollout_logprobs(ref_model, rollout, config)
+
+        # 4. Advantages: how much better a completion is than the others of its prompt.
+        advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
+        if config.mask_truncated_completions:  # [3]: out of the loss, not of the group's mean
+            mask = mask & rollout.finished.unsqueeze(1)
+        # Rows without a gradient need no forward pass in the update.
+        has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
+        run.lap("time/rollout")
+        clear_cache()  # give back the memory of the rollout: the update needs other shapes
+
+        # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser step
+        #    each.
+        set_learning_rate(optimizer, config, step)
+        orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
+        meter = Meter(rollout)
+        for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
+            num_tokens = mask[mini_batch].sum().clamp(min=1)
+            # A micro-batch of b rows adds its share of the minibatch's loss to the gradient: the
+            # sum is the same whatever b is. Its tensors are (b, T).
+            parts = micro_batches(
+                rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
+            )
+            for rows, part in parts:
+                logprobs, entropy = completion_logprobs(
+                    policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
                 )
-                prompts, rollout, scores, texts = drawn
-            if config.overlong_buffer > 0:
-                scores = scores + overlong_penalty(rollout, config.overlong_buffer)  # [3] eq. 13
-            mask = rollout.completion_mask  # (B, T), EOS included
+                old = logprobs.detach() if single_update else old_logprobs[rows]
+                m = mask[rows]
 
-            # 3. Log-probs under the policy that sampled and under the reference. They come from the
-            #    training forward, not from decoding: so the ratio is 1 before the first update. All
-            #    are (B, T), 0 off the mask, without gradient.
-            old_logprobs = rollout.logprobs.clone()  # single update: step 5 replaces what it trains
-            if not single_update:
-                old_logprobs = rollout_logprobs(policy, rollout, config)
-            ref_logprobs = kl = None
-            if config.kl_coef > 0:
-                with ref as ref_model:
-                    ref_logprobs = rollout_logprobs(ref_model, rollout, config)
+                loss, clipped = grpo_loss(
+                    logprobs,
+                    old,
+                    advantages[rows],
+                    m,
+                    clip_range=config.clip_range,
+                    clip_range_high=config.clip_range_high,
+                    loss_type=config.loss_type,
+                    max_new_tokens=config.max_new_tokens,
+                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+                    kl_coef=config.kl_coef,
+                    num_rows=len(mini_batch),
+                    num_tokens=num_tokens,
+                )
+                bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
+                (loss - bonus).backward()
 
-            # 4. Advantages: how much better a completion is than the others of its prompt.
-            advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
-            if config.mask_truncated_completions:  # out of the loss, but not of the group's mean
-                mask = mask & rollout.finished.unsqueeze(1)
-            # What is read on the CPU is moved at once, before the device has other work to do: the
-            # tokens of each row, and which rows need a forward pass in the update.
-            has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)
-            lengths, has_gradient = torch.stack([mask.sum(1), has_gradient]).cpu()  # (B,)
-            run.lap("time/rollout")
-            clear_cache()  # give back the memory of the rollout: the update needs other shapes
+                level = "sequence" if config.loss_type == "gspo" else "token"
+                ratio = importance_ratio(logprobs, old, m, level)
+                meter.add_share("loss/policy_avg", loss)
+                meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
-            # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each.
-            set_learning_rate(optimizer, config, step)
-            orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            meter = Meter(rollout)
-            for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-                num_tokens = lengths[mini_batch].sum().clamp(min=1)
-                # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
-                # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows, part in micro_batches(
-                    rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
-                ):
-                    logprobs, entropy = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
-                    )
-                    if single_update:
-                        old_logprobs[rows] = logprobs.detach()
-                    old, m = old_logprobs[rows], mask[rows]
+            # The gradient of the whole minibatch is there: one optimiser step.
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            meter.end_mini_batch(grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
-                    loss, clipped = grpo_loss(
-                        logprobs,
-                        old,
-                        advantages[rows],
-                        m,
-                        clip_range=config.clip_range,
-                        clip_range_high=config.clip_range_high,
-                        loss_type=config.loss_type,
-                        max_new_tokens=config.max_new_tokens,
-                        ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-                        kl_coef=config.kl_coef,
-                        num_rows=len(mini_batch),
-                        num_tokens=num_tokens,
-                    )
-                    bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
-                    (loss - bonus).backward()
-
-                    level = "sequence" if config.loss_type == "gspo" else "token"
-                    ratio = importance_ratio(logprobs, old, m, level)
-                    meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
-
-                # The gradient of the whole minibatch is there: one optimiser step.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-
-            # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
-            if config.kl_coef > 0:
-                kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # unbiased, as in PPO and RLOO
-            meter.objective(scores, kl, old_logprobs, config.kl_coef)
-            meter.groups(scores, G, num_dropped)
-            run.log(step, meter, episode=(step + 1) * B)
-            columns = {"ref_logprobs": ref_logprobs, "advantages": advantages}
-            run.show(step, prompts, texts, scores, meter, columns)
-            clear_cache()  # give back the memory of the update
+        # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+        kl = None
+        if config.kl_coef > 0:  # unbiased, as in PPO and RLOO
+            kl = kl_estimate(meter.last_pass["old_logprobs"], ref_logprobs, "k1")
+        meter.objective(scores, kl, config.kl_coef)
+        meter.groups(scores, G)
+        run.log(step, meter, episode=(step + 1) * B)
+        columns = {"ref_logprobs": ref_logprobs, "kl": kl, "advantages": advantages}
+        run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
+        clear_cache()  # give back the memory of the update
 
 
 if __name__ == "__main__":

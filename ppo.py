@@ -36,24 +36,21 @@ import tasks
 from common import (
     ValueModel,
     clear_cache,
+    completion_logprobs,
+    completion_values,
     disable_dropout,
     gae,
     kl_estimate,
     masked_whiten,
+    micro_batches,
     policy_ratio,
     reference,
+    rollout_logprobs,
+    rollout_values,
     set_learning_rate,
 )
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
-from plumbing.forward import (
-    completion_logprobs,
-    completion_values,
-    micro_batches,
-    rollout_logprobs,
-    rollout_values,
-    to,
-)
 from plumbing.metrics import Meter, evaluate, explained_variance
 from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
@@ -64,25 +61,37 @@ from sampling import sample
 class Config(RunConfig):
     script = "ppo"
 
-    # The flags that this algorithm has alone.
-    kl_estimator: Literal["k1", "k2", "k3"] = flag(
-        "k1", "of the KL in the reward; k2, k3 pull less"
-    )
+    num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
+    prompts_per_step: int = flag(16, "prompts sampled per step, N")
+    num_generations: int = flag(1, "completions per prompt, G")
+    learning_rate: float = flag(2e-5, "of AdamW, at its highest; adapters: 10 times")
+    num_epochs: int = flag(2, "passes over one rollout")
+
+    # What this algorithm has alone.
+    kl_coef: float = flag(0.1, "weight of the KL penalty in the reward; 0: none", least=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "of that KL; k2 and k3 pull less")
     missing_eos_penalty: float = flag(0.0, "subtracted from scores without EOS", least=0)
     gamma: float = flag(1.0, "discount", least=0, most=1)
     lam: float = flag(0.95, "lambda of GAE: 1 trusts rewards, 0 the values", least=0, most=1)
     clip_range_value: float = flag(0.2, "how far a value may move in one step")
     vf_coef: float = flag(0.1, "weight of the value loss", least=0)
 
-    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
-    num_steps: int = flag(tiny=60, other=40)
-    prompts_per_step: int = flag(tiny=256, other=16)
-    num_generations: int = flag(1)
-    kl_coef: float = flag(tiny=0.01, other=0.1, learned=0.1)
-    learning_rate: float = flag(tiny=5e-4, other=2e-5)
-    num_epochs: int = flag(2)
-    num_mini_batches: int = flag(tiny=4, other=1)
-    eval_every: int = flag(tiny=15, other=20)
+
+# The embedded model's own defaults. It is small and has a single job, so it takes large steps.
+TINY = {
+    "task": "add",
+    "max_new_tokens": 5,
+    "num_steps": 60,
+    "prompts_per_step": 256,
+    "kl_coef": 0.01,
+    "learning_rate": 5e-4,
+    "num_mini_batches": 4,
+    "micro_batch_tokens": 16384,
+    "rollout_batch_size": 256,
+    "eval_every": 15,
+    "num_eval_prompts": 1024,
+    "bf16": False,
+}
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -109,9 +118,9 @@ def policy_loss(
     """
     # The paper maximises a minimum of objectives; this is its negative.
     ratio = policy_ratio(logprobs - old_logprobs)
-    free = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    return torch.max(free, bounded), bounded > free
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    return torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
 
 
 def value_loss(
@@ -119,14 +128,14 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Clipped squared error, halved, as in [3]: each (B, T) -> (loss, clipped), each (B, T)."""
     # The worse of two predictions counts: a value can't profit from moving far in one step.
-    bounded_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
-    free, bounded = (values - returns) ** 2, (bounded_values - returns) ** 2
-    return 0.5 * torch.max(free, bounded), bounded > free
+    clipped_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
+    unclipped_loss, clipped_loss = (values - returns) ** 2, (clipped_values - returns) ** 2
+    return 0.5 * torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
 
 
 def main(args: list[str] | None = None) -> None:
     # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
-    config = parse_flags(Config, __doc__, args)
+    config = parse_flags(Config, __doc__, TINY, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
@@ -140,7 +149,7 @@ def main(args: list[str] | None = None) -> None:
     if config.disable_dropout:
         disable_dropout(policy, value_model)
     set_up_training(config, policy, value_model)
-    ref = reference(policy, config.kl_coef, config.bf16)
+    ref = reference(policy, config.kl_coef)
 
     # One optimiser for both models. Under an adapter the base model has nothing to train.
     parameters = [*policy.parameters(), *value_model.parameters()]
@@ -153,93 +162,88 @@ def main(args: list[str] | None = None) -> None:
 
     # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    B = config.prompts_per_step * config.num_generations  # completions per step
+    N, B = config.prompts_per_step, config.prompts_per_step * config.num_generations  # B rows
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
     models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
-    with Run(config, task, models, optimizer, generators) as run:
-        for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
-            # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
-            prompts = task.batch(step)
-            rollout = sample(policy, *task.encode(prompts), **sampling)
-            mask = rollout.completion_mask  # (B, T), EOS included
+    run = Run(config, task, models, optimizer, generators)
+    for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
+        # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+        prompts = task.batch(step, N)
+        rollout = sample(policy, *task.encode(prompts), **sampling)
+        mask = rollout.completion_mask  # (B, T), EOS included
 
-            # 2. Score the text of each completion.
-            scores, texts = task.score(prompts, rollout, every=True)  # (B,); None is an error
-            scores = scores - config.missing_eos_penalty * ~rollout.finished
+        # 2. Score the text of each completion.
+        scores, texts = task.score(prompts, rollout, every=True)  # (B,); None is an error
+        scores = scores - config.missing_eos_penalty * ~rollout.finished
 
-            # 3. Values, and log-probs under the policy that sampled and under the reference. They
-            #    come from the training forward, not from decoding: so the ratio is 1 before the
-            #    first update. All are (B, T), 0 off the mask, without gradient.
-            old_values = rollout_values(value_model, rollout, config)
-            old_logprobs = rollout_logprobs(policy, rollout, config)
-            ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
-            if config.kl_coef > 0:
-                with ref as ref_model:
-                    ref_logprobs = rollout_logprobs(ref_model, rollout, config)
-                kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
+        # 3. Values, and log-probs under the policy that sampled and under the reference. They
+        #    come from the training forward, not from decoding: so the ratio is 1 before the
+        #    first update. All are (B, T), 0 off the mask, without gradient.
+        old_values = rollout_values(value_model, rollout, config)
+        old_logprobs = rollout_logprobs(policy, rollout, config)
+        ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
+        if config.kl_coef > 0:
+            with ref as ref_model:
+                ref_logprobs = rollout_logprobs(ref_model, rollout, config)
+            kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
 
-            # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
-            #    GAE; whitening comes after the returns, because V must learn the real rewards.
-            #    Whitened advantages have mean 0: tokens better than the rest become likelier.
-            rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
-            # GAE goes token by token, so on the CPU: a GPU would launch each small operation.
-            here = torch.stack([rewards, old_values, mask]).cpu()  # moved at once
-            both = torch.stack(gae(*here, config.gamma, config.lam))
-            advantages, returns = to(mask.device, both)  # (B, T)
-            advantages = masked_whiten(advantages, mask)
-            lengths = here[2].sum(1)  # (B,) tokens
-            run.lap("time/rollout")
-            clear_cache()  # give back the memory of the rollout: the update needs other shapes
+        # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
+        #    GAE; whitening comes after the returns, because V must learn the real rewards.
+        #    Whitened advantages have mean 0: tokens better than the rest become likelier.
+        rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
+        advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
+        advantages = masked_whiten(advantages, mask)
+        run.lap("time/rollout")
+        clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
-            # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each.
-            set_learning_rate(optimizer, config, step)
-            orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            meter = Meter(rollout)
-            for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-                # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
-                # gradient: the sum is the same whatever b is. Its tensors are (b, T).
-                parts = micro_batches(rollout, mini_batch, max_tokens=config.micro_batch_tokens)
-                num_tokens = lengths[mini_batch].sum()
-                for rows, part in parts:
-                    logprobs, entropy = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
-                    )
-                    values = completion_values(value_model, part, bf16=config.bf16)
-                    old, m = old_logprobs[rows], mask[rows]
+        # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
+        #    step each.
+        set_learning_rate(optimizer, config, step)
+        orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
+        meter = Meter(rollout)
+        for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
+            # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
+            # gradient: the sum is the same whatever b is. Its tensors are (b, T).
+            parts = micro_batches(rollout, mini_batch, max_tokens=config.micro_batch_tokens)
+            num_tokens = mask[mini_batch].sum()
+            for rows, part in parts:
+                logprobs, entropy = completion_logprobs(
+                    policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+                )
+                values = completion_values(value_model, part, bf16=config.bf16)
+                old, m = old_logprobs[rows], mask[rows]
 
-                    # The clipped surrogate of the policy, and the clipped error of the values:
-                    # means over the tokens, not over the rows. So long rows weigh more.
-                    pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
-                    vf, vf_clipped = value_loss(
-                        values, old_values[rows], returns[rows], config.clip_range_value
-                    )
-                    loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
-                    ((loss * m).sum() / num_tokens).backward()
+                # The clipped surrogate of the policy, and the clipped error of the values:
+                # means over the tokens, not over the rows. So long rows weigh more.
+                pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
+                vf, vf_clipped = value_loss(
+                    values, old_values[rows], returns[rows], config.clip_range_value
+                )
+                loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
+                ((loss * m).sum() / num_tokens).backward()
 
-                    # How far the policy has moved, and how often a clip was active.
-                    ratio = policy_ratio(logprobs - old)
-                    meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
-                    meter.add("loss/policy_avg", pg, m)
-                    meter.add("loss/value_avg", vf, m)
-                    meter.add("val/clipfrac_avg", vf_clipped, m)
+                # How far the policy has moved, and how often a clip was active.
+                ratio = policy_ratio(logprobs - old)
+                meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
+                meter.add("loss/policy_avg", pg, m)
+                meter.add("loss/value_avg", vf, m)
+                meter.add("val/clipfrac_avg", vf_clipped, m)
 
-                # The gradient of the whole minibatch is there: one optimiser step.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+            # The gradient of the whole minibatch is there: one optimiser step.
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            meter.end_mini_batch(grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
-            # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
-            meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
-            kl = kl if config.kl_coef > 0 else None  # unknown without a reference
-            meter.objective(scores, kl, old_logprobs, config.kl_coef)
-            run.log(step, meter, episode=(step + 1) * B)
-            columns = {"ref_logprobs": ref_logprobs, "rewards": rewards, "values": old_values}
-            columns |= {"advantages": advantages, "returns": returns}
-            run.show(step, prompts, texts, scores, meter, columns)
-            clear_cache()  # give back the memory of the update
+        # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+        meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
+        meter.objective(scores, kl, config.kl_coef)
+        run.log(step, meter, episode=(step + 1) * B)
+        columns = {"ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards}
+        columns |= {"values": old_values, "advantages": advantages, "returns": returns}
+        run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
+        clear_cache()  # give back the memory of the update
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from plumbing.forward import to
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -34,7 +35,6 @@ import tasks
 from common import base_model, clear_cache, disable_dropout, set_learning_rate
 from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch
-from plumbing.forward import to
 from plumbing.models import load_tokenizer, set_up_training
 from plumbing.preferences import (
     PairMeter,

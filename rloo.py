@@ -27,16 +27,18 @@ import tasks
 from common import (
     at_least_float32,
     clear_cache,
+    completion_logprobs,
     disable_dropout,
     is_flat,
     kl_estimate,
+    micro_batches,
     policy_ratio,
     reference,
+    rollout_logprobs,
     set_learning_rate,
 )
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
-from plumbing.forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import load_policy, set_up_training
 from plumbing.run import Run, run_main
@@ -48,12 +50,27 @@ class Config(RunConfig):
     script = "rloo"
     smallest_group = 2
 
-    # Its defaults of shared flags. The defaults that all scripts share: plumbing/config.py.
-    num_steps: int = flag(tiny=180, other=40)
-    prompts_per_step: int = flag(tiny=64, other=8)
-    num_generations: int = flag(4)
-    kl_coef: float = flag(tiny=0.02, other=0.05, learned=0.2)
-    learning_rate: float = flag(tiny=8e-4, other=2e-5)
+    num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
+    prompts_per_step: int = flag(8, "prompts sampled per step, N")
+    num_generations: int = flag(4, "completions per prompt, G")
+    learning_rate: float = flag(2e-5, "of AdamW, at its highest; adapters: 10 times")
+    kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
+
+
+# The embedded model's own defaults. It is small and has a single job, so it takes large steps.
+TINY = {
+    "task": "add",
+    "max_new_tokens": 5,
+    "num_steps": 180,
+    "prompts_per_step": 64,
+    "kl_coef": 0.02,
+    "learning_rate": 8e-4,
+    "micro_batch_tokens": 16384,
+    "rollout_batch_size": 256,
+    "eval_every": 30,
+    "num_eval_prompts": 1024,
+    "bf16": False,
+}
 
 
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
@@ -90,15 +107,16 @@ def rloo_loss(
     """
     # The completion is one action: its log-prob is a sum, and is not divided by its length.
     ratio = policy_ratio((logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1))  # (B,)
-    free, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    loss, clipped = torch.max(free, bounded), bounded > free
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
     num_rows = len(loss) if num_rows is None else num_rows
     return loss.sum() / num_rows, clipped
 
 
 def main(args: list[str] | None = None) -> None:
     # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
-    config = parse_flags(Config, __doc__, args)
+    config = parse_flags(Config, __doc__, TINY, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 
@@ -111,7 +129,7 @@ def main(args: list[str] | None = None) -> None:
     if config.disable_dropout:
         disable_dropout(policy)
     set_up_training(config, policy)
-    ref = reference(policy, config.kl_coef, config.bf16)
+    ref = reference(policy, config.kl_coef)
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -122,96 +140,92 @@ def main(args: list[str] | None = None) -> None:
 
     # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
     sampling = sampling_options(config, policy, tokenizer)
-    G = config.num_generations
-    B = config.prompts_per_step * G  # completions per step
+    N, G = config.prompts_per_step, config.num_generations
+    B = N * G  # completions per step
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
-    # With a single update per rollout, the log-probs of the update serve as the old ones too: the
-    # ratio is exactly 1. Not with dropout, which makes two forward passes differ.
+    # With a single update per rollout the policy of the update is the one that sampled: so the
+    # update's log-probs are the old ones. Not with dropout, which makes two passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
-    generators = [shuffler, sampling["generator"]]
 
-    with Run(config, task, {"policy": policy}, optimizer, generators) as run:
-        for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
-            # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
-            prompts = task.batch(step)
-            rollout = sample(policy, *task.encode(prompts), **sampling)
+    run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
+    for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
+        # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+        prompts = task.batch(step, N)
+        rollout = sample(policy, *task.encode(prompts), **sampling)
 
-            # 2. Score the text of each completion. A reward that is None is NaN here.
-            scores, texts = task.score(prompts, rollout)  # (B,)
-            mask = rollout.completion_mask  # (B, T), EOS included
+        # 2. Score the text of each completion. A reward that is None is NaN here.
+        scores, texts = task.score(prompts, rollout)  # (B,)
+        mask = rollout.completion_mask  # (B, T), EOS included
 
-            # 3. Log-probs under the policy that sampled and under the reference. They come from the
-            #    training forward, not from decoding: so the ratio is 1 before the first update. All
-            #    are (B, T), 0 off the mask, without gradient.
-            old_logprobs = rollout.logprobs.clone()  # single update: step 5 replaces what it trains
-            if not single_update or config.kl_coef > 0:
-                old_logprobs = rollout_logprobs(policy, rollout, config)
-            ref_logprobs = kl = None
-            if config.kl_coef > 0:
-                with ref as ref_model:
-                    ref_logprobs = rollout_logprobs(ref_model, rollout, config)
+        # 3. Log-probs under the policy that sampled and under the reference. They come from the
+        #    training forward, not from decoding: so the ratio is 1 before the first update. All
+        #    are (B, T), 0 off the mask, without gradient.
+        if not single_update or config.kl_coef > 0:
+            old_logprobs = rollout_logprobs(policy, rollout, config)
+        ref_logprobs = kl = None
+        if config.kl_coef > 0:
+            with ref as ref_model:
+                ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
-            # 4. Rewards: the score less the KL penalty of the whole completion. Advantages: how
-            #    much better a completion is than the others of its prompt.
-            rewards = scores  # (B,)
-            if config.kl_coef > 0:
-                kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
-                rewards = scores - config.kl_coef * kl.sum(1)
-            advantages = rloo_advantages(rewards, G)  # (B,)
-            # What is read on the CPU is moved at once, before the device has other work to do: the
-            # tokens of each row, and which rows need a forward pass in the update.
-            has_gradient = (advantages != 0) | has_bonus
-            lengths, has_gradient = torch.stack([mask.sum(1), has_gradient]).cpu()  # (B,)
-            run.lap("time/rollout")
-            clear_cache()  # give back the memory of the rollout: the update needs other shapes
+        # 4. Rewards: the score less the KL penalty of the whole completion. Advantages: how much
+        #    better a completion is than the others of its prompt.
+        rewards = scores  # (B,)
+        if config.kl_coef > 0:
+            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
+            rewards = scores - config.kl_coef * kl.sum(1)
+        advantages = rloo_advantages(rewards, G)  # (B,)
+        # Rows without a gradient need no forward pass in the update.
+        has_gradient = (advantages != 0) | has_bonus  # (B,)
+        run.lap("time/rollout")
+        clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
-            # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-            #    step each.
-            set_learning_rate(optimizer, config, step)
-            orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
-            meter = Meter(rollout)
-            for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-                num_tokens = lengths[mini_batch].sum().clamp(min=1)
-                # A micro-batch of b rows adds its share of the minibatch's loss to the gradient:
-                # the sum is the same whatever b is. Its tensors are (b, T).
-                for rows, part in micro_batches(
-                    rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
-                ):
-                    logprobs, entropy = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
-                    )
-                    if single_update:
-                        old_logprobs[rows] = logprobs.detach()
-                    old, m = old_logprobs[rows], mask[rows]
+        # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser step
+        #    each.
+        set_learning_rate(optimizer, config, step)
+        orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
+        meter = Meter(rollout)
+        for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
+            num_tokens = mask[mini_batch].sum().clamp(min=1)
+            # A micro-batch of b rows adds its share of the minibatch's loss to the gradient: the
+            # sum is the same whatever b is. Its tensors are (b, T).
+            parts = micro_batches(
+                rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
+            )
+            for rows, part in parts:
+                logprobs, entropy = completion_logprobs(
+                    policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+                )
+                old = logprobs.detach() if single_update else old_logprobs[rows]
+                m = mask[rows]
 
-                    loss, clipped = rloo_loss(
-                        logprobs,
-                        old,
-                        advantages[rows],
-                        m,
-                        clip_range=config.clip_range,
-                        num_rows=len(mini_batch),
-                    )
-                    bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
-                    (loss - bonus).backward()
+                loss, clipped = rloo_loss(
+                    logprobs,
+                    old,
+                    advantages[rows],
+                    m,
+                    clip_range=config.clip_range,
+                    num_rows=len(mini_batch),
+                )
+                bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
+                (loss - bonus).backward()
 
-                    ratio = policy_ratio((logprobs - old).sum(1))  # (b,)
-                    meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
+                ratio = policy_ratio((logprobs - old).sum(1))  # (b,)
+                meter.add_share("loss/policy_avg", loss)
+                meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
-                # The gradient of the whole minibatch is there: one optimiser step.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+            # The gradient of the whole minibatch is there: one optimiser step.
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            meter.end_mini_batch(grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
-            # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
-            meter.objective(scores, kl, old_logprobs, config.kl_coef)
-            meter.groups(scores, G)
-            run.log(step, meter, episode=(step + 1) * B)
-            columns = {"ref_logprobs": ref_logprobs, "advantages": advantages}
-            run.show(step, prompts, texts, scores, meter, columns)
-            clear_cache()  # give back the memory of the update
+        # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+        meter.objective(scores, kl, config.kl_coef)
+        meter.groups(scores, G)
+        run.log(step, meter, episode=(step + 1) * B)
+        columns = {"ref_logprobs": ref_logprobs, "kl": kl, "advantages": advantages}
+        run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
+        clear_cache()  # give back the memory of the update
 
 
 if __name__ == "__main__":

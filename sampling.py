@@ -1,38 +1,33 @@
 """How completions are drawn: token by token, from softmax(logits / temperature) and nothing else.
 
-Without what makes it fast, it is this loop. tests/test_sampling.py compares the two (`plainly`):
-
-    cache, tokens, mask, drawn = DynamicCache(), prompt_ids, prompt_mask, []  # padded on the left
-    for _ in range(max_new_tokens):
-        inputs = model_inputs(model, tokens, mask, cache=cache, use_cache=True)
-        logits = model(**inputs).logits[:, -1]  # (B, V)
-        tokens = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)  # (B, 1)
-        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
-        drawn.append(tokens)
-    mask = completion_mask(torch.cat(drawn, dim=1), eos_token_ids)  # (B, T)
-
 `model.generate` would apply top_k, repetition_penalty and more from the checkpoint's
 generation_config: the samples would come from another distribution than the one that is trained,
-and the estimated KL would be wrong, even negative. What makes our loop fast is in
-plumbing/decoding.py; it is faster than `model.generate` as well.
+and the estimated KL would be wrong, even negative.
 
-A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. So
-is the token that completes a stop string (`--stop`), which ends a completion as well. A row that
-has ended may draw more tokens until enough rows have ended to be dropped together; they are
-replaced by padding and are off the mask, so they are never scored, trained on or counted.
+A completion ends with its first EOS, or with a stop string (`--stop`). The token that ends it is in
+the mask, and is trained on. What a row draws after its end is replaced by padding and is off the
+mask. `generate`, its loop `decode` and `draw` are all that a CPU needs; Decoder is for a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import StopStringCriteria
+from transformers import DynamicCache, StaticCache, StopStringCriteria
 
-from common import Rollout, completion_mask, evaluating
-from plumbing.decoding import Decoder
-from plumbing.forward import to
+from common import (
+    Fault,
+    Rollout,
+    base_model,
+    completion_mask,
+    evaluating,
+    model_inputs,
+    rounded_copy,
+    without_windows,
+)
 
 
 def sample(
@@ -43,20 +38,15 @@ def sample(
     num_generations: int,
     max_rows: int,
     decoder: Decoder | None = None,
-    **options: object,
+    **options: Any,
 ) -> Rollout:
     """`generate` in sub-batches of at most `max_rows` completions, num_generations or more."""
     # The completions of one prompt stay together.
-    num_prompts = max_rows // num_generations  # per sub-batch
+    num_prompts = max(1, max_rows // num_generations)  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
-    decoder = decoder or Decoder(model)
-    options |= {"num_generations": num_generations, "decoder": decoder}
-    with decoder:
-        return concatenate([generate(model, *part, **options) for part in parts])
-
-
-def concatenate(rollouts: list[Rollout]) -> Rollout:
-    """One rollout from several of the same P and T."""
+    with decoder or Decoder(model) as decoder:
+        options |= {"num_generations": num_generations, "decoder": decoder}
+        rollouts = [generate(model, *part, **options) for part in parts]
     names = [field.name for field in dataclasses.fields(Rollout)]
     return Rollout(*(torch.cat([getattr(r, name) for r in rollouts]) for name in names))
 
@@ -69,63 +59,104 @@ def generate(
     *,
     num_generations: int = 1,
     max_new_tokens: int,
-    temperature: float = 1.0,
     eos_token_ids: list[int],
     pad_token_id: int,
-    top_k: int = 0,
-    top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    stop: StopStringCriteria | None = None,
     decoder: Decoder | None = None,
+    stop: StopStringCriteria | None = None,
+    **settings: float,
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
-    prompt_ids and prompt_mask (N, P) on the CPU, padded on the left -> Rollout of B = N *
-    num_generations rows; the rows of a prompt are consecutive. top_k and top_p are off by default:
-    they serve greedy evaluation, and to show how they bias the KL. stop: the strings that end a
-    completion. decoder: of this model; default: Decoder(model), in the model's own precision.
+    prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
+    rows; the rows of a prompt are consecutive. settings: temperature, top_k and top_p of `draw`.
+    stop: the strings that end a completion. decoder: of this model, in its rollout. Raises Fault
+    where the logits are not finite.
     """
-    prompt_ids = prompt_ids.repeat_interleave(num_generations, dim=0)  # (B, P)
-    prompt_mask = prompt_mask.bool().repeat_interleave(num_generations, dim=0)
-    decoder = decoder or Decoder(model)
-    decoder.make_room(*prompt_ids.shape, max_new_tokens)
+    model = decoder.model if decoder else model
+    G, device = num_generations, model.device
+    prompt_ids, mask = prompt_ids.to(device), prompt_mask.to(device).bool()
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
-    decoder.uniforms[:max_new_tokens, : len(prompt_ids)].uniform_(generator=generator)
-    tokens, logprobs, ends = (  # (B, T)
-        x[: len(prompt_ids), :max_new_tokens]
-        for x in (decoder.tokens, decoder.logprobs, decoder.ends)
-    )
-    eos = to(model.device, torch.tensor(eos_token_ids, dtype=torch.long))
+    size = (max_new_tokens, len(mask) * G)
+    uniforms = torch.rand(size, generator=generator, device=device)
     with evaluating(model):
-        # The prompts, and the first token of each.
-        decoder.start(prompt_ids, prompt_mask, draw, (temperature, top_k, top_p))
-        seen = 0  # tokens in which ends were looked for
-        while True:
-            if decoder.may_wait() or decoder.num_drawn == max_new_tokens:
-                rows = decoder.rows[: decoder.num_rows]  # which of the B rows are left
-                new = slice(seen, decoder.num_drawn)
-                ends[rows, new] = torch.isin(tokens[rows, new], eos)
-                if stop is not None:  # a string that begins in the prompt doesn't count
-                    for t in range(seen, decoder.num_drawn):
-                        ends[rows, t] |= stop(tokens[rows, : t + 1], None)
-                seen = decoder.num_drawn
-                if seen == max_new_tokens or not decoder.drop_ended():
-                    break
-            decoder.step()  # a forward pass over the tokens just drawn, then the next ones
+        # Read each prompt once; keys and values are then copied for its completions.
+        cache = DynamicCache(config=without_windows(model))
+        inputs = model_inputs(model, prompt_ids, mask, cache, logits_to_keep=1)
+        logits = model(**inputs).logits[:, -1].repeat_interleave(G, dim=0)  # (B, V)
+        cache.batch_repeat_interleave(G)
+        prompt_ids, mask = (x.repeat_interleave(G, dim=0) for x in (prompt_ids, mask))
+        step = Step(model, cache, mask)
+        if decoder and decoder.has_graphs:
+            step = decoder.start(cache, mask, max_new_tokens)
+        eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
+        tokens, logprobs, ends = decode(step, logits, uniforms, eos, stop, settings)
 
-    # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
+    # Tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(ends.long(), [1])
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
-    if not logprobs.isfinite().all():
-        raise decoder.not_finite()
-    tokens = tokens.masked_fill(~drawn_mask, pad_token_id)
+    if not logprobs.isfinite().all():  # float16 ends at 65,504
+        raise Fault("the model's logits are not finite: lower --learning_rate, or --fp16 false")
     return Rollout(
-        tokens=torch.cat([to(model.device, prompt_ids), tokens], dim=1),
-        attention_mask=torch.cat([to(model.device, prompt_mask), drawn_mask], dim=1),
+        tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
+        attention_mask=torch.cat([mask, drawn_mask], dim=1),
         completion_mask=drawn_mask,
         logprobs=logprobs,
         finished=ends.any(dim=1),
     )
+
+
+def decode(
+    step: Step | Decoder,
+    logits: Tensor,
+    uniforms: Tensor,
+    eos: Tensor,
+    stop: StopStringCriteria | None,
+    settings: dict[str, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loop: from the logits of the first token (B, V) and uniforms (T, B) to tokens, their
+    log-probs, and which of them end a completion, each (B, T).
+    """
+    T, B = uniforms.shape
+    tokens = torch.zeros(B, T, dtype=torch.long, device=logits.device)
+    logprobs, ends = torch.zeros_like(uniforms.T), torch.zeros_like(tokens, dtype=torch.bool)
+    rows = torch.arange(B, device=logits.device)  # those that haven't been dropped
+    for t in range(T):
+        drawn, logprob = draw(logits, uniforms[t, rows], **settings)
+        tokens[rows, t], logprobs[rows, t] = drawn, logprob
+        ends[rows, t] = torch.isin(drawn, eos)
+        if stop is not None:  # a string that begins in the prompt doesn't count
+            ends[rows, t] |= stop(tokens[rows, : t + 1], None)
+        if t + 1 == T:
+            break
+        if isinstance(step, Step) or t % 8 == 7:  # looking at a GPU waits for it
+            running = ~ends[rows].any(1)
+            if not running.any():
+                break
+            # Dropping rows copies the cache, so a row or two don't pay for it.
+            if isinstance(step, Step) and running.float().mean() <= 7 / 8:
+                kept = running.nonzero().squeeze(1)
+                rows, drawn = rows[kept], drawn[kept]
+                step.drop(kept)
+        logits = step(drawn)
+    return tokens, logprobs, ends
+
+
+class Step:
+    """`step(drawn (R,))` reads a token of each row: logits (R, V) of the next one."""
+
+    def __init__(self, model: nn.Module, cache: DynamicCache, mask: Tensor) -> None:
+        self.model, self.cache, self.mask = model, cache, mask  # (R, columns of the cache)
+
+    def __call__(self, drawn: Tensor) -> Tensor:
+        self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
+        inputs = model_inputs(self.model, drawn.unsqueeze(1), self.mask, self.cache)
+        return self.model(**inputs).logits[:, -1]
+
+    def drop(self, kept: Tensor) -> None:
+        """Keep these of the rows."""
+        self.cache.batch_select_indices(kept)
+        self.mask = self.mask[kept]
 
 
 def draw(
@@ -183,3 +214,107 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     total = cumulative[:, -1:]
     threshold = torch.minimum(threshold, total * (1 - 2**-24))  # the float32 below
     return torch.searchsorted(cumulative, threshold, right=True), threshold
+
+
+# --- On a GPU ---
+
+
+class Decoder:
+    """What decodes in the rollouts of a run: the model, or with `half` a copy whose weights are
+    rounded to this type. On CUDA a step is a graph, unless `graphs` is False: launching its kernels
+    one by one takes longer than they run.
+
+    A replay repeats the same operations on the same memory. So the cache has its full size from the
+    start, a mask hides the columns that aren't filled yet, and what changes from token to token
+    lies in tensors that the graph itself moves on.
+    """
+
+    def __init__(
+        self, model: nn.Module, half: torch.dtype | None = None, graphs: bool = True
+    ) -> None:
+        self.trained, self.half = model, half
+        self.has_graphs = graphs and model.device.type == "cuda"
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.size = (0, 0)  # rows and columns of its cache
+
+    @torch.no_grad()
+    def __enter__(self) -> Decoder:
+        """Begin a rollout: round the weights as they are now."""
+        if self.half and self.graph is not None:  # it holds the address of each weight
+            rounded, weights = self.model.parameters(), self.trained.parameters()
+            torch._foreach_copy_(list(rounded), list(weights))
+        else:
+            self.model = rounded_copy(self.trained, self.half) if self.half else self.trained
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it. What it holds is kept where that takes less than a fifth of what is free."""
+        kept = [*self.model.parameters()] if self.half else []
+        if self.graph is not None:
+            kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
+            free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
+            free += torch.cuda.memory_reserved()
+        if any(error) or self.graph is None or 5 * sum(x.nbytes for x in kept) > free:
+            self.model = self.graph = self.cache = None
+
+    def start(self, cache: DynamicCache, mask: Tensor, max_new_tokens: int) -> Decoder:
+        """Take over the prompts: their keys and values, and their mask (B, P)."""
+        B, columns = len(mask), mask.shape[1] + max_new_tokens
+        if self.graph is None or self.size[0] != B or self.size[1] < columns:
+            self.graph = self.cache = None  # their memory is free before the new ones take theirs
+            columns = -(-columns // 128) * 128
+            self.size = (B, columns)
+            self.cache = StaticCache(config=without_windows(self.model), max_cache_len=columns)
+            self.token = torch.zeros(B, 1, dtype=torch.long, device=mask.device)
+            self.position, self.column = torch.zeros_like(self.token), self.token.new_zeros(1)
+            self.columns = torch.arange(columns, device=mask.device)
+            # 0 where a column is seen, -inf elsewhere.
+            self.mask = torch.zeros(B, 1, 1, columns, dtype=self.model.dtype, device=mask.device)
+        self.cache.reset()  # also what ended rows have left: weight 0 times NaN is NaN
+        for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
+            layer.update(prompt.keys, prompt.values)
+        self.position.copy_(mask.sum(1, keepdim=True))
+        self.column.fill_(mask.shape[1])
+        self.mask.fill_(-torch.inf)
+        self.mask[:, 0, 0, : mask.shape[1]].masked_fill_(mask, 0)
+        return self
+
+    def __call__(self, drawn: Tensor) -> Tensor:
+        """Read a token of each row: the logits (B, V) of the next one, in memory that the next call
+        overwrites. Raises Fault where there can be no graph.
+        """
+        self.token.copy_(drawn.unsqueeze(1))
+        if self.graph is not None:
+            self.graph.replay()
+            return self.logits
+        self._forward()  # the token itself, and the warm-up
+        logits = self.logits
+        self.graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self.graph):  # noted, not run: nothing moves on
+                self._forward()
+        except RuntimeError as e:
+            reason = str(e).split("\n")[0]
+            raise Fault(f"no CUDA graph of a step: give --cuda_graphs false ({reason})") from e
+        return logits
+
+    def _forward(self) -> None:
+        self.mask.index_fill_(3, self.column, 0)
+        inputs = model_inputs(self.model, self.token, self._masks(), self.cache, self.position)
+        self.logits = self.model(**inputs).logits[:, -1]
+        self.position.add_(1)
+        self.column.add_(1)
+
+    def _masks(self) -> Tensor | dict[str, Tensor]:
+        """The mask of all layers, or of each kind of layer. transformers takes it as it is."""
+        config = base_model(self.model).config.get_text_config()
+        window, kinds = (
+            getattr(config, "sliding_window", None),
+            getattr(config, "layer_types", None),
+        )
+        kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
+        if kinds == {"full_attention"}:
+            return self.mask
+        windowed = self.mask.masked_fill(self.columns <= self.column - window, -torch.inf)
+        masks = {"full_attention": self.mask, "sliding_attention": windowed}
+        return masks if len(kinds) > 1 else windowed

@@ -12,9 +12,8 @@ messages, each completion is `[{"role": "assistant", "content": text}]`.
 The scripts need the dicts at the end. TASKS holds the choices of --task: functions that return a
 Task, given whether the model has a chat template. REWARDS holds what --reward takes by name;
 VERIFIERS are those among them whose mean is an accuracy. A single function of your own needs no
-change here: --reward my_rewards.py:my_reward. To look at a reward's scores before training on it:
-
-  python tools/inspect_reward.py --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
+change here: --reward my_rewards.py:my_reward. With --num_steps 0 a script shows what it gives, and
+stops.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import random
 import re
 from decimal import Decimal, InvalidOperation
 
+from common import InputError
 from plumbing.data import Prompt, Task, text_of
-from plumbing.errors import InputError
 
 # --- add: sums of two numbers, with a verifier ---
 
@@ -106,15 +105,6 @@ def brevity(completions: list, **columns) -> list[float]:
     return [-len(text_of(c).split()) / 100 for c in completions]
 
 
-def no_repetition(completions: list, **columns) -> list[float]:
-    """Minus the share of runs of four words that have come before: 0 none, towards -1 all."""
-    shares = []
-    for words in (text_of(c).lower().split() for c in completions):
-        runs = list(zip(words, words[1:], words[2:], words[3:]))
-        shares.append(len(set(runs)) / len(runs) - 1 if runs else 0.0)
-    return shares
-
-
 # --- Verifiers: rewards that compare a completion with the column answer ---
 
 COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
@@ -155,16 +145,6 @@ def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
     ]
 
 
-def gsm8k_strict(completions: list, answer: list[str], **columns) -> list[float]:
-    """As gsm8k, but the completion must write its result as "#### 72"."""
-    marked = [_last_with_number(MARKED, text_of(c)) for c in completions]
-    expected = [_expected(a) for a in answer]  # also where no completion is marked: it may raise
-    return [
-        float(found is not None and _number(found) == number)
-        for found, number in zip(marked, expected, strict=True)
-    ]
-
-
 def _final(text: str) -> str:
     """The part of a text that holds its result."""
     for pattern in (MARKED, BOXED):
@@ -194,12 +174,7 @@ def _expected(answer: object) -> Decimal:
 
 
 # Those whose mean is an accuracy: 1 for a right answer, 0 for a wrong one.
-VERIFIERS = {
-    "exact_match": exact_match,
-    "numeric_match": numeric_match,
-    "gsm8k": gsm8k,
-    "gsm8k_strict": gsm8k_strict,
-}
+VERIFIERS = {"exact_match": exact_match, "numeric_match": numeric_match, "gsm8k": gsm8k}
 
 
 # --- The words that the reward of the task sentiment counts ---
@@ -232,8 +207,4 @@ NEGATIVE = frozenset(
 # --- What the scripts use ---
 
 TASKS = {"add": add, "sentiment": sentiment}
-REWARDS = VERIFIERS | {
-    "brevity": brevity,
-    "no_repetition": no_repetition,
-    "sentiment": sentiment_reward,
-}
+REWARDS = VERIFIERS | {"brevity": brevity, "sentiment": sentiment_reward}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common import Rollout, is_flat, kl_estimate, masked_mean
+from common import Fault, Rollout, is_flat, kl_estimate, masked_mean
 from plumbing.data import Task, text_of
-from plumbing.errors import Fault
-from plumbing.forward import on_cpu
 from sampling import sample
 
 Metrics = dict[str, float | None]
@@ -30,9 +31,9 @@ class Totals:
 
     def __init__(self) -> None:
         self.sums, self.counts = {}, {}  # name -> sum, and over how many elements
-        self.shares = {}  # name -> sum of the shares in the minibatch at hand
+        self.shares: set[str] = set()
         self.known: Metrics = {}  # those that are single numbers
-        self.first_mini_batch = True
+        self.num_mini_batches = 0
         self.num_tokens = 0  # for the speed
 
     def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
@@ -44,28 +45,26 @@ class Totals:
         self.counts[name] = self.counts.get(name, 0) + mask.sum()
 
     def add_share(self, name: str, x: Tensor) -> None:
-        """Add a micro-batch's share of a scalar of the minibatch: the mean is over minibatches."""
-        self.shares[name] = self.shares.get(name, 0.0) + x.detach()
-
-    def add_largest(self, name: str, x: Tensor, mask: Tensor | None) -> None:
-        """Add the elements of x, 0 or more, where mask is True: the metric is the largest."""
-        largest = (x if mask is None else x.masked_fill(~mask, 0)).detach().max().float()
-        self.sums[name] = torch.maximum(self.sums.get(name, largest), largest)
-        self.counts[name] = torch.ones_like(largest)
+        """Add a micro-batch's share of a number of the minibatch: the mean is over minibatches."""
+        self.sums[name] = self.sums.get(name, 0) + x.detach().float()
+        self.shares.add(name)
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
-        """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite."""
-        if not grad_norm.isfinite():  # a step with it would destroy the weights
+        """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite: a
+        step with it would destroy the weights.
+        """
+        if not grad_norm.isfinite():
             others = "bfloat16 (--bf16 false), huge rewards, a faulty kernel of this PyTorch"
             remedy = f"lower --learning_rate; other causes: {others}"
             raise Fault(f"the gradient is {grad_norm}: {remedy}")
         self.add("grad_norm", grad_norm)
-        for name, total in self.shares.items():
-            self.add(name, total)
-        self.shares, self.first_mini_batch = {}, False
+        self.num_mini_batches += 1
+        self.counts |= dict.fromkeys(
+            self.shares, torch.ones_like(grad_norm) * self.num_mini_batches
+        )
 
     def results(self) -> Metrics:
-        """The mean under each name, or the largest; 0 of nothing. Waits for the device."""
+        """The mean under each name; 0 of nothing. Waits for the device."""
         # One transfer: each one waits until the device has done all its work.
         pairs = [torch.stack([x, self.counts[name].float()]) for name, x in self.sums.items()]
         numbers = torch.stack(pairs).tolist()
@@ -78,17 +77,16 @@ class Meter(Totals):
     def __init__(self, rollout: Rollout) -> None:
         super().__init__()
         self.rollout = rollout
-        self.last_pass: dict[str, Tensor] = {}  # ratio and clipped, (B, T) or (B,)
-        # Old log-probs and KL, (B, T), for tokens.jsonl.
-        self.columns: dict[str, Tensor | None] = {}
-        here = on_cpu(rollout)
-        lengths = here.completion_mask.sum(1)  # EOS included
+        # Of the last pass over each row: old log-probs, ratio, clipped; (B, T), or (B,) where a
+        # completion has one. NaN for what was left out of the update.
+        self.last_pass: dict[str, Tensor] = {}
+        lengths = rollout.completion_mask.sum(1).float()  # EOS included
         self.num_tokens = int(lengths.sum())
         self.known |= {
-            "length/mean": lengths.float().mean().item(),
+            "length/mean": lengths.mean().item(),
             "length/max": lengths.max().item(),
-            "length/truncated_frac": 1 - here.finished.float().mean().item(),
-            "val/num_eos_tokens": here.finished.sum().item(),
+            "length/truncated_frac": 1 - rollout.finished.float().mean().item(),
+            "val/num_eos_tokens": rollout.finished.sum().item(),
         }
 
     def add_policy(
@@ -107,11 +105,16 @@ class Meter(Totals):
         where a completion has one ratio.
         """
         used = mask if ratio.dim() == 2 else mask.any(1)
-        for name, x in (("ratio", ratio.detach()), ("clipped", clipped.to(ratio.dtype))):
-            if name not in self.last_pass:  # NaN for what is left out of the update
+        of_rows = {"old_logprobs": old_logprobs.masked_fill(~self.rollout.completion_mask[rows], 0)}
+        of_rows |= {
+            name: x.detach().to(ratio.dtype).masked_fill(~used, torch.nan)
+            for name, x in (("ratio", ratio), ("clipped", clipped))
+        }
+        for name, x in of_rows.items():
+            if name not in self.last_pass:
                 whole = (len(self.rollout.tokens), *x.shape[1:])
                 self.last_pass[name] = x.new_full(whole, torch.nan)
-            self.last_pass[name][rows] = x.masked_fill(~used, torch.nan)
+            self.last_pass[name][rows] = x
         self.add("policy/approxkl_avg", 0.5 * (logprobs - old_logprobs) ** 2, mask)
         self.add("policy/entropy_avg", entropy, mask)
         where = mask if ratio.dim() == 2 else None
@@ -120,33 +123,34 @@ class Meter(Totals):
         # Decoding may round otherwise than the training forward: KL(sampler || old policy).
         sampled = self.rollout.logprobs[rows]
         self.add("val/sampler_kl", kl_estimate(sampled, old_logprobs, "k3"), mask)
-        self.add_largest("val/sampler_max_dev", (sampled - old_logprobs).abs(), mask)
-        if self.first_mini_batch:
-            self.add_largest("val/ratio_max_dev_first", (ratio - 1).abs(), where)
+        if self.num_mini_batches == 0:
+            off = (ratio.detach() - 1).abs().masked_fill(~used, 0).max().float()
+            name = "val/ratio_max_dev_first"
+            self.sums[name] = torch.maximum(self.sums.get(name, off), off)
+            self.counts[name] = torch.ones_like(off)
 
-    def objective(
-        self, scores: Tensor, kl: Tensor | None, old_logprobs: Tensor, kl_coef: float
-    ) -> None:
+    def objective(self, scores: Tensor, kl: Tensor | None, kl_coef: float) -> None:
         """Add score and KL of the policy that sampled: scores (B,), NaN left out; KL estimates
-        (B, T), None (unknown) without a reference; old_logprobs (B, T).
+        (B, T), unknown where kl_coef is 0, for then there is no reference.
         """
-        self.columns = {"old_logprobs": old_logprobs, "kl": kl}
         mask = self.rollout.completion_mask
-        kl_per_row = torch.zeros_like(scores) if kl is None else kl.masked_fill(~mask, 0).sum(1)
-        if kl is None:
+        per_row = torch.zeros_like(scores)
+        if kl_coef > 0:
+            per_row = kl.masked_fill(~mask, 0).sum(1)
+        if kl_coef == 0:
             self.known |= {"objective/kl": None, "objective/kl_token": None}
         else:
-            self.add("objective/kl", kl_per_row.mean())
+            self.add("objective/kl", per_row.mean())
             self.add("objective/kl_token", masked_mean(kl, mask))
-        self.add("objective/entropy", masked_mean(-old_logprobs, mask))  # per token, of the sample
+        self.add("objective/entropy", masked_mean(-self.rollout.logprobs, mask))  # of the sample
         self.add("objective/scores", scores.nanmean())
-        self.add("objective/non_score_reward", (-kl_coef * kl_per_row).mean())
-        self.add("objective/rlhf_reward", (scores - kl_coef * kl_per_row).nanmean())
+        self.add("objective/non_score_reward", (-kl_coef * per_row).mean())
+        self.add("objective/rlhf_reward", (scores - kl_coef * per_row).nanmean())
 
-    def groups(self, scores: Tensor, num_generations: int, num_dropped: int | None = None) -> None:
+    def groups(self, scores: Tensor, num_generations: int) -> None:
         """Of scores (B,), NaN left out: their standard deviation within a group, averaged over the
         groups, and the share of groups whose scores are all the same, which teach nothing but the
-        KL. num_dropped: by dynamic sampling.
+        KL.
         """
         groups = scores.view(-1, num_generations)
         flat, num_known = is_flat(groups), (~groups.isnan()).sum(1, keepdim=True)
@@ -154,8 +158,6 @@ class Meter(Totals):
         variance = squares.nansum(1, keepdim=True) / (num_known - 1).clamp(min=1)
         self.add("reward/std_within_group", variance.sqrt().masked_fill(flat, 0))
         self.add("reward/frac_flat_groups", flat)
-        if num_dropped is not None:
-            self.known["reward/groups_dropped"] = num_dropped
 
     @staticmethod
     def progress(metrics: Metrics) -> str:
@@ -164,8 +166,7 @@ class Meter(Totals):
         kl = "off" if kl is None else f"{kl:.2f}"
         return (
             f"reward {metrics['objective/scores']:.2f}, kl {kl}, "
-            f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s, "
-            f"{metrics['memory/peak_gb']:.1f} GB"
+            f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s"
         )
 
     @staticmethod
@@ -222,7 +223,7 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
     last = history[-5:]
     if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
         text = "the mean reward has been the same for five steps: is the reward function constant?"
-        found += [("constant reward", f"{text} python tools/inspect_reward.py shows it")]
+        found += [("constant reward", f"{text} --num_steps 0 shows what it gives")]
     return found
 
 
@@ -232,7 +233,7 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
 @dataclass
 class Evaluation:
     """What an evaluation found: its metrics, which of them its headline shows, records for
-    samples.jsonl, and a few of these as lines to print.
+    samples.jsonl, and these as lines to print.
     """
 
     metrics: Metrics
@@ -249,55 +250,38 @@ def evaluate(
     """
     rows = task.heldout[: config.num_eval_prompts]
     metrics, K = {}, config.eval_generations
-    samples = _samples(config, policy, task, rows, sampling | {"num_generations": K})
-    greedy = _samples(config, policy, task, rows, sampling | {"num_generations": 1, "top_k": 1})
-    for kind, (_, scores, verdicts) in (("", samples), ("_greedy", greedy)):
-        known = [value for value in scores if not math.isnan(value)]
-        metrics[f"eval/reward{kind}"] = sum(known) / len(known) if known else None
+    for kind, options in (
+        ("", {"num_generations": K}),
+        ("_greedy", {"num_generations": 1, "top_k": 1}),
+    ):
+        # The random numbers are the same every time and not those of training: two evaluations
+        # differ by the policy alone, and evaluating more often changes no run.
+        generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
+        options = sampling | {"generator": generator} | options
+        rollout = sample(policy, *task.encode(rows), **options)
+        found, texts = task.score(rows, rollout)
+        verdicts = task.verify(rows, texts, rollout)  # (N, K)
+        known = found[~found.isnan()]
+        metrics[f"eval/reward{kind}"] = known.mean().item() if len(known) else None
         right = None
         if verdicts is not None:
             judged = ~verdicts.isnan().any(1)  # prompts that have all their verdicts
             right = verdicts[judged] if judged.any() else None
         metrics[f"eval/accuracy{kind}"], error = mean_and_error(right)
-        if kind:
-            continue
-        metrics["eval/accuracy_se"] = error
-        if K > 1:
-            metrics |= {"eval/pass_at_k": None, "eval/best_of_k": None}
-        if K > 1 and right is not None:
-            metrics["eval/pass_at_k"] = (right > 0).any(1).double().mean().item()
-            metrics["eval/best_of_k"] = best_of_k(torch.tensor(scores).view(-1, K)[judged], right)
+        if not kind:
+            metrics["eval/accuracy_se"] = error
+            if K > 1:
+                at_k = None if right is None else (right > 0).any(1).double().mean().item()
+                metrics["eval/pass_at_k"] = at_k
+            records, lines = sample_records(
+                [row for row in rows for _ in range(K)], texts, found.tolist()
+            )
     names = ["eval/reward"]
     if metrics["eval/accuracy"] not in (None, metrics["eval/reward"]):
         names += ["eval/accuracy"]
     if metrics.get("eval/pass_at_k") is not None:
-        names += ["eval/pass_at_k", "eval/best_of_k"]
-    texts, scores, _ = samples
-    every_row = [row for row in rows for _ in range(K)]
-    records, lines = sample_records(every_row, texts, scores)
+        names += ["eval/pass_at_k"]
     return Evaluation(metrics, names, records, lines[::K])
-
-
-def _samples(
-    config: Any, policy: PreTrainedModel, task: Task, rows: list[dict], options: dict[str, Any]
-) -> tuple[list[str], list[float], Tensor | None]:
-    """Complete rows: (texts, their scores, NaN for None, and the verdicts (N, K), NaN for None; or
-    None without a verifier).
-    """
-    # The random numbers are the same every time and not those of training: two evaluations differ
-    # by the policy alone, and evaluating more often changes no run.
-    options |= {"generator": torch.Generator(policy.device).manual_seed(config.seed + 1)}
-    size = config.rollout_batch_size // options["num_generations"]
-    texts, scores, right = [], [], []
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]  # as wide as its longest prompt
-        rollout = sample(policy, *task.encode(part), **options)
-        part_scores, part_texts = task.score(part, rollout)
-        scores, texts = scores + part_scores.tolist(), texts + part_texts
-        right += [task.verify(part, part_texts, rollout)]
-    if task.verifier is None:
-        return texts, scores, None
-    return texts, scores, torch.cat(right)
 
 
 def mean_and_error(right: Tensor | None) -> tuple[float | None, float | None]:
@@ -310,18 +294,6 @@ def mean_and_error(right: Tensor | None) -> tuple[float | None, float | None]:
     means = right.double().mean(1)
     error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(math.nan)
     return means.mean().item(), error.item()
-
-
-def best_of_k(scores: Tensor, right: Tensor) -> float:
-    """The accuracy of best-of-k sampling: of the k completions of a prompt, the one with the
-    highest score is the answer. Scores, NaN where unknown, and verdicts are (N, k).
-
-    This is what the reward can do without training. Completions that share the highest score
-    count equally.
-    """
-    scores = scores.nan_to_num(nan=-torch.inf)
-    best = (scores == scores.max(1, keepdim=True).values).double()
-    return ((right * best).sum(1) / best.sum(1)).mean().item()
 
 
 def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> str:
@@ -351,3 +323,52 @@ def sample_records(
         line = textwrap.shorten(f"{prompt} -> {text}", 90, placeholder=" ...")
         lines.append(f"  {value:5.2f}  {line}")
     return records, lines
+
+
+# --- Curves ---
+
+PANELS = {
+    "reward": ["objective/scores"],
+    "KL to the reference, nats a completion": ["objective/kl"],
+    "entropy, nats a token": ["objective/entropy"],
+    "tokens a completion": ["length/mean"],
+    "share of tokens clipped (RLOO: of completions)": ["policy/clipfrac_avg"],
+    "held out: sampled, and greedy (dashed)": ["eval/accuracy", "eval/accuracy_greedy"],
+}
+OF_REWARD_MODELS = {
+    "loss: of the step, and held out (dashed)": ["loss/pairs", "eval/loss"],
+    "judged rightly: of the step, and held out (dashed)": ["reward/accuracy", "eval/accuracy"],
+    "chosen minus rejected score; held out (dashed)": ["reward/margin", "eval/margin"],
+    "mean score; held out (dashed)": ["reward/mean", "eval/score_mean"],
+    "correlation of score and length, held out": ["eval/length_correlation"],
+}
+
+
+def draw_curves(folders: list[Path], output: Path) -> None:
+    """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Those whose folders
+    differ in -s<seed> alone have one colour.
+    """
+    # No pyplot: it takes a second to import, and needs a screen.
+    from matplotlib.figure import Figure
+
+    texts = [Path(folder, "metrics.jsonl").read_text(encoding="utf-8") for folder in folders]
+    runs = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    labels = [re.sub(r"-s\d+$", "", Path(folder).resolve().name) for folder in folders]
+    colours = {label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(labels))}
+    figure = Figure(figsize=(12, 6.2), layout="constrained")
+    panels = OF_REWARD_MODELS if all("loss/pairs" in run[0] for run in runs) else PANELS
+    for index, (title, names) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(2, 3, index, xlabel="step")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.25)
+        for label, run in zip(labels, runs, strict=True):
+            for name, style in zip(names, ("-", "--"), strict=False):
+                if all(x.get(name) is None for x in run):  # a task without right answers
+                    name = name.replace("accuracy", "reward")
+                points = [(x["step"], x[name]) for x in run if x.get(name) is not None]
+                if points:
+                    axes.plot(*zip(*points), style, color=colours[label], lw=1.4, label=label)
+        if index == 1:
+            shown = dict(zip(*axes.get_legend_handles_labels()[::-1]))  # each label once
+            axes.legend(shown.values(), shown.keys(), fontsize=8, frameon=False)
+    figure.savefig(output, dpi=100)

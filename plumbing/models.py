@@ -1,87 +1,43 @@
-"""Devices, models, LoRA adapters and tokenizers; what a model is given in a forward pass."""
+"""Devices, models, adapters, tokenizers: how they are loaded and made ready to train."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import json
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
-    masking_utils,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.activations import NewGELUActivation
-from transformers.utils.hub import cached_file, has_file
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from common import ValueModel, base_model, store_in_bfloat16
-from plumbing.errors import InputError, first_line, optional_library
+from common import (
+    InputError,
+    Rollout,
+    ValueModel,
+    base_model,
+    blame,
+    clear_cache,
+    completion_logprobs,
+    completion_values,
+)
 
-# Here, because all that runs a model imports this file. PyTorch takes cuDNN's attention on an H100,
-# and its gradients are NaN for some masks (pytorch/pytorch#196678); on a B200 it decodes wrongly
-# (pytorch/pytorch#193893). The other kernels stay.
+TINY = Path(__file__).parent.parent / "tiny"
+# PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
+# (pytorch/pytorch#196678); on a B200 it decodes wrongly (pytorch/pytorch#193893).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def model_inputs(
-    model: nn.Module, tokens: Tensor, attention_mask: Tensor, **options: object
-) -> dict[str, object]:
-    """Arguments for a forward pass over tokens (B, L): position ids, and those of `options` that
-    the model's forward takes.
-
-    Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions: 34 nats
-    off in huggingface/trl#6800. attention_mask (B, C+L) also covers the C tokens in a KV cache.
-    """
-    accepted = inspect.signature(base_model(model).forward).parameters
-    if "cache" in options and "cache" not in accepted:  # its name before transformers 5.24
-        options["past_key_values"] = options.pop("cache")
-    if "position_ids" not in options:
-        position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        options["position_ids"] = position_ids[:, -tokens.shape[1] :]
-    options["attention_mask"] = attention_mask.long()
-    return {"input_ids": tokens} | {k: v for k, v in options.items() if k in accepted}
-
-
-# Threads take turns: two at once would put each other's function back, and the last one would stay.
-_replacing = threading.RLock()
-
-
-@contextlib.contextmanager
-def mask_is_known(no_padding: bool) -> Iterator[None]:
-    """In a forward pass with an attention mask, tell transformers whether it masks anything.
-
-    To choose a kernel it would ask the device, in every forward pass, and wait for the answer.
-    Other threads are answered as they would be without this.
-    """
-    if not hasattr(masking_utils, "_ignore_causal_mask_sdpa"):  # another version of transformers
-        yield
-        return
-    this_thread = threading.get_ident()
-
-    def answer(padding_mask: Tensor | None, *args: object, **kwargs: object) -> bool:
-        if threading.get_ident() != this_thread:
-            return ask(padding_mask, *args, **kwargs)
-        return (no_padding or padding_mask is None) and ask(None, *args, **kwargs)
-
-    with _replacing:
-        ask = masking_utils._ignore_causal_mask_sdpa
-        try:
-            masking_utils._ignore_causal_mask_sdpa = answer
-            yield
-        finally:
-            masking_utils._ignore_causal_mask_sdpa = ask
-
-
-NO_PEFT = "{}: adapters need peft: pip install peft"
-TINY = Path(__file__).parent.parent / "tiny"
+# --- Devices ---
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -89,15 +45,14 @@ def pick_device(name: str | None) -> torch.device:
 
     A CUDA device becomes the current one, on which CUDA graphs are captured.
     """
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    kinds = [kind for kind, there in present.items() if there] + ["cpu"]
-    name, found = name or kinds[0], f"this machine, with this torch, has {', '.join(kinds)}"
+    if name is None:
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else name
     try:
         device = torch.empty(0, device=name).device
     except (AssertionError, RuntimeError) as e:  # no such device, an old driver, one that is busy
-        raise InputError(f"--device {name}: {found}: {first_line(e)}") from e
-    if device.type not in kinds:
-        raise InputError(f"--device {name}: {found}")
+        reason = str(e).split("\n")[0]
+        raise InputError(f"--device {name}: this torch can't use it here ({reason})") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -120,167 +75,81 @@ def fast_at_float16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
 
 
+# --- Loading ---
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the folder `name` holds an adapter, as peft saves it."""
+    return (Path(name) / "adapter_config.json").exists()
+
+
 def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
     """The policy that the flags name, on its device, and its tokenizer. Raises InputError.
 
-    Under an adapter the weights of the base model are in bfloat16, if the flags ask for autocast.
+    It is in float32. With --lora_r, or an adapter as --model, the adapter alone trains: a
+    PeftModel, whose frozen weights are in bfloat16 where the run computes in it.
     """
-    policy = load_causal(config.model, getattr(config, "lora_r", 0))
-    if config.bf16:
-        store_in_bfloat16(policy, torch.device(config.device))
-    return policy.to(config.device), load_tokenizer(config.model)
+    name, base, rank = config.model, config.model, config.lora_r
+    has_adapter = rank > 0 or is_adapter(name)
+    with blame(f"--model {name}" + f" --lora_r {rank}" * (rank > 0)):
+        if is_adapter(name):
+            if rank > 0:
+                raise InputError(f"--lora_r {rank}: {name} holds an adapter, leave the flag out")
+            import peft
+
+            base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+        dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
+        model = load(AutoModelForCausalLM, base, dtype=dtype)
+        # The head makes logits in float32, and an embedding that shares its weights follows it.
+        model.get_output_embeddings().float()
+        if is_adapter(name):
+            model = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
+        elif rank > 0:
+            model = add_adapter(model, rank)
+        return model.to(config.device), load_tokenizer(name, base)
 
 
-def load_causal(name: str, lora_r: int = 0) -> nn.Module:
-    """Load a causal language model in float32: `tiny`, a folder, or a name on the model hub.
-
-    With `lora_r` it gets a new LoRA adapter of that rank (Hu et al. 2021, arXiv 2106.09685). With
-    an adapter, that of a folder too, only the adapter trains: a PeftModel. Raises InputError.
+def load(auto_class: type, name: str, **options: Any) -> PreTrainedModel:
+    """A model of safetensors: `tiny`, a folder, or a name on the model hub. Raises InputError where
+    the checkpoint lacks weights.
     """
-    base = adapter_base(name)
-    if base is None:
-        model = _load_base(name)
-        return add_adapter(model, lora_r) if lora_r > 0 else model
-    if lora_r > 0:
-        raise InputError(f"--lora_r {lora_r}: {name} holds an adapter already, leave the flag out")
-    model = _load_base(base)
-    peft = optional_library("peft", NO_PEFT.format(f"--model {name}"))
-    try:
-        return peft.PeftModel.from_pretrained(model, name, is_trainable=True)
-    except Exception as e:  # peft raises anything for damaged files
-        raise InputError(f"--model {name}: its adapter can't be trained: {first_line(e)}") from e
+    path = str(TINY) if name == "tiny" else name
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
+    options = {"use_safetensors": True, "output_loading_info": True} | options
+    model, info = auto_class.from_pretrained(path, **options)
+    if info["missing_keys"]:  # they would be random numbers
+        lost = sorted(info["missing_keys"])[0]
+        raise InputError(f"{name}: is no {auto_class.__name__[4:]}, its checkpoint has no {lost}")
+    generation = getattr(model, "generation_config", None)
+    if generation and any(getattr(generation, x) for x in ("temperature", "top_p", "top_k")):
+        generation.do_sample = True  # or transformers before 5.21 refuses to save the model
+    fuse(model)
+    return model.eval()
 
 
-def adapter_base(name: str) -> str | None:
-    """The base model of the adapter in the folder `name`, or None if there is no adapter."""
-    file = Path(name) / "adapter_config.json"
-    if not file.exists():
-        return None
-    try:
-        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise InputError(f"--model {name}: {file.name} is damaged ({first_line(e)})") from e
-    if not isinstance(base, str):
-        raise InputError(f"--model {name}: {file.name} names no base_model_name_or_path, add it")
-    return base
+def load_tokenizer(name: str, base: str | None = None) -> Tokenizer:
+    """The tokenizer of a model; for an adapter without one, that of its base model. InputError."""
+    name = base if base and not any(Path(name).glob("tokenizer*")) else name
+    with blame(f"the tokenizer of {name}"):
+        tokenizer = AutoTokenizer.from_pretrained(str(TINY) if name == "tiny" else name)
+        if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
+            raise InputError(f"{name}: has no tokenizer files")
+        return tokenizer
 
 
 def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> nn.Module:
-    """Freeze the model and put a new LoRA adapter on all its linear layers except the head. The
-    head of a classifier, task SEQ_CLS, trains as a whole.
+    """Freeze the model and put a new LoRA adapter on all its linear layers except the head (Hu et
+    al. 2021, arXiv 2106.09685). The head of a classifier, task SEQ_CLS, trains as a whole.
 
     A is random and B is 0. alpha is 32 for any rank: Schulman et al. 2025, "LoRA without regret".
     """
-    peft = optional_library("peft", NO_PEFT.format("--lora_r"))
+    import peft
+
     # GPT-2's linear layers store their weights transposed.
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
     where = {"target_modules": "all-linear", "fan_in_fan_out": transposed}
     sizes = {"r": rank, "lora_alpha": 32, "lora_dropout": 0.0}
-    try:
-        return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **sizes, **where))
-    except (TypeError, ValueError) as e:
-        raise InputError(f"--lora_r {rank}: peft can't adapt this model: {first_line(e)}") from e
-
-
-def _load_base(name: str) -> PreTrainedModel:
-    """Load a causal language model, and refuse what is none. See also data.check_policy."""
-    path = str(TINY) if name == "tiny" else name
-    path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
-    model, missing = from_hub_or_folder(AutoModelForCausalLM, path, "--model")
-    if missing:
-        fault = f"not a causal language model, its checkpoint has no {missing[0]}"
-        raise InputError(f"--model {name}: {fault}")
-    if hasattr(model, "peft_config"):  # from the hub; loaded for inference only
-        raise InputError(f"--model {name}: is an adapter, download it and give its folder")
-    return model.eval()
-
-
-def load_tokenizer(name: str, flag: str = "--model") -> Tokenizer:
-    """The tokenizer of a model; for an adapter without one, that of its base model."""
-    if (Path(name) / "adapter_config.json").exists() and not any(Path(name).glob("tokenizer*")):
-        name = adapter_base(name)
-    return from_hub_or_folder(AutoTokenizer, str(TINY) if name == "tiny" else name, flag)[0]
-
-
-def from_hub_or_folder(
-    auto_class: type, name: str, flag: str, **changes: Any
-) -> tuple[Any, list[str]]:
-    """`auto_class.from_pretrained(name)`: (model or tokenizer, names of missing weights).
-
-    Loads safetensors only, runs no remote code, and needs no network for a folder or for what is in
-    the hub's cache. Raises InputError that says what else to give.
-    """
-    is_model = auto_class is not AutoTokenizer
-    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    options |= changes  # of the model's config, or of how it is loaded
-    own_code = {"trust_remote_code": False}  # without it transformers would ask at the terminal
-
-    def load(path: str) -> tuple[Any, list[str]]:
-        if is_model:
-            model, info = auto_class.from_pretrained(path, **options, **own_code)
-            fuse_gelu(model)
-            # Of another shape: only where the caller takes them for missing.
-            return model, sorted({*info["missing_keys"], *(x[0] for x in info["mismatched_keys"])})
-        tokenizer = auto_class.from_pretrained(path, **own_code)
-        if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
-            raise OSError("its tokenizer files are missing")
-        return tokenizer, []
-
-    try:
-        folder = name if Path(name).exists() else _cached_folder(name)
-        try:
-            if folder is not None:
-                return load(folder)
-        except Exception as e:
-            # A cached copy may be incomplete: then ask the hub. A missing model file raises
-            # OSError, missing tokenizer files raise anything.
-            if folder == name or (is_model and not isinstance(e, OSError)):
-                raise
-        _require_on_hub(name, flag)
-        return load(name)
-    except InputError:
-        raise
-    except Exception as e:  # transformers raises OSError, ValueError, KeyError and others here
-        kind, reason = auto_class.__name__.removeprefix("Auto"), first_line(e)
-        if "trust_remote_code" in str(e):
-            reason = (
-                "it needs its own code, which is never run here; choose one that transformers has"
-            )
-        raise InputError(f"{flag} {name}: can't be loaded as a {kind}: {reason}") from e
-
-
-def fuse_gelu(model: nn.Module) -> None:
-    """Put PyTorch's own function in the place of GPT-2's activation, which is written out as eight
-    operations: a third of the time, and of the memory that training keeps. Equal to rounding.
-    """
-    for module in model.modules():
-        for name, child in module.named_children():
-            if type(child) is NewGELUActivation:
-                setattr(module, name, nn.GELU(approximate="tanh"))
-
-
-def _cached_folder(name: str) -> str | None:
-    """The folder of `name` in the hub's cache, or None. from_pretrained finds it as well, with
-    local_files_only, but where there is no network it waits half a minute.
-    """
-    try:
-        return str(Path(cached_file(name, "config.json", local_files_only=True)).parent)
-    except (OSError, ValueError):  # not there, or no possible name
-        return None
-
-
-def _require_on_hub(name: str, flag: str) -> None:
-    """Ask the model hub once for `name`: from_pretrained would retry for half a minute."""
-    try:
-        if has_file(name, "config.json"):
-            return
-        fault = "no such folder, and no model hub within reach;"
-    except (OSError, ValueError) as e:
-        fault = "no such folder, and no such model on the hub;"
-        if "gated repository" in str(e):
-            fault = "gated on the model hub; accept its terms and log in, or"
-    ways_out = "a local folder" + (", or use --model tiny" if flag == "--model" else "")
-    raise InputError(f"{flag} {name}: {fault} give {ways_out}")
+    return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **sizes, **where))
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
@@ -307,24 +176,98 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
             # PyTorch's fused attention is slower there than plain matrix products.
             backbone.set_attn_implementation("eager")
         if config.gradient_checkpointing:
-            try:
+            with blame("--gradient_checkpointing"):
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
-            except ValueError as e:
-                raise InputError(f"--gradient_checkpointing: {first_line(e)}") from e
 
 
-def logits_from(
-    model: PreTrainedModel, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V), by its own
-    head or by `head`.
+def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) -> None:
+    """On a GPU, halve config.micro_batch_tokens until a forward and backward pass of the widest
+    micro-batch that can come fits. The gradient doesn't depend on it.
     """
-    config = model.config.get_text_config()
-    logits = (head or model.get_output_embeddings())(hidden)
-    if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
-        logits = logits * scale
-    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits = logits / scale
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-        logits = cap * torch.tanh(logits / cap)
-    return logits
+    width = prompt_length + config.max_new_tokens
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    asked = config.micro_batch_tokens
+    for halved in range(20):
+        config.micro_batch_tokens = max(width, asked >> halved)
+        num_rows = config.micro_batch_tokens // width
+        try:
+            _adam = [torch.empty_like(p) for p in trained for _ in range(2)]  # its two moments
+            _one_pass(config, models, num_rows, prompt_length)
+            break
+        except torch.OutOfMemoryError:
+            if num_rows == 1:
+                raise
+        finally:
+            _adam = None
+            for p in trained:
+                p.grad = None
+            clear_cache()
+    if halved > 0:
+        print(f"--micro_batch_tokens {asked} doesn't fit: it is {config.micro_batch_tokens} here.")
+
+
+def _one_pass(config: Any, models: list[nn.Module], num_rows: int, prompt_length: int) -> None:
+    """Forward and backward over full rows, each with a prompt of its own."""
+    device, T = base_model(models[0]).device, config.max_new_tokens
+    tokens = torch.zeros(num_rows, prompt_length + T, dtype=torch.long, device=device)
+    tokens[:, 0] = torch.arange(num_rows) % 2
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    rollout = Rollout(tokens, mask, mask[:, :T], torch.zeros(num_rows, T), mask[:, 0])
+    has_bonus = config.entropy_coef > 0
+    options = {"bf16": config.bf16, "entropy_grad": has_bonus}
+    found = completion_logprobs(models[0], rollout, config.temperature, **options)
+    loss = found[0].sum() + (found[1].sum() if has_bonus else 0)
+    for value_model in models[1:]:
+        loss = loss + completion_values(value_model, rollout, bf16=config.bf16).sum()
+    loss.backward()
+
+
+# --- Layers that take fewer operations, equal to rounding ---
+
+
+def fuse(model: nn.Module) -> None:
+    """Put PyTorch's own functions in the place of those that the model writes out, in place.
+
+    GPT-2's activation is eight operations there, a norm is six: a third of the time of a small
+    model, and of the memory that training keeps.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, nn.GELU(approximate="tanh"))
+            elif type(child).__name__ in RMS_NORMS:
+                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon, device="meta")
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("grouped")
+
+
+RMS_NORMS = [f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention of transformers: query (B, heads, L, D) -> (B, L, heads, D).
+
+    For one token the query heads that share keys and values are rows of one product. transformers
+    before 5.24 copies keys and values for each of them.
+    """
+    of_one_token = query.shape[2] == 1 and attention_mask is not None
+    if not of_one_token or attention_mask.shape[1] > 1 or options.get("dropout"):
+        more = {"scaling": scaling} | options
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    rows = query.view(len(query), key.shape[1], -1, query.shape[3])
+    out = scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
+    return out.view(query.shape).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", attend)
+AttentionMaskInterface.register("grouped", sdpa_mask)

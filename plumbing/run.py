@@ -1,68 +1,46 @@
-"""What a run leaves behind: metrics, samples, warnings, checkpoints, the model.
-
-A run writes into runs/<script>-<model>-<task>-s<seed>/: config.json, metrics.jsonl (an object per
-step; the key `step` is the number of steps before it), samples.jsonl, tokens.jsonl,
-warnings.jsonl, model/ in Hugging Face format (with an adapter merged, and adapter/ beside it),
-checkpoint/state.pt for --resume, and curve.png. A run that is overwritten is renamed to
-<folder>.old.
+"""A run and what it leaves in its folder: config.json, metrics.jsonl (an object per step; the key
+`step` is the number of steps before it), samples.jsonl, tokens.jsonl, warnings.jsonl, model/ in
+Hugging Face format (of a LoRA run the adapter), checkpoint.pt for --resume, and curve.png.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import ctypes
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import sys
-import tempfile
-import textwrap
 import time
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from common import base_model, evaluating
-from plumbing.config import CHECKPOINT, holds_run, open_metrics
-from plumbing.errors import (
-    Fault,
-    InputError,
-    Interrupted,
-    described,
-    first_line,
-    is_out_of_memory,
-    optional_library,
-    run_tool,
-)
-from plumbing.metrics import Evaluation, Meter, Metrics, headline, sample_records
-from plumbing.tokens import token_records
+from common import Fault, InputError, Rollout, blame, evaluating, rollout_logprobs
+from plumbing.data import text_of
+from plumbing.metrics import Evaluation, Meter, Metrics, draw_curves, headline, sample_records
+from plumbing.models import fit_micro_batch
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
-# What a checkpoint holds; of a file, where it ended.
-FIELDS = [*FILES, *"weights optimizer generators torch cuda step first_metrics warned".split()]
 
 
 class Run:
-    """The records, checkpoints and model of a run, `with Run(...) as run:`. Creates its folder, or
-    with --resume puts the checkpoint back. However the block ends, what was computed is saved.
+    """The records and checkpoints of a run.
 
     models: those that train, by name, the one to save as model/ first. generators: all from which
     the run draws. data: what it trains on, with `train`, `heldout`, `name` and `tokenizer`.
     """
+
+    active: ClassVar[Run | None] = None  # the one that an error ends
 
     def __init__(
         self,
@@ -72,86 +50,70 @@ class Run:
         optimizer: torch.optim.Optimizer,
         generators: list[torch.Generator] = (),
     ) -> None:
-        self.config, self.data, self.optimizer = config, data, optimizer
-        self.model, self.folder = next(iter(models.values())), Path(config.output_dir)
-        self.weights = {
-            f"{kind}.{name}": p.detach()
-            for kind, model in models.items()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
-        self.generators = list(generators)
-        self.first_step = 0
+        self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
+        self.generators, self.folder = list(generators), Path(config.output_dir)
+        self.step, self.saved_step = 0, None  # at hand; of the checkpoint
+        self.history, self.warned = [], set()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
-        self.history, self.warned = [], set()  # metrics of this process; warnings given
-        self.saved_step: int | None = None  # of the newest checkpoint
-        self.process = os.getpid()  # not that of what a reward forks
-        # Before, not after: Ctrl-C in the middle of a step must find it noted.
-        self.optimizer.register_step_pre_hook(self._note_move)
-        for name in config.report_to:
-            module = {"tensorboard": "torch.utils.tensorboard"}.get(name, name)
-            optional_library(module, f"--report_to {name}: pip install {name}")
-        check_saving(config.model, self.model, data.tokenizer)
-        try:
-            self.files = self._open_files()
-            settings = {"script": config.script} | asdict(config)
-            write_text(self.folder / "config.json", json.dumps(settings, indent=2))
-        except OSError as e:
-            fault = f"--output_dir {self.folder}: can't be written ({e.strerror})"
-            raise InputError(fault) from e
-        self.trackers = _start_trackers(self.folder, config, self.first_step)
-        print(self._description())
+        self.weights_moved = False  # in the step at hand
+        optimizer.register_step_pre_hook(self._note_move)
+        if config.device.startswith("cuda") and hasattr(data, "tokens"):
+            longest = max(map(len, data.tokens.values()))
+            fit_micro_batch(config, [*models.values()], longest)
+        with blame(f"--output_dir {self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if config.resume:
+                self._resume()
+            else:
+                (self.folder / "checkpoint.pt").unlink(missing_ok=True)
+            mode = "a" if config.resume else "w"
+            # Half a surrogate pair has no bytes: it is written as \ud800.
+            options = {"encoding": "utf-8", "errors": "backslashreplace"}
+            self.files = {name: self._path(name).open(mode, **options) for name in FILES}
+            settings = json.dumps({"script": config.script} | asdict(config), indent=2)
+            (self.folder / "config.json").write_text(settings + "\n", encoding="utf-8")
+        self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
+        size = sum(p.numel() for p in self._weights().values()) / 1e6
+        what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
+        print(f"{config.script}: {size:.1f} M weights train on {config.device}, {what}")
+        print(f"It writes to {self.folder}")
 
-    def _open_files(self) -> dict[str, BinaryIO]:
-        """The files of the records, in a folder of this run alone. With --resume they end where the
-        checkpoint does, which is put back. Raises InputError.
-        """
-        folder, resume = self.folder, self.config.resume
-        holds_run(folder)  # or something else, which is refused
-        folder.mkdir(parents=True, exist_ok=True)
-        metrics = open_metrics(folder)  # the first file, which marks the folder as a run's
-        if holds_run(folder) and not resume:
-            if os.name == "nt":  # Windows renames no folder whose files are open
-                metrics.close()
-            _move_old_run(folder, self.config.overwrite)
-            folder.mkdir()
-            metrics = open_metrics(folder)
-        state = self._resume() if resume and (folder / CHECKPOINT).exists() else None
-        files = {name: (folder / f"{name}.jsonl").open("ab") for name in FILES[1:]}
-        files["metrics"] = metrics  # opened once: its lock ends where any handle of it is closed
-        for name, file in files.items():
-            file.truncate(state[name] if state else 0)
-            file.seek(0, os.SEEK_END)
-        return files
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
 
-    def __enter__(self) -> Run:
-        signals.watch()
-        options = {"initial": self.first_step, "desc": self.config.script, "dynamic_ncols": True}
-        self.bar = tqdm(total=self.config.num_steps, **options)
-        self._note_state(self.first_step)
-        return self
+    def _note_move(self, *args: object) -> None:
+        self.weights_moved = True
 
     def steps(self, evaluate: Callable[[], Evaluation]) -> Iterator[int]:
         """The numbers of the steps that are left, for `for step in run.steps(...)`.
 
         Evaluates before every eval_every-th step and after the last. When the loop asks for the
-        next step, the one before is over: its checkpoint is written if it is due, and after Ctrl-C
-        or SIGTERM the run ends here.
+        next step, the one before is over, and its checkpoint is written if it is due.
         """
-        for step in range(self.first_step, self.config.num_steps):
+        Run.active, last, first = self, self.config.num_steps, self.step
+        self.bar = tqdm(total=last, initial=first, desc=self.config.script, dynamic_ncols=True)
+        for step in range(first, last):
+            self._note_state(step)
             if step % self.config.eval_every == 0:
                 self._evaluate(step, evaluate)
             self.laps, self.lap_started = {}, time.perf_counter()
             yield step
-            self._end_step(step + 1)
-        self._evaluate(self.config.num_steps, evaluate)
-        self._write_metrics(self.config.num_steps, self.evaluated)
+            self.bar.update()
+            if (step + 1) % self.config.save_every == 0 or step + 1 == last:
+                self._note_state(step + 1)
+                self.save()
+        self._evaluate(last, evaluate)
+        self._write_metrics(last, self.evaluated)
+        self.bar.close()
+        Run.active = None
+        if importlib.util.find_spec("matplotlib"):
+            draw_curves([self.folder], self.folder / "curve.png")
 
     def lap(self, name: str) -> None:
         """End the phase `name` of a step: its seconds are a metric."""
         if self.config.device.startswith("cuda"):
-            torch.cuda.synchronize(self.config.device)
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.laps[name], self.lap_started = now - self.lap_started, now
 
@@ -162,14 +124,22 @@ class Run:
         metrics |= self.laps | more
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["tokens_per_second"] = meter.num_tokens / sum(self.laps.values())
-        metrics["memory/peak_gb"] = peak_memory(self.config.device) / 1e9
+        on_cuda = self.config.device.startswith("cuda")
+        metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_cuda else None
         self._write_metrics(step, metrics)
         self.history.append(metrics)
         self.evaluated = {}
+        # Rounding explains thousandths. Dropout, where it is left on, explains more.
+        off = metrics.get("val/sampler_kl", 0)
+        if len(self.history) == 1 and off > 0.3 and self.config.disable_dropout:
+            fault = (
+                f"sampling and training differ by {off:.2g} nats per token, and should by rounding"
+            )
+            raise Fault(f"{fault} alone: --model {self.config.model} can't be trained here")
         for name, text in meter.warnings(self.history, self.config.bf16):
             if name not in self.warned:
                 self.warned.add(name)
-                self._append("warnings", [{"step": step, "text": text}])
+                self._write("warnings", [{"step": step, "text": text}])
                 tqdm.write(f"warning, step {step}: {text}")
         self.bar.set_postfix_str(meter.progress(metrics))
 
@@ -179,7 +149,7 @@ class Run:
         prompts: list[dict],
         texts: list[str],
         scores: Tensor,
-        meter: Meter,
+        rollout: Rollout,
         columns: dict[str, Tensor | None],
     ) -> None:
         """At the steps that begin with an evaluation: record the completions of the step, and of a
@@ -190,434 +160,202 @@ class Run:
         G = len(texts) // len(prompts)
         rows = [row for row in prompts for _ in range(G)]
         records, lines = sample_records(rows, texts, scores.tolist())
-        self._append("samples", [{"step": step, "split": "train"} | x for x in records])
+        self._write("samples", [{"step": step, "split": "train"} | x for x in records])
         tqdm.write("\n".join([f"step {step}: samples from training", *lines[::G][:4]]))
-        models = self.config, self.model, self.data.tokenizer
-        found = token_records(*models, rows, scores, meter, columns)
-        self._append("tokens", [{"step": step} | x for x in found])
+        policy = next(iter(self.models.values()))
+        some = slice(8)  # completions
+        columns = {name: x[some] for name, x in columns.items() if x is not None}
+        with evaluating(policy):
+            columns["new_logprobs"] = rollout_logprobs(policy, rollout[some], self.config)
+        records = token_records(self.data.tokenizer, rollout[some], rows, scores, columns)
+        self._write("tokens", [{"step": step, "split": "train"} | x for x in records])
 
     def _evaluate(self, step: int, evaluate: Callable[[], Evaluation]) -> None:
         found = evaluate()
         self.evaluated = found.metrics
         self.first_metrics = self.first_metrics or found.metrics
-        self._append("samples", [{"step": step, "split": "heldout"} | x for x in found.records])
+        self._write("samples", [{"step": step, "split": "heldout"} | x for x in found.records])
         title = headline(step, found.headline, found.metrics, self.first_metrics)
-        tqdm.write("\n".join([f"step {step}: {title}", *found.lines[:4]]))  # print tears the bar
+        shown = found.lines[: 4 if self.config.num_steps else 20]
+        tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print tears the bar
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
-        """Append one line to metrics.jsonl, at once: a later fault doesn't lose it."""
         # JSON has neither NaN nor infinity: they become null.
         finite = {k: x if x is not None and math.isfinite(x) else None for k, x in metrics.items()}
-        self._append("metrics", [{"step": step} | finite])
+        self._write("metrics", [{"step": step} | finite])
         for track in self.trackers:
-            track(step, {name: x for name, x in finite.items() if x is not None})
+            track({name: x for name, x in finite.items() if x is not None}, step)
 
-    def _append(self, name: str, records: list[dict], sync: bool = False) -> None:
-        """Append records, as JSON lines; with `sync` they outlive a power cut. Raises Fault."""
-        if not records and not sync:
-            return
-        file = self.files[name]
-        text = "".join(json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
-        try:
-            file.write(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair: \\ud800
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        except OSError as e:
-            raise Fault(f"{file.name} can't be written ({e.strerror}): make room for it") from e
+    def _write(self, name: str, records: list[dict]) -> None:
+        for record in records:
+            self.files[name].write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.files[name].flush()
 
     # --- Checkpoints ---
 
-    def _end_step(self, steps_done: int) -> None:
-        """Write a checkpoint if it's due. After a signal: raises Interrupted."""
-        self._note_state(steps_done)
-        self.bar.update()
-        last = steps_done == self.config.num_steps
-        if steps_done % self.config.save_every == 0 or last or signals.seen is not None:
-            self._write_checkpoint()
-        if signals.seen is not None:
-            raise Interrupted(signals.seen, "interrupted")
+    def _weights(self) -> dict[str, Tensor]:
+        named = ((f"{k}.{n}", p) for k, m in self.models.items() for n, p in m.named_parameters())
+        return {name: p.detach() for name, p in named if p.requires_grad}
 
     def _note_state(self, step: int) -> None:
         """Note what, with the weights, makes the state of the run after `step` steps."""
-        self.state = {
+        self.step, self.weights_moved = step, False
+        self.random_state = {
             "generators": [g.get_state() for g in self.generators],
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            **{name: file.tell() for name, file in self.files.items()},
-            "step": step,
-            "first_metrics": self.first_metrics,
-            "warned": sorted(self.warned),
         }
-        self.weights_moved = False  # since the state was noted
 
-    def _note_move(self, *args: object) -> None:
-        self.weights_moved = True
-
-    def _write_checkpoint(self) -> None:
-        for name in FILES:
-            self._append(name, [], sync=True)  # the checkpoint relies on what they hold
-        whole = {"weights": self.weights, "optimizer": self.optimizer.state_dict()}
-        write_state(self.folder / CHECKPOINT, self.state | whole)
-        self.saved_step = self.state["step"]
-
-    def _resume(self) -> dict[str, Any]:
-        """Continue from the checkpoint, and return its state. Raises InputError."""
-        state = read_state(self.folder / CHECKPOINT)
-        for name in FILES:
-            path = self.folder / f"{name}.jsonl"
-            if state[name] > (path.stat().st_size if path.exists() else 0):
-                raise InputError(f"--resume: {path} has lost lines that the checkpoint knows of")
-        shapes = {name: p.shape for name, p in state["weights"].items()}
-        if shapes != {name: p.shape for name, p in self.weights.items()}:
-            raise InputError("--resume: the checkpoint belongs to another model")
+    def save(self) -> None:
+        """Write model/ and checkpoint.pt, each complete before it takes its name. Raises Fault."""
+        model, new = self.folder / "checkpoint.pt", self.folder / "checkpoint.new"
+        state = {"step": self.step, "first_metrics": self.first_metrics} | self.random_state
+        state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         try:
-            for generator, its_state in zip(self.generators, state["generators"], strict=True):
-                generator.set_state(its_state)
-        except (RuntimeError, TypeError, ValueError) as e:  # the latter two: of another version
-            raise InputError("--resume: the run was on another kind of device, see --device") from e
-        for name, p in self.weights.items():
+            torch.save(state, new)
+            new.replace(self.folder / "checkpoint.pt")
+            model, new = self.folder / "model", self.folder / "model.new"
+            next(iter(self.models.values())).save_pretrained(new)
+            self.data.tokenizer.save_pretrained(new)
+            shutil.rmtree(model, ignore_errors=True)
+            new.rename(model)
+        except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
+            (self.folder / "checkpoint.new").unlink(missing_ok=True)
+            raise Fault(f"{new} can't be written ({e}): is the disk full?") from e
+        self.saved_step = self.step
+
+    def _resume(self) -> None:
+        """Go on from the checkpoint, and forget what the run wrote after it."""
+        if not (self.folder / "checkpoint.pt").exists():
+            raise InputError("there is no checkpoint yet: begin anew with --overwrite")
+        state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+        for name, p in self._weights().items():
             p.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+        for generator, its_state in zip(self.generators, state["generators"], strict=True):
+            generator.set_state(its_state)
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"])
-        self.first_step = self.saved_step = state["step"]
-        self.first_metrics, self.warned = state["first_metrics"], set(state["warned"])
-        print(f"--resume: {self.folder} goes on after {self.first_step} steps.")
-        return state
+        self.step = self.saved_step = state["step"]
+        self.first_metrics = state["first_metrics"]
+        for name in FILES:
+            kept = [x for x in read_lines(self._path(name)) if x["step"] < self.step]
+            text = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in kept)
+            self._path(name).write_text(text, encoding="utf-8", errors="backslashreplace")
 
-    # --- The end ---
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if os.getpid() != self.process:  # a reward has forked and failed; the run is its parent's
-            return
-        signals.restore()
+    def explain(self) -> str:
+        """Save the state before the step that an error has ended, if the weights are still those;
+        a line that says what is saved.
+        """
+        if not self.weights_moved and self.step not in (0, self.saved_step):
+            try:
+                self.save()
+            except Fault as e:
+                print(e, file=sys.stderr)
         self.bar.close()
-        failure = ""
-        try:
-            self._save_at_exit(error)
-        except Exception as e:  # whatever a full disk makes the libraries raise
-            if str(e) != str(error):
-                failure = f"; saving to {self.folder} failed: {first_line(e)}"
-        for file in self.files.values():
-            with contextlib.suppress(OSError):  # a full disk, again
-                file.close()
-        before, after = f"step {self.state['step']}: ", failure
-        if self.saved_step is not None:
-            saved = f"{self.folder} is saved up to step {self.saved_step}"
-            after = f"; {saved}, --resume goes on from there{failure}"
-        if error is None and failure:
-            raise Fault(f"{before}the training is over{after}")
-        _explain(error, before, after)
-
-    def _save_at_exit(self, error: BaseException | None) -> None:
-        """Save what the run has computed, whether or not an error ends it."""
-        step = self.state["step"]
-        # A step that fails before its update leaves the weights as they were when it began.
-        if error is not None and not self.weights_moved and step not in (0, self.saved_step):
-            self._write_checkpoint()
-        if step > 0:
-            save_model(self.folder, self.model, self.data.tokenizer)
-            when = f"in the middle of step {step}" if self.weights_moved else f"after {step} steps"
-            print(f"{self.folder}/model holds the model {when}.")
-        if error is None and importlib.util.find_spec("matplotlib"):
-            from tools.plot import draw
-
-            draw([self.folder], self.folder / "curve.png")
-
-    def _description(self) -> str:
-        """What this run is, and every setting that has a value."""
-        config, data = self.config, self.data
-        total = sum(p.numel() for p in self.model.parameters()) / 1e6
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad) / 1e6
-        adapter = f"an adapter of {trained:.2f} M on " if trained < total else ""
-        num_heldout = min(len(data.heldout), getattr(config, "num_eval_prompts", math.inf))
-        settings = {name: x for name, x in asdict(config).items() if x not in (None, [])}
-        shown = "  ".join(f"{name}={value}" for name, value in settings.items())
-        where = f"{total:.1f} M parameters on {config.device}"
-        what = f"{len(data.train)} {data.name} to train on, {num_heldout} held out"
-        text = f"{config.script}: {adapter}{where}, {what}, writing to {self.folder}\n"
-        return text + textwrap.fill(shown, 98, initial_indent="  ", subsequent_indent="  ")
+        ended = f"The run ended in step {self.step}"
+        if self.saved_step is None:
+            return f"{ended}; nothing is saved."
+        return f"{ended}: --resume {self.folder} goes on from step {self.saved_step}."
 
 
-def _explain(error: BaseException | None, before: str, after: str) -> None:
-    """Say what an error that ends a run left behind; raises what stands for it, if something does.
-
-    What is none of ours is said here, and then shown with its traceback.
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file. A last line that is not complete is left out: the run may be
+    writing it, or was killed. Raises InputError.
     """
-    if is_out_of_memory(error):
-        remedy = "lower --micro_batch_tokens, and --rollout_batch_size if there is one"
-        raise Fault(f"{before}{described(error).rstrip('.')}; {remedy}{after}")
-    if isinstance(error, KeyboardInterrupt):
-        raise Interrupted(signal.SIGINT, f"{before}interrupted{after}")
-    if isinstance(error, (InputError, Fault, Interrupted)):
-        error.args = (f"{before}{error}{after}",)
-    elif error is not None:
-        print(f"{before}{described(error)}{after}", file=sys.stderr)
+    with blame(str(path)):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
 
 
-# --- Signals ---
+def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], None]:
+    """What sends the metrics of a step to "tensorboard" or "wandb". Raises InputError."""
+    with blame(f"--report_to {name}"):
+        if name == "wandb":
+            import wandb
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
-
-
-class Signals:
-    """Ctrl-C and SIGTERM: the first lets a step end and be saved, the second ends the run."""
-
-    def __init__(self) -> None:
-        self.seen: int | None = None  # the number of the one that has come
-        self.before: dict[int, Any] = {}  # what they did before the run
-
-    def watch(self) -> None:
-        self.seen = None
-        with contextlib.suppress(ValueError):  # only the main thread may
-            for number in HANDLED:
-                self.before[number] = signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.seen = number
-        self.restore()
-        # print may be what the signal interrupts, and can't be called again from within.
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nfinishing what is begun, then saving; once more stops at once\n")
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self.before = {}
-
-    # Processes that a reward forks would inherit the handler, take note of the SIGTERM by which a
-    # pool ends them, and go on: the pool waits for ever. No signal may come in between either.
-
-    def before_fork(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-
-    def after_fork(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-
-    def after_fork_in_child(self) -> None:
-        interrupt = self.before.get(signal.SIGINT)
-        self.restore()
-        if interrupt is not None:  # a terminal sends Ctrl-C to all: the first is for the run alone
-            signal.signal(signal.SIGINT, lambda *args: signal.signal(signal.SIGINT, interrupt))
-        self.after_fork()
-        torch.set_num_threads(1)  # OpenMP would wait for ever for threads that weren't forked
-
-
-signals = Signals()
-if hasattr(os, "register_at_fork"):  # Windows doesn't fork
-    hooks = {"before": signals.before_fork, "after_in_parent": signals.after_fork}
-    os.register_at_fork(**hooks, after_in_child=signals.after_fork_in_child)
-
-
-# --- Files ---
-
-
-def _move_old_run(folder: Path, overwrite: bool) -> None:
-    """Rename the run that the folder holds. Raises InputError where that isn't asked for."""
-    if not overwrite:  # begun since the flags were checked
-        raise InputError(f"{folder} already holds a run, which has just begun")
-    old = Path(f"{folder}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    folder.rename(old)
-    print(f"The run in {folder} is now {old}.")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is complete whenever the process dies."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text + "\n", encoding="utf-8")
-    new.replace(path)
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` to `path`. Raises Fault.
-
-    It is complete, and on the disk, before it takes its name: whenever the process dies, `path` is
-    the new state or the one before it.
-    """
-    new = path.with_name(f"{path.name}.new")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        torch.save(state, new)
-        with new.open("r+b") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    except (OSError, RuntimeError) as e:
-        new.unlink(missing_ok=True)  # half a checkpoint would keep the disk full
-        # torch reports a full disk as a RuntimeError, "unexpected pos".
-        reason = e.strerror if isinstance(e, OSError) else "is the disk full?"
-        raise Fault(f"{path} can't be written ({reason}): make room for it") from e
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The state that write_state wrote, on the CPU. Raises InputError if it is damaged."""
-    try:
-        with zipfile.ZipFile(path) as parts:  # as torch.save writes, whose checksums no load reads
-            if parts.testzip() is not None:
-                raise ValueError("its checksum is wrong")
-        # weights_only: a checkpoint is data, nothing in it is executed.
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        if missing := [name for name in FIELDS if name not in state]:
-            raise ValueError(f"it has no {missing[0]!r}")
-        return state
-    except Exception as e:  # a damaged file raises anything
-        reason = f"{path} is damaged ({first_line(e)})"
-        raise InputError(f"--resume: {reason}; --overwrite starts the run anew") from e
-
-
-def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    """Save folder/model; with an adapter merged into its base, and folder/adapter beside it.
-    Raises Fault where the merged model is another one.
-    """
-    if hasattr(model, "peft_config"):
-        # peft would ask the hub whether the vocabulary has grown: it hasn't.
-        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
-        tokenizer.save_pretrained(folder / "adapter")
-        model, off = _merged(model)
-        if not off <= 1e-3:
-            fault = f"merged into its model, the adapter gives logits that are {off:.2g} off"
-            remedy = f"load {folder}/adapter with peft.PeftModel, there is no {folder}/model"
-            raise Fault(f"{fault}: {remedy}")
-    new = folder / "model.new"  # complete before it takes its name
-    shutil.rmtree(new, ignore_errors=True)
-    _write_model(new, model, tokenizer)
-    if (folder / "model").exists():
-        shutil.rmtree(folder / "model")
-    new.rename(folder / "model")
-
-
-def _merged(model: nn.Module) -> tuple[PreTrainedModel, float]:
-    """A copy of the model with its adapter merged into it, and how far this moves its logits."""
-    # Copied to the CPU, where there is room, and in float32: in bfloat16, as the base may be, much
-    # of what the adapter adds would be rounded away.
-    memo = {}
-    for p in filter(Tensor.is_floating_point, model.parameters()):
-        precision = torch.promote_types(p.dtype, torch.float32)
-        memo[id(p)] = nn.Parameter(p.detach().to("cpu", precision, copy=True), False)
-    copied = copy.deepcopy(model, memo).cpu()
-    expected, base = _some_outputs(copied), base_model(copied)
-    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
-    if any(hasattr(layer, "base_layer") for layer in ends):
-        # Where embedding and head share their weights, merging would change both of them.
-        head = getattr(ends[1], "base_layer", ends[1])
-        head.weight = nn.Parameter(head.weight.detach().clone())
-        base.config.get_text_config().tie_word_embeddings = False
-    merged = copied.merge_and_unload()
-    off = (_some_outputs(merged) - expected).abs().max()
-    return merged, (off / expected.abs().max().clamp(min=1)).item()
-
-
-def _write_model(folder: Path, model: nn.Module, tokenizer: Any, **options: Any) -> None:
-    # transformers up to 5.20 saves no generation_config that has a temperature but no do_sample.
-    generation = getattr(model, "generation_config", None)
-    try:
-        model.generation_config = generation and GenerationConfig()
-        model.save_pretrained(folder, **options)
-    finally:
-        model.generation_config = generation
-    if generation is not None:
-        generation.to_json_file(folder / "generation_config.json")
-    tokenizer.save_pretrained(folder)
-
-
-@torch.no_grad()
-def _some_outputs(model: nn.Module) -> Tensor:
-    """What the model says to a few tokens: logits (1, 8, V), or (1, labels) of a classifier."""
-    tokens = torch.arange(8, device=model.device)
-    with evaluating(model):
-        tokens = tokens % base_model(model).get_input_embeddings().weight.shape[0]
-        return model(input_ids=tokens.unsqueeze(0)).logits
-
-
-def check_saving(name: str, model: nn.Module, tokenizer: Any) -> None:
-    """Save all but the weights, and merge each layer of an adapter. Raises InputError."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _write_model(Path(folder), base_model(model), tokenizer, state_dict={})
-        for layer in model.modules():
-            if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
-                copy.deepcopy(layer).merge()
-    except Exception as e:  # of whatever kind: after the training it would lose the model
-        raise InputError(f"--model {name}: can't be saved: {first_line(e)}") from e
-
-
-# --- Trackers ---
-
-
-def _start_trackers(
-    folder: Path, config: Any, first_step: int
-) -> list[Callable[[int, dict[str, float]], None]]:
-    """Functions to call with a step and its metrics, for --report_to. Raises InputError."""
-    found = []
-    if "tensorboard" in config.report_to:
+            run = wandb.init(project="plainrlhf", name=folder.name, config=asdict(config))
+            return lambda metrics, step: run.log(metrics, step=step)
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a run wrote after the checkpoint from which it goes on would be there twice.
-        purge = first_step if config.resume else None
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-
-        def track(step: int, metrics: dict[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        found.append(track)
-    if "wandb" in config.report_to:
-        import wandb
-
-        name = folder.resolve().name
-        resume = "allow" if config.resume else None  # else it would go on with a run of this name
-        options = {"resume": resume, "config": asdict(config), "dir": folder}
-        try:
-            tracked = wandb.init(project="plainrlhf", id=name, name=name, **options)
-        except Exception as e:  # no key, no network
-            raise InputError(f"--report_to wandb: {first_line(e)}") from e
-        found.append(lambda step, metrics: tracked.log(metrics, step=step))
-    return found
+        writer = SummaryWriter(str(folder / "tensorboard"))
+        return lambda metrics, step: [writer.add_scalar(n, x, step) for n, x in metrics.items()]
 
 
-# --- Memory, and the process as a whole ---
+# --- tokens.jsonl: what a step does to every token, for tools/look.py ---
 
 
-def peak_memory(device: str) -> float:
-    """The most memory so far, in bytes: of the CUDA device, else of this process; NaN where the
-    system doesn't say.
+def token_records(
+    tokenizer: Tokenizer,
+    rollout: Rollout,
+    rows: list[dict],
+    scores: Tensor,
+    columns: dict[str, Tensor],
+) -> list[dict]:
+    """Records of b completions: `columns`, (b, T) for each token or (b,) for each completion."""
+    columns = {"sampler_logprobs": rollout.logprobs} | columns
+    numbers = {name: x.tolist() for name, x in columns.items()}
+    T, records = rollout.completion_mask.shape[1], []
+    for i, length in enumerate(rollout.completion_mask.sum(1).tolist()):
+        ids = rollout.tokens[i, -T - 1 :][: length + 1].tolist()
+        record = {
+            "completion_index": i,
+            "prompt": text_of(rows[i]["prompt"])[-500:],
+            "score": _short(scores[i].item()),
+            "finished": bool(rollout.finished[i]),
+            "num_tokens": length,
+            "tokens": token_texts(tokenizer, ids),
+        }
+        for name, x in numbers.items():
+            of_tokens = isinstance(x[i], list)
+            record[name] = [_short(n) for n in x[i][:length]] if of_tokens else _short(x[i])
+        records.append(record)
+    return records
+
+
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text of each token but the first one, each decoded with the token in front of it:
+    SentencePiece tokenizers drop the space in front of the first word of what they decode.
     """
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    # getrusage would count what the parent process had when it started us.
-    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text())):
-        return int(found[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    texts, options = [], {"clean_up_tokenization_spaces": False}
+    for before, token in pairwise(ids):
+        start, both = (tokenizer.decode(x, **options) for x in ([before], [before, token]))
+        alone = both.startswith(start)  # else a character whose bytes begin in the token before
+        texts.append(both[len(start) :] if alone else tokenizer.decode([token], **options))
+    return texts
+
+
+def _short(x: float) -> float | None:
+    """Five digits; null for what isn't finite."""
+    return float(f"{x:.5g}") if math.isfinite(x) else None
+
+
+# --- The end of a program ---
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main(): errors are one line; exit code 2 for bad input, 1 for a fault."""
-    keep_freed_memory()
+    """Run a script's main(). What the user gave wrongly is one line and exit code 2, a fault is one
+    line and 1, Ctrl-C 130. All else keeps its traceback, after a line that says what is saved.
+    """
     transformers_logging.set_verbosity(50)  # CRITICAL: its errors reach us as exceptions
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
-    # Of decoding.py, which asks whether a forward pass waits for the device.
-    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-    run_tool(main)
-
-
-def keep_freed_memory() -> None:
-    """On Linux, keep the memory that tensors free, and take it in huge pages: on a CPU, getting it
-    anew from the system costs as much as computing with it.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by PyTorch at its first allocation
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 2**30) or libc.mallopt(m_mmap_threshold, 2**25)  # older
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal lacks is shown as its number, and ends no run.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        main()
+    except BaseException as e:
+        run, Run.active = Run.active, None
+        if run is not None:
+            print(run.explain(), file=sys.stderr)
+        if re.search("out of memory|allocate memory|enough memory", str(e)):  # on a CPU, CUDA, MPS
+            remedy = "lower --micro_batch_tokens and --rollout_batch_size"
+            e = Fault(f"out of memory: {remedy} ({str(e).splitlines()[0]})")
+        codes = {InputError: 2, Fault: 1, KeyboardInterrupt: 130}
+        if type(e) not in codes:
+            raise
+        print(f"error: {e}" if str(e) else "interrupted", file=sys.stderr)
+        raise SystemExit(codes[type(e)]) from e

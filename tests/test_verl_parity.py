@@ -188,7 +188,7 @@ def test_the_loss_of_gspo(verl):
 
 
 def test_the_gradient_of_rloo_where_the_ratio_is_1_and_not_elsewhere(verl):
-    """tools/outgrow.py gives verl one update per rollout: its ratio is that of a token."""
+    """verl's ratio is that of a token, RLOO's here that of the completion."""
     for p, same in ((OLD, True), (LOGPROBS, False)):
         ours = with_gradient(lambda p: rloo_loss(p, OLD, ADVANTAGES, MASK, clip_range=0.2)[0], p)
         theirs = with_gradient(loss_of(verl, mode="seq-mean-token-sum"), p)

@@ -20,21 +20,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from plumbing.errors import InputError, first_line, run_tool
-from tools import plot
-from tools.plot import read_lines
-
-NEEDED = "step prompt score finished num_tokens tokens".split()  # keys of a completion
+from common import InputError, blame
+from plumbing.metrics import draw_curves
+from plumbing.run import read_lines, run_main
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """What the page shows of a run. Raises InputError."""
-    lines = read_lines(folder / "tokens.jsonl", *NEEDED)
+    lines = read_lines(folder / "tokens.jsonl")
     if not lines:
         fault = "holds no completions, or none yet (a reward model's run never does)"
         raise InputError(f"{folder / 'tokens.jsonl'}: {fault}")
-    path = folder / "warnings.jsonl"  # which older runs lack
-    warnings = read_lines(path, "step", "text") if path.exists() else []
+    warnings = read_lines(folder / "warnings.jsonl")
     return {"name": str(folder), "warnings": warnings, "lines": lines}
 
 
@@ -44,7 +41,7 @@ def curves_of(folders: list[Path]) -> str | None:
         return None
     with tempfile.TemporaryDirectory() as place:
         picture = Path(place) / "curves.png"
-        plot.draw(folders, picture)
+        draw_curves(folders, picture)
         return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
 
 
@@ -66,12 +63,10 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="(look.html in the folder of the first run)")
     options = parser.parse_args(args)
     out, text = options.out or options.runs[0] / "look.html", page(options.runs)
-    try:
+    with blame(f"--out {out}"):
         out.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as e:  # of a name like "."
-        raise InputError(f"--out {out}: can't be written ({first_line(e)})") from e
     print(out)
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_main(main)
