@@ -406,19 +406,19 @@ EXPERIMENTS = {
         ),
         curve="length/mean",
     ),
-    "dynamic_sampling": Experiment(
+    "oversample": Experiment(
         5,
-        "DAPO replaces groups of equal rewards by those of other prompts. Is that more than"
-        " sampling as many completions, of 11 prompts a step?",
+        "DAPO wants no groups of equal rewards: of 16 prompts a step, keep 8 that teach something."
+        " Is that more than training on all 16?",
         "accuracy sampled flat grad_norm",
         {
             "8 prompts": Variant("grpo", GROUPS),
-            "8 prompts, replaced": Variant("grpo", f"{GROUPS} --dynamic_sampling 2"),
-            "11 prompts": Variant("grpo", GROUPS.replace("per_step 8", "per_step 11")),
+            "8 of 16 prompts": Variant("grpo", f"{GROUPS} --oversample 2"),
+            "16 prompts": Variant("grpo", GROUPS.replace("per_step 8", "per_step 16")),
         },
         Prediction(
-            "Is `flat` with 11 prompts a step above or below that with flat groups replaced?",
-            "flat", "11 prompts", ("flat", "8 prompts, replaced"),
+            "Is `flat` with 16 prompts a step above or below that with 8 of 16?",
+            "flat", "16 prompts", ("flat", "8 of 16 prompts"),
             "More prompts of the same kind are flat as often.",
         ),
     ),
@@ -461,16 +461,17 @@ EXPERIMENTS = {
         5,
         "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
         " and does it change what is learnt?",
-        "accuracy sampler_kl_x1000 sampler_dev",
+        "accuracy sampler_kl_x1000",
         {
             "float32": Variant("rloo", GROUPS),
             "bfloat16": Variant("rloo", f"{GROUPS} --bf16 true"),
         },
         Prediction(
-            "A weight of policy over sampler is bounded at 2: a difference of 0.69. Is the largest"
-            " one of the run in bfloat16 (`sampler_dev`) above or below that?",
-            "sampler_dev", "bfloat16", 0.69,
-            "bfloat16 has three digits: logits of about 10 are off by some hundredths.",
+            "Is the KL of sampler and policy in bfloat16, in thousandths of a nat for each token"
+            " (`sampler_kl_x1000`), above or below 1?",
+            "sampler_kl_x1000", "bfloat16", 1,
+            "bfloat16 has three digits: logits of about 10 are off by some hundredths. A KL is half"
+            " the mean square of such differences.",
         ),
     ),
     "overoptimisation": Experiment(

@@ -27,6 +27,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
 import torch
 from experiments import GROUPS
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
 
@@ -164,14 +165,14 @@ def sampled(seed: int, temperature: float, top_k: int = 0) -> tuple[Tensor, ...]
     """8 completions of each of 250 sums by the tiny model: logits (B, T, V), the tokens that were
     drawn (B, T), the mask (B, T), and which (B,) begin with the right digit.
     """
-    from plumbing.data import encode_prompts
-    from plumbing.models import eos_token_ids, load_causal, load_tokenizer
+    from plumbing.data import pad_rows, prompt_tokens
+    from plumbing.models import eos_token_ids, load, load_tokenizer
     from sampling import generate
     from tasks import add_prompts
 
-    policy, tokenizer = load_causal("tiny").eval(), load_tokenizer("tiny")
+    policy, tokenizer = load(AutoModelForCausalLM, "tiny"), load_tokenizer("tiny")
     prompts = add_prompts()[0][:250]
-    ids, mask = encode_prompts(tokenizer, prompts)
+    ids, mask = pad_rows(prompt_tokens(tokenizer, [x["prompt"] for x in prompts]), "left")
     rollout = generate(
         policy, ids, mask, num_generations=8, max_new_tokens=16, temperature=temperature,
         eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0, top_k=top_k,
@@ -236,10 +237,9 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     """
     from common import token_logprobs
     from grpo import group_advantages, grpo_loss
-    from plumbing.models import eos_token_ids, load_causal, load_tokenizer
 
     logits, tokens, real, right = sampled(seed, 3.0)
-    eos = eos_token_ids(load_causal("tiny"), load_tokenizer("tiny"))[0]
+    eos = json.loads((ROOT / "tiny" / "config.json").read_text())["eos_token_id"]
     logprobs = token_logprobs(logits.requires_grad_() / 3.0, tokens)
     advantages = group_advantages(right.float(), 8, scale_rewards)
     options = {"clip_range": 0.2, "loss_type": loss_type, "max_new_tokens": 16}

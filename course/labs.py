@@ -52,8 +52,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         values = [line[name] for line in part if line.get(name) is not None]
         return statistics.mean(values) if values else None
 
-    group = round(steps[0]["episode"] / 8)  # completions of a prompt, where a step has 8 of them
-    dropped = group * sum(line.get("reward/groups_dropped", 0) for line in steps)
     best = max((x for x in lines if "eval/accuracy" in x), key=lambda x: x["eval/accuracy"])
     late = functools.partial(mean, part=steps[-5:])
     found = {
@@ -82,8 +80,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "flat": late("reward/frac_flat_groups"),
         "pass_at_8": last.get("eval/pass_at_k"),
         "sampler_kl_x1000": 1000 * mean("val/sampler_kl"),
-        "sampler_dev": max(line["val/sampler_max_dev"] for line in steps),
-        "sampled": steps[-1]["episode"] + dropped,  # completions
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -108,6 +104,8 @@ def run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], lis
             flags = flags.replace("JUDGE", shlex.quote(str(folder / "judge")))
         lines = start(module_of(variant.script, variant.change), flags, seed, folder / "run")
         samples = read(folder / "run" / "samples.jsonl")[-4:]
+        drawn = json.loads((folder / "run" / "config.json").read_text()).get("oversample", 1)
+        figures["sampled"] = drawn * lines[-2]["episode"]  # completions
     curve = [line.get(experiment.curve) for line in lines[:-1]]
     texts = [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in samples]
     return figures | figures_of(lines), curve, texts

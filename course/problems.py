@@ -119,33 +119,27 @@ PROBLEMS = [
         " everything else.",
         "contextlib.nullcontext gives what you put into it. Without KL: None. With a new adapter"
         " (there is a function that says so): the class AdapterOff. Else a copy by the function"
-        " that shares what doesn't train, in evaluation mode and without gradients; with bf16"
-        " store_in_bfloat16 takes it, and the base model's device.",
+        " that shares what doesn't train, in evaluation mode and without gradients.",
     ),
     Problem(
-        "generate", "sampling.py", "the sampling loop",
-        "Read the prompts, then draw a token for each row, read it, and so on. A loop that reads"
-        " the whole text again for each token is right, and slower than ours, which keeps a cache"
-        " in `decoder`: yours may leave that argument alone. model_inputs of plumbing/models.py"
-        " makes the positions from the mask; draw() takes the logits of the last column and one"
-        " uniform number for each row.",
-        "In evaluation mode and without gradients: repeat each prompt num_generations times; take a"
-        " uniform number for each row and token from the given generator; at each step draw() a"
-        " token for each row and note it with its log-prob, and whether it ends the row: it is an"
-        " EOS, or stop(the row's tokens, None) says so. Stop when all rows have ended. At the end"
-        " the mask is True up to the first end, the rest becomes pad_token_id, log-prob 0.",
+        "decode", "sampling.py", "the sampling loop",
+        "draw() takes logits and a uniform number for each row; step() reads the tokens that were"
+        " drawn and gives the logits of the next ones. A row that has ended may go on: what it"
+        " draws then is cut off by `generate`. Dropping such rows only saves time.",
+        "For each t: draw with uniforms[t] and the settings; note the tokens, their log-probs, and"
+        " which of them are an EOS or make stop(the tokens of the rows so far, None) true; leave"
+        " the loop when each row has ended or t is the last; else logits = step(the tokens).",
     ),
     Problem(
-        "completion_logprobs", "plumbing/forward.py",
-        "log-probs of a completion by the training forward",
+        "completion_logprobs", "common.py", "log-probs of a completion by the training forward",
         "The logits at a position are about the token that comes after it. So which column of"
         " logits belongs to the first token of the completion? Prompts are padded on the left:"
         " model_inputs makes the position ids from the mask.",
-        "Run base_model(model) on model_inputs(base_model(model), tokens, attention_mask); with P"
-        " prompt columns take logits[:, P - 1 : -1], at_least_float32, over the temperature;"
-        " token_logprobs of the last T tokens, token_entropy of detached logits unless"
-        " entropy_grad, None without entropy; 0 off the mask. All under autocast, as in"
-        " completion_values below.",
+        "Under autocast, as in completion_values below, run base_model(model) on what model_inputs"
+        " makes of tokens and attention mask; with P prompt columns take logits[:, P - 1 : -1],"
+        " at_least_float32, over the temperature; token_logprobs of the last T tokens;"
+        " token_entropy of detached logits unless entropy_grad, None without entropy; 0 off the"
+        " mask.",
     ),
     Problem(
         "shape_rewards", "ppo.py", "PPO: rewards per token",
@@ -220,7 +214,8 @@ PROBLEMS = [
         " without gradient.",
         "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
         " grpo_loss, the rows of ref_logprobs where there are any, num_rows and num_tokens, which"
-        " count the whole minibatch. Zero the gradients after the step alone.",
+        " count the whole minibatch, and importance_ratio for the metrics. Zero the gradients after"
+        " the step alone.",
         step="5",
     ),
     Problem(
@@ -245,8 +240,7 @@ PROBLEMS = [
         " reference, and the reward is the score.",
         "kl by k1 where kl_coef is above 0; the rewards are the scores less kl_coef times the sum"
         " of a row of kl; then rloo_advantages; has_gradient is True where the advantage isn't 0,"
-        " and everywhere if entropy_coef is above 0; lengths are the numbers of tokens of the rows;"
-        " both on the CPU.",
+        " and everywhere if has_bonus.",
         step="4",
     ),
     Problem(
