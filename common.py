@@ -426,7 +426,6 @@ def disable_dropout(*models: nn.Module) -> int:
     sites = 0
     for model in models:
         wholes = (model, base_model(model))
-        quiet_configs = {}  # id -> (quiet copy, itself: kept, or its id could come again)
         for module in model.modules():
             # 1. Modules: nn.Dropout and its kin.
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -438,10 +437,10 @@ def disable_dropout(*models: nn.Module) -> int:
             # 3. Configs that a module reads at every forward pass (Falcon): it gets a copy.
             config = vars(module).get("config")
             if config is not None and not any(module is whole for whole in wholes):
-                if id(config) not in quiet_configs:
-                    quiet_configs[id(config)] = copy.copy(config), config
-                    sites += _zero_noise(quiet_configs[id(config)][0])
-                module.config = quiet_configs[id(config)][0]
+                quiet = copy.copy(config)
+                if found := _zero_noise(quiet):
+                    module.config = quiet
+                sites += found
     return sites
 
 
@@ -616,8 +615,6 @@ def blame(what: str) -> Iterator[None]:
     except (InputError, Fault, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # transformers, peft and datasets raise anything
-        lines = [line.strip() for line in str(e).split("\n") if line.strip()]
-        reason = (
-            " ".join(lines[:2]) if lines[0:1] and lines[0].endswith(":") else "".join(lines[:1])
-        )
-        raise InputError(f"{what}: {type(e).__name__}: {reason}") from e
+        # A first line that ends in a colon only announces the reason.
+        reason = " ".join(str(e).split()) if ":\n" in str(e)[:200] else str(e).split("\n")[0]
+        raise InputError(f"{what}: {type(e).__name__}: {reason[:300]}") from e

@@ -119,7 +119,7 @@ def decode(
     """
     T, B = uniforms.shape
     tokens = torch.zeros(B, T, dtype=torch.long, device=logits.device)
-    logprobs, ends = torch.zeros_like(uniforms.T), torch.zeros_like(tokens, dtype=torch.bool)
+    logprobs, ends = torch.zeros_like(tokens).float(), torch.zeros_like(tokens).bool()
     rows = torch.arange(B, device=logits.device)  # those that haven't been dropped
     for t in range(T):
         drawn, logprob = draw(logits, uniforms[t, rows], **settings)
@@ -255,13 +255,14 @@ class Decoder:
             free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
             free += torch.cuda.memory_reserved()
         if any(error) or self.graph is None or 5 * sum(x.nbytes for x in kept) > free:
-            self.model = self.graph = self.cache = None
+            self.model = self.graph = self.cache = self.logits = None
 
     def start(self, cache: DynamicCache, mask: Tensor, max_new_tokens: int) -> Decoder:
         """Take over the prompts: their keys and values, and their mask (B, P)."""
         B, columns = len(mask), mask.shape[1] + max_new_tokens
         if self.graph is None or self.size[0] != B or self.size[1] < columns:
-            self.graph = self.cache = None  # their memory is free before the new ones take theirs
+            # Their memory is free before the new ones take theirs.
+            self.graph = self.cache = self.logits = None
             columns = -(-columns // 128) * 128
             self.size = (B, columns)
             self.cache = StaticCache(config=without_windows(self.model), max_cache_len=columns)
@@ -294,7 +295,7 @@ class Decoder:
             with torch.cuda.graph(self.graph):  # noted, not run: nothing moves on
                 self._forward()
         except RuntimeError as e:
-            reason = str(e).split("\n")[0]
+            reason = str(e.__context__ or e).split("\n")[0]  # the end of a capture fails as well
             raise Fault(f"no CUDA graph of a step: give --cuda_graphs false ({reason})") from e
         return logits
 

@@ -109,8 +109,6 @@ def brevity(completions: list, **columns) -> list[float]:
 
 COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
 NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
-MARKED = re.compile(r"(?<!#)####(?!#)[\s$*\\]*(-?[\s$\\]*\.?\d[\d,.{}]*)")  # a number, at once
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
@@ -134,43 +132,24 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
-    """1 where the last number of the completion is the last number of the answer, else 0.
-
-    The answer column is GSM8K's: a solution, then "#### 72". Of a completion with "####" or
-    \\boxed{} the number there counts. $1,200. is read as 1200.
+    """1 where the last number of the completion is the last number of the answer, else 0. Of a text
+    with "####", GSM8K's mark, the number behind it counts. $1,200. is read as 1200.
     """
-    return [
-        float(_number(_final(text_of(c))) == _expected(a))
-        for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def _final(text: str) -> str:
-    """The part of a text that holds its result."""
-    for pattern in (MARKED, BOXED):
-        if (found := _last_with_number(pattern, text)) is not None:
-            return found
-    return text
-
-
-def _last_with_number(pattern: re.Pattern, text: str) -> str | None:
-    """The last match that holds a number."""
-    return next((x for x in reversed(pattern.findall(text)) if _number(x) is not None), None)
+    expected = [_number(str(a)) for a in answer]
+    if None in expected:
+        raise InputError(f"the reward gsm8k finds no number in {answer[expected.index(None)]!r}")
+    numbers = [_number(text_of(c)) for c in completions]
+    return [float(n == a) for n, a in zip(numbers, expected, strict=True)]
 
 
 def _number(text: str) -> Decimal | None:
-    """The last number of a text. LaTeX writes the commas in numbers as {,}."""
-    text = text.replace("{,}", ",").replace("\\$", "").replace("$", "")
-    found = NUMBER.findall(re.sub(COMMA, "", text))
-    return Decimal(found[-1]) if found else None
-
-
-def _expected(answer: object) -> Decimal:
-    """The number of a row's answer. Raises InputError where it has none."""
-    number = _number(str(answer).rpartition("####")[2])
-    if number is None:
-        raise InputError(f"the reward gsm8k finds no number in the answer {str(answer)[-60:]!r}")
-    return number
+    """The last number of a text, or the first one behind "####". LaTeX writes the commas in numbers
+    as {,}.
+    """
+    text = re.sub(COMMA, "", text.replace("{,}", ","))
+    marked = NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []
+    found = marked[:1] or NUMBER.findall(text)[-1:]
+    return Decimal(found[0]) if found else None
 
 
 # Those whose mean is an accuracy: 1 for a right answer, 0 for a wrong one.

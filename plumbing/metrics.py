@@ -176,14 +176,9 @@ class Meter(Totals):
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are constant."""
-
-    def variance(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
-
-    whole, errors = variance(returns), variance(returns - values)
-    lowest = returns.masked_fill(~mask, torch.inf).min()
-    constant = lowest >= returns.masked_fill(~mask, -torch.inf).max()
-    return torch.where(constant, 0.0, 1 - errors / whole)
+    known, errors = returns[mask], (returns - values)[mask]
+    explained = 1 - errors.var() / known.var()
+    return torch.where(known.amax() > known.amin(), explained, 0.0)
 
 
 def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:

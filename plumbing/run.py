@@ -63,6 +63,8 @@ class Run:
             fit_micro_batch(config, [*models.values()], longest)
         with blame(f"--output_dir {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
+            # First: one that is missing must not cost the run that --overwrite replaces.
+            self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
             if config.resume:
                 self._resume()
             else:
@@ -73,7 +75,6 @@ class Run:
             self.files = {name: self._path(name).open(mode, **options) for name in FILES}
             settings = json.dumps({"script": config.script} | asdict(config), indent=2)
             (self.folder / "config.json").write_text(settings + "\n", encoding="utf-8")
-        self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
         size = sum(p.numel() for p in self._weights().values()) / 1e6
         what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
         print(f"{config.script}: {size:.1f} M weights train on {config.device}, {what}")
@@ -208,17 +209,18 @@ class Run:
 
     def save(self) -> None:
         """Write model/ and checkpoint.pt, each complete before it takes its name. Raises Fault."""
-        model, new = self.folder / "checkpoint.pt", self.folder / "checkpoint.new"
+        model, new = self.folder / "model", self.folder / "model.new"
         state = {"step": self.step, "first_metrics": self.first_metrics} | self.random_state
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         try:
-            torch.save(state, new)
-            new.replace(self.folder / "checkpoint.pt")
-            model, new = self.folder / "model", self.folder / "model.new"
             next(iter(self.models.values())).save_pretrained(new)
             self.data.tokenizer.save_pretrained(new)
             shutil.rmtree(model, ignore_errors=True)
             new.rename(model)
+            # Last: where the model can't be written, the steps before it are run again.
+            new = self.folder / "checkpoint.new"
+            torch.save(state, new)
+            new.replace(self.folder / "checkpoint.pt")
         except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
             (self.folder / "checkpoint.new").unlink(missing_ok=True)
             raise Fault(f"{new} can't be written ({e}): is the disk full?") from e
@@ -351,9 +353,10 @@ def run_main(main: Callable[[], None]) -> None:
         run, Run.active = Run.active, None
         if run is not None:
             print(run.explain(), file=sys.stderr)
-        if re.search("out of memory|allocate memory|enough memory", str(e)):  # on a CPU, CUDA, MPS
+        words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself
+        if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"
-            e = Fault(f"out of memory: {remedy} ({str(e).splitlines()[0]})")
+            e = Fault(f"out of memory: {remedy} ({words.splitlines()[0]})")
         codes = {InputError: 2, Fault: 1, KeyboardInterrupt: 130}
         if type(e) not in codes:
             raise

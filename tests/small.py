@@ -3,7 +3,7 @@
 import functools
 import json
 import random
-import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import ppo
 import tasks
-import tools.plot
 from common import Rollout
-from plumbing.config import TaskConfig
 from plumbing.data import Task, load_task
 
 torch.set_num_threads(1)
@@ -80,8 +79,8 @@ def task_of(chat_template: str | None = None, **flags: object) -> Task:
     """The task of these flags, for a model with or without a chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
-    defaults = {"num_generations": 1, "max_new_tokens": 8, "task": "add", "device": "cpu"}
-    return load_task(TaskConfig(**defaults | flags), tasks, reads_bytes(), tokenizer)
+    config = ppo.Config(**{"max_new_tokens": 8, "task": "add", "device": "cpu"} | flags)
+    return load_task(config, tasks, reads_bytes(), tokenizer)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -200,16 +199,11 @@ def finished(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture
         script.run_main(lambda: script.main(flags))
     except SystemExit as e:
         code = e.code
+    except Exception:
+        traceback.print_exc()
+        code = 1
     out, errors = capsys.readouterr()
     return code, out + errors.rpartition("\r")[2]
-
-
-def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
-    """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
-    takes a moment too, in which the process may be killed.
-    """
-    tools.plot.draw = lambda folders, path: time.sleep(0.3)
-    main(flags)
 
 
 PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4
