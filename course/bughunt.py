@@ -4,7 +4,7 @@
   python course/bughunt.py --reveal 3      # the line, what it should say, and why it shows
   python course/bughunt.py --measure       # which bugs show, and where: writes symptoms.json
 
-The bugs are those of tests/mutations.py that leave the range of five right runs in some metric.
+The bugs are those of bughunt.md. Each leaves the range of five right runs in some metric.
 """
 
 import argparse
@@ -21,14 +21,16 @@ from pathlib import Path
 COURSE = Path(__file__).resolve().parent
 sys.path[:0] = [str(COURSE), str(COURSE.parent / "tests")]
 
-import mutations
 from make import copy_files
+from mutations import planted
 
 SYMPTOMS = COURSE / "symptoms.json"
-# [(script, bug, why it shows as it does)]
-KEY = re.findall(
-    r"^- (\w+), (.+?): (.+?)(?=^- |\Z)", (COURSE / "bughunt.md").read_text("utf-8"), re.M | re.S
+# - script, bug. `function`: `what it says` → `the bug`. Why it shows as it does
+ENTRY = re.compile(
+    r"^- (\w+), (.+?)\.\s`(.+?)`:\s`(.+?)`\s→\s`(.+?)`\.\s(.+?)(?=^- |\Z)", re.M | re.S
 )
+FOUND = ENTRY.findall((COURSE / "bughunt.md").read_text(encoding="utf-8").replace("\n  ", " "))
+KEY = {bug: (script, *rest) for script, bug, *rest in FOUND}
 # Short runs whose flags bring out what the defaults leave at rest.
 SMALL = "--num_eval_prompts 256 --device cpu --temperature 1.2"
 OF_GROUPS = f"{SMALL} --num_steps 50 --eval_every 50 --num_mini_batches 2 --micro_batch_tokens 64"
@@ -44,7 +46,7 @@ loss/policy_avg grad_norm val/num_eos_tokens length/truncated_frac lr objective/
 
 def edit_of(bug: str) -> tuple[str, str, str]:
     """(file, its text, its text with the bug)."""
-    path, text = mutations.planted(*next(x for x in mutations.MUTATIONS if x[3] == bug))
+    path, text = planted(*KEY[bug][1:4])
     return path.relative_to(COURSE.parent).as_posix(), path.read_text(encoding="utf-8"), text
 
 
@@ -89,7 +91,7 @@ def measure() -> None:
     """Run all bugs, and write those with a symptom to symptoms.json."""
     found = {"right": {}, "bugs": {}}
     right = {script: [curves(script, seed) for seed in range(5)] for script in JOBS}
-    for script, bug, _ in KEY:
+    for bug, (script, *_) in KEY.items():
         run = curves(script, 0, bug)
         name, z = symptom(run, right[script])
         print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
@@ -142,8 +144,7 @@ def main(args: list[str] | None = None) -> None:
         bug = chosen(options.reveal)[0]
         file, right, wrong = (text.split("\n") for text in edit_of(bug))
         changes = difflib.unified_diff(wrong, right, "wrong", "right", n=0, lineterm="")
-        why = next(why for _, name, why in KEY if name == bug)
-        print(f"{file[0]}: {bug}", *changes, " ".join(why.split()), sep="\n")
+        print(f"{file[0]}: {bug}", *changes, KEY[bug][-1], sep="\n")
     elif options.out is None or options.out.exists():
         parser.error("give a folder that doesn't exist yet")
     else:

@@ -226,12 +226,12 @@ def test_what_is_not_written_is_named_by_the_grader_and_by_an_experiment_which_a
     assert "not written yet: set advantages" in found["rloo_loop"][1]
     said = run_in(starter, "labs.py", "estimators")
     assert said.startswith("What will you see? Is the mean of k2 above, below or at the exact KL?")
-    assert "\nerror: a function is not written yet: generate" in said
+    assert "\nerror: a function is not written yet: decode" in said
 
 
 def test_every_bug_of_the_hunt_is_measured_and_explained_and_can_be_planted():
     measured = json.loads(bughunt.SYMPTOMS.read_text())["bugs"]
-    scripts = {bug: script for script, bug, _ in bughunt.KEY}
+    scripts = {bug: script for bug, (script, *_) in bughunt.KEY.items()}
     assert {bug: x["script"] for bug, x in measured.items()} == scripts
     assert f"{len(measured)} bugs" in (REPOSITORY / "course" / "README.md").read_text()
     for bug in measured:
