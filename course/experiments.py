@@ -101,8 +101,8 @@ EXPERIMENTS = {
     "top_k": Experiment(
         2,
         "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
-        " does it move KL and entropy, as the policy gets surer of itself?",
-        "accuracy entropy_first kl reward accuracy_first",
+        " does it move the KL, as the policy gets surer of itself?",
+        "accuracy kl reward accuracy_first",
         {
             "softmax alone": Variant("rloo", HOT),
             "top_k 5": Variant("rloo", HOT, "top_5"),

@@ -64,7 +64,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "ratio_dev": steps[0]["val/ratio_max_dev_first"],
         "clip_first": steps[0]["policy/clipfrac_avg"],
         "kl_first": steps[0]["objective/kl"],
-        "entropy_first": steps[0]["objective/entropy"],
         "length_first": steps[0]["length/mean"],
         "kl": late("objective/kl"),
         "kl_largest": max((line["objective/kl"] or 0.0 for line in steps), default=None),
