@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 # --- The rollout ---
 
@@ -426,7 +426,6 @@ def disable_dropout(*models: nn.Module) -> int:
     sites = 0
     for model in models:
         wholes = (model, base_model(model))
-        quiet_configs = {}  # id -> (quiet copy, itself: kept, or its id could come again)
         for module in model.modules():
             # 1. Modules: nn.Dropout and its kin.
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -438,10 +437,10 @@ def disable_dropout(*models: nn.Module) -> int:
             # 3. Configs that a module reads at every forward pass (Falcon): it gets a copy.
             config = vars(module).get("config")
             if config is not None and not any(module is whole for whole in wholes):
-                if id(config) not in quiet_configs:
-                    quiet_configs[id(config)] = copy.copy(config), config
-                    sites += _zero_noise(quiet_configs[id(config)][0])
-                module.config = quiet_configs[id(config)][0]
+                quiet = copy.copy(config)
+                if found := _zero_noise(quiet):
+                    module.config = quiet
+                sites += found
     return sites
 
 
@@ -485,6 +484,27 @@ class ValueModel(nn.Module):
         # In bfloat16 a value would have three digits, and advantages are differences of values.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+
+
+def without_windows(model: nn.Module) -> PretrainedConfig:
+    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
+    sliding window has left behind.
+    """
+    config = copy.copy(base_model(model).config.get_text_config())
+    if kinds := getattr(config, "layer_types", None):
+        full = {"sliding_attention": "full_attention"}
+        config.layer_types = [full.get(kind, kind) for kind in kinds]
+    config.sliding_window = None
+    return config
+
+
+def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
+    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
+    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
+    """
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
+    return copy.deepcopy(model, memo=rounded)
 
 
 def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
@@ -595,8 +615,6 @@ def blame(what: str) -> Iterator[None]:
     except (InputError, Fault, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # transformers, peft and datasets raise anything
-        lines = [line.strip() for line in str(e).split("\n") if line.strip()]
-        reason = (
-            " ".join(lines[:2]) if lines[0:1] and lines[0].endswith(":") else "".join(lines[:1])
-        )
-        raise InputError(f"{what}: {type(e).__name__}: {reason}") from e
+        # A first line that ends in a colon only announces the reason.
+        reason = " ".join(str(e).split()) if ":\n" in str(e)[:200] else str(e).split("\n")[0]
+        raise InputError(f"{what}: {type(e).__name__}: {reason[:300]}") from e

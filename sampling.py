@@ -4,69 +4,30 @@
 generation_config: the samples would come from another distribution than the one that is trained,
 and the estimated KL would be wrong, even negative.
 
-A completion ends with its first EOS, which is part of it: it is in the mask, and is trained on. So
-is the token that completes a stop string (`--stop`), which ends a completion as well. A row that
-has ended may draw more tokens until enough rows have ended to be dropped together; they are
-replaced by padding and are off the mask, so they are never scored, trained on or counted.
-
-`generate` is the loop, `draw` one draw, StepGraph the same step of the loop as a CUDA graph.
+A completion ends with its first EOS, or with a stop string (`--stop`). The token that ends it is in
+the mask, and is trained on. What a row draws after its end is replaced by padding and is off the
+mask. `generate`, its loop `decode` and `draw` are all that a CPU needs; Decoder is for a GPU.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig, StaticCache, StopStringCriteria
+from transformers import DynamicCache, StaticCache, StopStringCriteria
 
-from common import Fault, Rollout, base_model, completion_mask, evaluating, model_inputs
-
-
-class Decoder:
-    """What the rollouts of a run share: the model that decodes, and on CUDA its graph.
-
-    half: decode with a copy whose weights are rounded to this type. graphs: False for decoding
-    without CUDA graphs, slowly.
-    """
-
-    def __init__(
-        self, model: nn.Module, half: torch.dtype | None = None, graphs: bool = True
-    ) -> None:
-        self.trained, self.half = model, half
-        self.has_graphs = graphs and model.device.type == "cuda"
-        self.model: nn.Module | None = None  # in a rollout: what decodes
-        self.graph: StepGraph | None = None
-
-    @torch.no_grad()
-    def __enter__(self) -> Decoder:
-        """Begin a rollout: round the weights as they are now."""
-        if self.half and self.graph is not None:  # it holds the address of each weight
-            self.model = self.graph.model
-            rounded, weights = self.model.parameters(), self.trained.parameters()
-            torch._foreach_copy_(list(rounded), list(weights))
-        else:
-            self.model = rounded_copy(self.trained, self.half) if self.half else self.trained
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End it. The graph and its memory are kept where they are a fifth of what is free."""
-        self.model = None
-        if self.graph is not None:
-            free = torch.cuda.mem_get_info(self.trained.device)[0]
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            if any(error) or 5 * self.graph.num_bytes(self.trained) > free + cached:
-                self.graph = None
-
-    def graph_for(self, num_rows: int, num_tokens: int) -> StepGraph:
-        """A graph for so many rows of so many tokens: the one that is there, if it suits."""
-        graph = self.graph
-        if graph is None or graph.num_rows != num_rows or graph.capacity < num_tokens:
-            self.graph = None  # its memory is free before the new one takes its own
-            self.graph = StepGraph(self.model, num_rows, -(-num_tokens // 128) * 128)
-        return self.graph
+from common import (
+    Fault,
+    Rollout,
+    base_model,
+    completion_mask,
+    evaluating,
+    model_inputs,
+    rounded_copy,
+    without_windows,
+)
 
 
 def sample(
@@ -98,76 +59,44 @@ def generate(
     *,
     num_generations: int = 1,
     max_new_tokens: int,
-    temperature: float = 1.0,
     eos_token_ids: list[int],
     pad_token_id: int,
-    top_k: int = 0,
-    top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    stop: StopStringCriteria | None = None,
     decoder: Decoder | None = None,
+    stop: StopStringCriteria | None = None,
+    **settings: float,
 ) -> Rollout:
     """Sample `num_generations` completions of each prompt from softmax(logits / temperature).
 
     prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
-    rows; the rows of a prompt are consecutive. top_k and top_p are off by default: they serve
-    greedy evaluation, and to show how they bias the KL. stop: the strings that end a completion.
-    decoder: of this model, in its rollout. Raises Fault where the logits are not finite.
+    rows; the rows of a prompt are consecutive. settings: temperature, top_k and top_p of `draw`.
+    stop: the strings that end a completion. decoder: of this model, in its rollout. Raises Fault
+    where the logits are not finite.
     """
     model = decoder.model if decoder else model
-    device, (N, P), T = model.device, prompt_ids.shape, max_new_tokens
+    G, device = num_generations, model.device
     prompt_ids, mask = prompt_ids.to(device), prompt_mask.to(device).bool()
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
-    uniforms = torch.rand(T, N * num_generations, generator=generator, device=device)
-    tokens = torch.full((N * num_generations, T), pad_token_id, device=device)
-    logprobs = torch.zeros_like(tokens, dtype=torch.float32)
-    ends = torch.zeros_like(tokens, dtype=torch.bool)  # an EOS, or the end of a stop string
-    eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
+    size = (max_new_tokens, len(mask) * G)
+    uniforms = torch.rand(size, generator=generator, device=device)
     with evaluating(model):
         # Read each prompt once; keys and values are then copied for its completions.
         cache = DynamicCache(config=without_windows(model))
         inputs = model_inputs(model, prompt_ids, mask, cache, logits_to_keep=1)
-        logits = model(**inputs).logits[:, -1].repeat_interleave(num_generations, dim=0)  # (B, V)
-        cache.batch_repeat_interleave(num_generations)
-        prompt_ids, mask = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, mask))
-        graph = None
+        logits = model(**inputs).logits[:, -1].repeat_interleave(G, dim=0)  # (B, V)
+        cache.batch_repeat_interleave(G)
+        prompt_ids, mask = (x.repeat_interleave(G, dim=0) for x in (prompt_ids, mask))
+        step = Step(model, cache, mask)
         if decoder and decoder.has_graphs:
-            graph = decoder.graph_for(len(tokens), P + T)
-            graph.start(cache, mask)
+            step = decoder.start(cache, mask, max_new_tokens)
+        eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
+        tokens, logprobs, ends = decode(step, logits, uniforms, eos, stop, settings)
 
-        rows = torch.arange(len(tokens), device=device)  # those that haven't been dropped
-        seen = mask  # (rows, P+t)
-        for t in range(T):
-            # Draw token t of each row that is left.
-            drawn, logprob = draw(logits, uniforms[t, rows], temperature, top_k, top_p)
-            tokens[rows, t], logprobs[rows, t] = drawn, logprob
-            ends[rows, t] = torch.isin(drawn, eos)
-            if stop is not None:  # a string that begins in the prompt doesn't count
-                ends[rows, t] |= stop(tokens[rows, : t + 1], None)
-            if t + 1 == T:
-                break
-            if graph is None or t % 8 == 7:  # looking at a GPU waits for it
-                running = ~ends[rows].any(1)
-                if not running.any():
-                    break
-                # Dropping rows copies the cache, so a row or two don't pay for it.
-                if graph is None and running.float().mean() <= 7 / 8:
-                    kept = running.nonzero().squeeze(1)
-                    rows, drawn, seen = rows[kept], drawn[kept], seen[kept]
-                    cache.batch_select_indices(kept)
-            # Read it: logits of the next token (R, V).
-            if graph is not None:
-                logits = graph(drawn)
-                continue
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-            logits = model(**model_inputs(model, drawn.unsqueeze(1), seen, cache)).logits[:, -1]
-
-    # Mask: tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
+    # Tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(ends.long(), [1])
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
-    if not logprobs.isfinite().all():
-        fp16 = "give --fp16 false, or " if model.dtype == torch.float16 else ""  # it ends at 65,504
-        raise Fault(f"the model's logits are not finite: {fp16}lower --learning_rate")
+    if not logprobs.isfinite().all():  # float16 ends at 65,504
+        raise Fault("the model's logits are not finite: lower --learning_rate, or --fp16 false")
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
         attention_mask=torch.cat([mask, drawn_mask], dim=1),
@@ -175,6 +104,59 @@ def generate(
         logprobs=logprobs,
         finished=ends.any(dim=1),
     )
+
+
+def decode(
+    step: Step | Decoder,
+    logits: Tensor,
+    uniforms: Tensor,
+    eos: Tensor,
+    stop: StopStringCriteria | None,
+    settings: dict[str, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loop: from the logits of the first token (B, V) and uniforms (T, B) to tokens, their
+    log-probs, and which of them end a completion, each (B, T).
+    """
+    T, B = uniforms.shape
+    tokens = torch.zeros(B, T, dtype=torch.long, device=logits.device)
+    logprobs, ends = torch.zeros_like(tokens).float(), torch.zeros_like(tokens).bool()
+    rows = torch.arange(B, device=logits.device)  # those that haven't been dropped
+    for t in range(T):
+        drawn, logprob = draw(logits, uniforms[t, rows], **settings)
+        tokens[rows, t], logprobs[rows, t] = drawn, logprob
+        ends[rows, t] = torch.isin(drawn, eos)
+        if stop is not None:  # a string that begins in the prompt doesn't count
+            ends[rows, t] |= stop(tokens[rows, : t + 1], None)
+        if t + 1 == T:
+            break
+        if isinstance(step, Step) or t % 8 == 7:  # looking at a GPU waits for it
+            running = ~ends[rows].any(1)
+            if not running.any():
+                break
+            # Dropping rows copies the cache, so a row or two don't pay for it.
+            if isinstance(step, Step) and running.float().mean() <= 7 / 8:
+                kept = running.nonzero().squeeze(1)
+                rows, drawn = rows[kept], drawn[kept]
+                step.drop(kept)
+        logits = step(drawn)
+    return tokens, logprobs, ends
+
+
+class Step:
+    """`step(drawn (R,))` reads a token of each row: logits (R, V) of the next one."""
+
+    def __init__(self, model: nn.Module, cache: DynamicCache, mask: Tensor) -> None:
+        self.model, self.cache, self.mask = model, cache, mask  # (R, columns of the cache)
+
+    def __call__(self, drawn: Tensor) -> Tensor:
+        self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
+        inputs = model_inputs(self.model, drawn.unsqueeze(1), self.mask, self.cache)
+        return self.model(**inputs).logits[:, -1]
+
+    def drop(self, kept: Tensor) -> None:
+        """Keep these of the rows."""
+        self.cache.batch_select_indices(kept)
+        self.mask = self.mask[kept]
 
 
 def draw(
@@ -234,53 +216,61 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     return torch.searchsorted(cumulative, threshold, right=True), threshold
 
 
-# --- In half precision, and on CUDA as a graph ---
+# --- On a GPU ---
 
 
-def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
-    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
-    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
-    """
-    floats = [p for p in model.parameters() if p.is_floating_point()]
-    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
-    return copy.deepcopy(model, memo=rounded)
-
-
-def without_windows(model: nn.Module) -> PretrainedConfig:
-    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
-    sliding window has left behind.
-    """
-    config = copy.copy(base_model(model).config.get_text_config())
-    if getattr(config, "layer_types", None):
-        kinds = {"sliding_attention": "full_attention"}
-        config.layer_types = [kinds.get(kind, kind) for kind in config.layer_types]
-    config.sliding_window = None
-    return config
-
-
-class StepGraph:
-    """One step of `generate` as a CUDA graph: launching its kernels one by one takes longer than
-    they run. `graph(drawn (B,))` reads a token of each row and returns the logits (B, V) of the
-    next ones, in memory that the next call overwrites.
+class Decoder:
+    """What decodes in the rollouts of a run: the model, or with `half` a copy whose weights are
+    rounded to this type. On CUDA a step is a graph, unless `graphs` is False: launching its kernels
+    one by one takes longer than they run.
 
     A replay repeats the same operations on the same memory. So the cache has its full size from the
-    start, a mask hides the columns that aren't filled yet, and all that changes from token to token
+    start, a mask hides the columns that aren't filled yet, and what changes from token to token
     lies in tensors that the graph itself moves on.
     """
 
-    def __init__(self, model: nn.Module, num_rows: int, capacity: int) -> None:
-        self.model, self.num_rows, self.capacity = model, num_rows, capacity
-        self.cache = StaticCache(config=without_windows(model), max_cache_len=capacity)
-        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=model.device)
-        self.position = torch.zeros_like(self.token)
-        self.column = torch.zeros(1, dtype=torch.long, device=model.device)
-        self.columns = torch.arange(capacity, device=model.device)
-        # 0 where a column is seen, -inf elsewhere.
-        self.mask = torch.zeros(num_rows, 1, 1, capacity, dtype=model.dtype, device=model.device)
+    def __init__(
+        self, model: nn.Module, half: torch.dtype | None = None, graphs: bool = True
+    ) -> None:
+        self.trained, self.half = model, half
+        self.has_graphs = graphs and model.device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.size = (0, 0)  # rows and columns of its cache
 
-    def start(self, cache: DynamicCache, mask: Tensor) -> None:
+    @torch.no_grad()
+    def __enter__(self) -> Decoder:
+        """Begin a rollout: round the weights as they are now."""
+        if self.half and self.graph is not None:  # it holds the address of each weight
+            rounded, weights = self.model.parameters(), self.trained.parameters()
+            torch._foreach_copy_(list(rounded), list(weights))
+        else:
+            self.model = rounded_copy(self.trained, self.half) if self.half else self.trained
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it. What it holds is kept where that takes less than a fifth of what is free."""
+        kept = [*self.model.parameters()] if self.half else []
+        if self.graph is not None:
+            kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
+            free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
+            free += torch.cuda.memory_reserved()
+        if any(error) or self.graph is None or 5 * sum(x.nbytes for x in kept) > free:
+            self.model = self.graph = self.cache = self.logits = None
+
+    def start(self, cache: DynamicCache, mask: Tensor, max_new_tokens: int) -> Decoder:
         """Take over the prompts: their keys and values, and their mask (B, P)."""
+        B, columns = len(mask), mask.shape[1] + max_new_tokens
+        if self.graph is None or self.size[0] != B or self.size[1] < columns:
+            # Their memory is free before the new ones take theirs.
+            self.graph = self.cache = self.logits = None
+            columns = -(-columns // 128) * 128
+            self.size = (B, columns)
+            self.cache = StaticCache(config=without_windows(self.model), max_cache_len=columns)
+            self.token = torch.zeros(B, 1, dtype=torch.long, device=mask.device)
+            self.position, self.column = torch.zeros_like(self.token), self.token.new_zeros(1)
+            self.columns = torch.arange(columns, device=mask.device)
+            # 0 where a column is seen, -inf elsewhere.
+            self.mask = torch.zeros(B, 1, 1, columns, dtype=self.model.dtype, device=mask.device)
         self.cache.reset()  # also what ended rows have left: weight 0 times NaN is NaN
         for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
             layer.update(prompt.keys, prompt.values)
@@ -288,8 +278,12 @@ class StepGraph:
         self.column.fill_(mask.shape[1])
         self.mask.fill_(-torch.inf)
         self.mask[:, 0, 0, : mask.shape[1]].masked_fill_(mask, 0)
+        return self
 
     def __call__(self, drawn: Tensor) -> Tensor:
+        """Read a token of each row: the logits (B, V) of the next one, in memory that the next call
+        overwrites. Raises Fault where there can be no graph.
+        """
         self.token.copy_(drawn.unsqueeze(1))
         if self.graph is not None:
             self.graph.replay()
@@ -301,7 +295,7 @@ class StepGraph:
             with torch.cuda.graph(self.graph):  # noted, not run: nothing moves on
                 self._forward()
         except RuntimeError as e:
-            reason = str(e).split("\n")[0]
+            reason = str(e.__context__ or e).split("\n")[0]  # the end of a capture fails as well
             raise Fault(f"no CUDA graph of a step: give --cuda_graphs false ({reason})") from e
         return logits
 
@@ -325,10 +319,3 @@ class StepGraph:
         windowed = self.mask.masked_fill(self.columns <= self.column - window, -torch.inf)
         masks = {"full_attention": self.mask, "sliding_attention": windowed}
         return masks if len(kinds) > 1 else windowed
-
-    def num_bytes(self, trained: nn.Module) -> int:
-        """Of the cache, and of the copy that decodes."""
-        tensors = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
-        if self.model is not trained:
-            tensors += self.model.parameters()
-        return sum(x.numel() * x.element_size() for x in tensors)

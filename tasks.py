@@ -12,9 +12,8 @@ messages, each completion is `[{"role": "assistant", "content": text}]`.
 The scripts need the dicts at the end. TASKS holds the choices of --task: functions that return a
 Task, given whether the model has a chat template. REWARDS holds what --reward takes by name;
 VERIFIERS are those among them whose mean is an accuracy. A single function of your own needs no
-change here: --reward my_rewards.py:my_reward. To look at a reward's scores before training on it:
-
-  python tools/inspect_reward.py --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
+change here: --reward my_rewards.py:my_reward. With --num_steps 0 a script shows what it gives, and
+stops.
 """
 
 from __future__ import annotations
@@ -106,21 +105,10 @@ def brevity(completions: list, **columns) -> list[float]:
     return [-len(text_of(c).split()) / 100 for c in completions]
 
 
-def no_repetition(completions: list, **columns) -> list[float]:
-    """Minus the share of runs of four words that have come before: 0 none, towards -1 all."""
-    shares = []
-    for words in (text_of(c).lower().split() for c in completions):
-        runs = list(zip(words, words[1:], words[2:], words[3:]))
-        shares.append(len(set(runs)) / len(runs) - 1 if runs else 0.0)
-    return shares
-
-
 # --- Verifiers: rewards that compare a completion with the column answer ---
 
 COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
 NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
-MARKED = re.compile(r"(?<!#)####(?!#)[\s$*\\]*(-?[\s$\\]*\.?\d[\d,.{}]*)")  # a number, at once
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
@@ -144,62 +132,28 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
-    """1 where the last number of the completion is the last number of the answer, else 0.
-
-    The answer column is GSM8K's: a solution, then "#### 72". Of a completion with "####" or
-    \\boxed{} the number there counts. $1,200. is read as 1200.
+    """1 where the last number of the completion is the last number of the answer, else 0. Of a text
+    with "####", GSM8K's mark, the number behind it counts. $1,200. is read as 1200.
     """
-    return [
-        float(_number(_final(text_of(c))) == _expected(a))
-        for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def gsm8k_strict(completions: list, answer: list[str], **columns) -> list[float]:
-    """As gsm8k, but the completion must write its result as "#### 72"."""
-    marked = [_last_with_number(MARKED, text_of(c)) for c in completions]
-    expected = [_expected(a) for a in answer]  # also where no completion is marked: it may raise
-    return [
-        float(found is not None and _number(found) == number)
-        for found, number in zip(marked, expected, strict=True)
-    ]
-
-
-def _final(text: str) -> str:
-    """The part of a text that holds its result."""
-    for pattern in (MARKED, BOXED):
-        if (found := _last_with_number(pattern, text)) is not None:
-            return found
-    return text
-
-
-def _last_with_number(pattern: re.Pattern, text: str) -> str | None:
-    """The last match that holds a number."""
-    return next((x for x in reversed(pattern.findall(text)) if _number(x) is not None), None)
+    expected = [_number(str(a)) for a in answer]
+    if None in expected:
+        raise InputError(f"the reward gsm8k finds no number in {answer[expected.index(None)]!r}")
+    numbers = [_number(text_of(c)) for c in completions]
+    return [float(n == a) for n, a in zip(numbers, expected, strict=True)]
 
 
 def _number(text: str) -> Decimal | None:
-    """The last number of a text. LaTeX writes the commas in numbers as {,}."""
-    text = text.replace("{,}", ",").replace("\\$", "").replace("$", "")
-    found = NUMBER.findall(re.sub(COMMA, "", text))
-    return Decimal(found[-1]) if found else None
-
-
-def _expected(answer: object) -> Decimal:
-    """The number of a row's answer. Raises InputError where it has none."""
-    number = _number(str(answer).rpartition("####")[2])
-    if number is None:
-        raise InputError(f"the reward gsm8k finds no number in the answer {str(answer)[-60:]!r}")
-    return number
+    """The last number of a text, or the first one behind "####". LaTeX writes the commas in numbers
+    as {,}.
+    """
+    text = re.sub(COMMA, "", text.replace("{,}", ","))
+    marked = NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []
+    found = marked[:1] or NUMBER.findall(text)[-1:]
+    return Decimal(found[0]) if found else None
 
 
 # Those whose mean is an accuracy: 1 for a right answer, 0 for a wrong one.
-VERIFIERS = {
-    "exact_match": exact_match,
-    "numeric_match": numeric_match,
-    "gsm8k": gsm8k,
-    "gsm8k_strict": gsm8k_strict,
-}
+VERIFIERS = {"exact_match": exact_match, "numeric_match": numeric_match, "gsm8k": gsm8k}
 
 
 # --- The words that the reward of the task sentiment counts ---
@@ -232,8 +186,4 @@ NEGATIVE = frozenset(
 # --- What the scripts use ---
 
 TASKS = {"add": add, "sentiment": sentiment}
-REWARDS = VERIFIERS | {
-    "brevity": brevity,
-    "no_repetition": no_repetition,
-    "sentiment": sentiment_reward,
-}
+REWARDS = VERIFIERS | {"brevity": brevity, "sentiment": sentiment_reward}

@@ -144,6 +144,7 @@ def parse_flags(
 
 def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[str, Any]) -> Any:
     """The flags that are given, as a complete, checked `config_class`. Raises InputError."""
+    has_own_rate = "learning_rate" in given or "resume" in given
     if folder := given.get("resume"):
         settings = settings_of_run(Path(folder))
         if settings.pop("script") != config_class.script:
@@ -169,7 +170,7 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[
         config.bf16 = fast_at_bfloat16(device)
         if getattr(config, "fp16", False) is None:
             config.fp16 = not config.bf16 and fast_at_float16(device)
-    if (config.lora_r > 0 or is_adapter(config.model)) and "learning_rate" not in given:
+    if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
         config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
     _check_folder(config)
     return config

@@ -8,6 +8,7 @@ import csv
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import math
 import random
@@ -104,9 +105,10 @@ def load_task(
     if config.prompts:
         rows = read_rows(config.prompts, "train")
         task.train, task.heldout = (rows, []) if config.eval_prompts else split_rows(rows)
-        task.verifier = None if config.reward or config.reward_model else task.verifier
     if config.eval_prompts:
         task.heldout = read_rows(config.eval_prompts, "test")
+    if (config.prompts or config.eval_prompts) and (config.reward or config.reward_model):
+        task.verifier = None  # it was made for the task's own prompts
     task.train, task.heldout = (
         [row | {"prompt": _prompt_of(config, row)} for row in rows]
         for rows in (task.train, task.heldout)
@@ -120,11 +122,12 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
     """Put the rewards and the verifier that the flags name into the task. Raises InputError."""
     if config.reward or config.reward_model:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
+        task.weights = []
     if config.reward_model:
         from plumbing.preferences import RewardModel  # which most runs don't need
 
         task.rewards.append(RewardModel(config.reward_model, config.device, config.bf16))
-    task.weights = config.reward_weights or [1.0] * len(task.rewards)
+    task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
     # A verifier of one's own, or a reward that is one; else that of the task.
@@ -167,57 +170,44 @@ def text_of(completion: Prompt) -> str:
 
 
 def read_rows(name: str, split: str) -> list[dict]:
-    """The rows of a file of JSON lines or CSV (every cell is text), or of what the library datasets
-    reads, written NAME, NAME:SUBSET or NAME:SUBSET:SPLIT; `split` where the name has none. Raises
-    InputError.
+    """The rows of a file of JSON lines or CSV (every cell is text), or of a dataset NAME,
+    NAME:SUBSET or NAME:SUBSET:SPLIT, a folder or on the hub; `split` where the name has none.
+    Raises InputError.
     """
-    path, rows = Path(name), []
+    path = Path(name)
     with blame(name):
-        if path.suffix == ".csv":
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = list(csv.DictReader(file))
-        elif path.is_file() and path.suffix != ".parquet":
-            # "sig": without the byte order mark that some editors write at the start.
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        else:
+        if not path.is_file():
             import datasets
 
             source, subset, own_split = [*name.split(":", 2), "", ""][:3]
-            which = (source, subset or None)
-            if path.suffix == ".parquet":
-                which, own_split = ("parquet", None, None, name), "train"
-            rows = datasets.load_dataset(*which, split=own_split or split).to_list()
-    for number, line in enumerate([] if rows else lines, 1):
+            found = datasets.load_dataset(source, subset or None, split=own_split or split)
+            return found.to_list()
+        # "sig": without the byte order mark that some editors write at the start.
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".csv":
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
         with blame(f"{name}, line {number}"):
             rows += [json.loads(line)] if line.strip() else []
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f'{name}: each line must be like {{"prompt": "..."}}')
     return rows
 
 
-def _prompt_of(config: Any, row: dict) -> Prompt:
+def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
-    template = config.prompt_template or "{prompt}"
-    columns = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    if lacks := [name for name in columns if name not in row]:
-        raise InputError(f'no key "{lacks[0]}" in a row of the prompts, there are {", ".join(row)}')
-    alone = len(columns) == 1 and template == f"{{{columns[0]}}}"  # a column may hold messages
-    prompt = row[columns[0]] if alone else template.format(**row)
-    if isinstance(prompt, str) and prompt:
-        if config.system_prompt is None:
-            return prompt
-        system = {"role": "system", "content": config.system_prompt}
-        return [system] * bool(config.system_prompt) + [{"role": "user", "content": prompt}]
-    messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(
-        isinstance(m, dict) and {"role", "content"} <= {*m} for m in messages
-    ):
-        raise InputError(
-            f"a prompt must be text or chat messages, and not empty: {str(prompt)[:60]}"
-        )
-    if config.system_prompt is not None:
-        raise InputError("--system_prompt: the prompts are messages already")
-    return messages
+    template, system = config.prompt_template or "{prompt}", config.system_prompt
+    with blame(f"a row of the prompts, {str(row)[:60]}"):
+        columns = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+        # A column alone may hold messages.
+        alone = template == f"{{{columns[0]}}}"
+        prompt = row[columns[0]] if alone else template.format(**row)
+        if system is not None and isinstance(prompt, str):
+            before = [{"role": "system", "content": system}] if system else []
+            prompt = [*before, {"role": "user", "content": prompt}]
+        is_text = isinstance(prompt, str) or all({"role", "content"} <= {*m} for m in prompt)
+        if not prompt or not is_text:
+            raise InputError(f"a prompt is text or chat messages, and not empty: {str(row)[:60]}")
+        return prompt
 
 
 def split_rows(rows: list[dict], key: Callable[[dict], Any] = str) -> tuple[list[dict], list[dict]]:
@@ -350,9 +340,11 @@ def load_reward(spec: str, ready_made: dict[str, RewardFunction]) -> RewardFunct
     if not path.endswith(".py"):
         known = ", ".join(ready_made)
         raise InputError(f"{spec}: write a reward as FILE.py:FUNCTION, or choose from {known}")
-    if not Path(path).is_file() or not hasattr(module := _import(Path(path).resolve()), name):
-        raise InputError(f"{spec}: there is no such file, or no such function in it")
-    return getattr(module, name)
+    with blame(spec):
+        file = Path(path).resolve(strict=True)
+    if (function := getattr(_import(file), name, None)) is None:
+        raise InputError(f"{spec}: the file has no function {name}")
+    return function
 
 
 @functools.cache
@@ -384,9 +376,10 @@ def call_reward(
     parameters = inspect.signature(reward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-    values = list(reward(**arguments))
+    values = reward(**arguments)
     name = getattr(reward, "__name__", type(reward).__name__)
     with blame(f"the reward {name} must return a list of numbers or None"):
+        values = list(values)
         scores = torch.tensor([math.nan if x is None else float(x) for x in values])
         unknown = torch.tensor([x is None for x in values])
     if len(scores) != len(texts) or not (scores.isfinite() | unknown).all():

@@ -176,14 +176,9 @@ class Meter(Totals):
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are constant."""
-
-    def variance(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
-
-    whole, errors = variance(returns), variance(returns - values)
-    lowest = returns.masked_fill(~mask, torch.inf).min()
-    constant = lowest >= returns.masked_fill(~mask, -torch.inf).max()
-    return torch.where(constant, 0.0, 1 - errors / whole)
+    known, errors = returns[mask], (returns - values)[mask]
+    explained = 1 - errors.var() / known.var()
+    return torch.where(known.amax() > known.amin(), explained, 0.0)
 
 
 def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
@@ -345,42 +340,30 @@ OF_REWARD_MODELS = {
 
 
 def draw_curves(folders: list[Path], output: Path) -> None:
-    """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Runs whose folders
-    differ in -s<seed> alone are one line, their mean, in a band from the lowest to the highest.
+    """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Those whose folders
+    differ in -s<seed> alone have one colour.
     """
     # No pyplot: it takes a second to import, and needs a screen.
     from matplotlib.figure import Figure
 
-    groups: dict[str, list[list[Metrics]]] = {}
-    for folder in map(Path, folders):
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        label = re.sub(r"-s\d+$", "", folder.resolve().name)
-        groups.setdefault(label, []).append([json.loads(line) for line in lines])
-    of_reward_models = all("loss/pairs" in run[0] for runs in groups.values() for run in runs)
+    texts = [Path(folder, "metrics.jsonl").read_text(encoding="utf-8") for folder in folders]
+    runs = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    labels = [re.sub(r"-s\d+$", "", Path(folder).resolve().name) for folder in folders]
+    colours = {label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(labels))}
     figure = Figure(figsize=(12, 6.2), layout="constrained")
-    panels = OF_REWARD_MODELS if of_reward_models else PANELS
+    panels = OF_REWARD_MODELS if all("loss/pairs" in run[0] for run in runs) else PANELS
     for index, (title, names) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(2, 3, index, xlabel="step")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        for number, (label, runs) in enumerate(groups.items()):
+        for label, run in zip(labels, runs, strict=True):
             for name, style in zip(names, ("-", "--"), strict=False):
-                shown = label if style == "-" else None
-                _draw_band(axes, runs, name, style, color=f"C{number % 10}", label=shown)
-        if index == 1 and axes.lines:
-            axes.legend(fontsize=8, frameon=False)
+                if all(x.get(name) is None for x in run):  # a task without right answers
+                    name = name.replace("accuracy", "reward")
+                points = [(x["step"], x[name]) for x in run if x.get(name) is not None]
+                if points:
+                    axes.plot(*zip(*points), style, color=colours[label], lw=1.4, label=label)
+        if index == 1:
+            shown = dict(zip(*axes.get_legend_handles_labels()[::-1]))  # each label once
+            axes.legend(shown.values(), shown.keys(), fontsize=8, frameon=False)
     figure.savefig(output, dpi=100)
-
-
-def _draw_band(axes: Any, runs: list[list[Metrics]], name: str, style: str, **options: Any) -> None:
-    """The mean of the runs that differ by the seed alone, in a band from lowest to highest."""
-    if not any(line.get(name) is not None for run in runs for line in run):
-        name = name.replace("accuracy", "reward")  # a task without right and wrong answers
-    curves = [{x["step"]: x[name] for x in run if x.get(name) is not None} for run in runs]
-    steps = sorted(set.intersection(*map(set, curves)))
-    values = torch.tensor([[curve[step] for step in steps] for curve in curves])
-    if steps:
-        axes.plot(steps, values.mean(0), style, lw=1.4, **options)
-    if len(steps) > 0 and len(runs) > 1 and style == "-":
-        axes.fill_between(steps, values.amin(0), values.amax(0), color=options["color"], alpha=0.2)

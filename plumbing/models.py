@@ -100,8 +100,11 @@ def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
             base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
         dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
         model = load(AutoModelForCausalLM, base, dtype=dtype)
-        # The head makes logits in float32, and an embedding that shares its weights follows it.
+        # The head makes logits in float32, and an embedding that shares its weights follows it. So
+        # do norms and biases, which are small: on a CPU norms take no mixture of types.
         model.get_output_embeddings().float()
+        for p in model.parameters():
+            p.data = p.data.float() if p.dim() == 1 else p.data
         if is_adapter(name):
             model = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
         elif rank > 0:
@@ -181,15 +184,13 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
 
 
 def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) -> None:
-    """On a GPU, halve config.micro_batch_tokens until a forward and backward pass of the widest
-    micro-batch that can come fits. The gradient doesn't depend on it.
+    """On a GPU, halve the widest micro-batch that can come until a forward and backward pass of it
+    fits, and config.micro_batch_tokens with it. The gradient doesn't depend on it.
     """
-    width = prompt_length + config.max_new_tokens
+    width, asked = prompt_length + config.max_new_tokens, config.micro_batch_tokens
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
-    asked = config.micro_batch_tokens
-    for halved in range(20):
-        config.micro_batch_tokens = max(width, asked >> halved)
-        num_rows = config.micro_batch_tokens // width
+    num_rows = min(config.prompts_per_step * config.num_generations, max(1, asked // width))
+    while True:
         try:
             _adam = [torch.empty_like(p) for p in trained for _ in range(2)]  # its two moments
             _one_pass(config, models, num_rows, prompt_length)
@@ -197,20 +198,25 @@ def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) ->
         except torch.OutOfMemoryError:
             if num_rows == 1:
                 raise
+            num_rows //= 2
+            config.micro_batch_tokens = num_rows * width
         finally:
             _adam = None
             for p in trained:
                 p.grad = None
             clear_cache()
-    if halved > 0:
+    if config.micro_batch_tokens < asked:
         print(f"--micro_batch_tokens {asked} doesn't fit: it is {config.micro_batch_tokens} here.")
 
 
 def _one_pass(config: Any, models: list[nn.Module], num_rows: int, prompt_length: int) -> None:
     """Forward and backward over full rows, each with a prompt of its own."""
-    device, T = base_model(models[0]).device, config.max_new_tokens
-    tokens = torch.zeros(num_rows, prompt_length + T, dtype=torch.long, device=device)
-    tokens[:, 0] = torch.arange(num_rows) % 2
+    policy, T = base_model(models[0]), config.max_new_tokens
+    # Random tokens, by a generator of their own: a prompt that two rows share would be read once.
+    size = (num_rows, prompt_length + T)
+    numbers = torch.Generator().manual_seed(0)
+    tokens = torch.randint(len(policy.get_input_embeddings().weight), size, generator=numbers)
+    tokens = tokens.to(policy.device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     rollout = Rollout(tokens, mask, mask[:, :T], torch.zeros(num_rows, T), mask[:, 0])
     has_bonus = config.entropy_coef > 0
@@ -266,7 +272,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     rows = query.view(len(query), key.shape[1], -1, query.shape[3])
     out = scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
-    return out.view(query.shape).transpose(1, 2), None
+    return out.reshape(query.shape).transpose(1, 2), None
 
 
 AttentionInterface.register("grouped", attend)

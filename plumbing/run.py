@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -62,6 +63,8 @@ class Run:
             fit_micro_batch(config, [*models.values()], longest)
         with blame(f"--output_dir {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
+            # First: one that is missing must not cost the run that --overwrite replaces.
+            self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
             if config.resume:
                 self._resume()
             else:
@@ -72,9 +75,10 @@ class Run:
             self.files = {name: self._path(name).open(mode, **options) for name in FILES}
             settings = json.dumps({"script": config.script} | asdict(config), indent=2)
             (self.folder / "config.json").write_text(settings + "\n", encoding="utf-8")
-        self.trackers = [TRACKERS[name](self.folder, config) for name in config.report_to]
-        self._describe()
-        Run.active = self
+        size = sum(p.numel() for p in self._weights().values()) / 1e6
+        what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
+        print(f"{config.script}: {size:.1f} M weights train on {config.device}, {what}")
+        print(f"It writes to {self.folder}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -88,7 +92,7 @@ class Run:
         Evaluates before every eval_every-th step and after the last. When the loop asks for the
         next step, the one before is over, and its checkpoint is written if it is due.
         """
-        last, first = self.config.num_steps, self.step
+        Run.active, last, first = self, self.config.num_steps, self.step
         self.bar = tqdm(total=last, initial=first, desc=self.config.script, dynamic_ncols=True)
         for step in range(first, last):
             self._note_state(step)
@@ -121,7 +125,8 @@ class Run:
         metrics |= self.laps | more
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["tokens_per_second"] = meter.num_tokens / sum(self.laps.values())
-        metrics["memory/peak_gb"] = peak_memory(self.config.device) / 1e9
+        on_cuda = self.config.device.startswith("cuda")
+        metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_cuda else None
         self._write_metrics(step, metrics)
         self.history.append(metrics)
         self.evaluated = {}
@@ -204,17 +209,18 @@ class Run:
 
     def save(self) -> None:
         """Write model/ and checkpoint.pt, each complete before it takes its name. Raises Fault."""
-        model, new = self.folder / "checkpoint.pt", self.folder / "checkpoint.new"
+        model, new = self.folder / "model", self.folder / "model.new"
         state = {"step": self.step, "first_metrics": self.first_metrics} | self.random_state
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         try:
-            torch.save(state, new)
-            new.replace(self.folder / "checkpoint.pt")
-            model, new = self.folder / "model", self.folder / "model.new"
             next(iter(self.models.values())).save_pretrained(new)
             self.data.tokenizer.save_pretrained(new)
             shutil.rmtree(model, ignore_errors=True)
             new.rename(model)
+            # Last: where the model can't be written, the steps before it are run again.
+            new = self.folder / "checkpoint.new"
+            torch.save(state, new)
+            new.replace(self.folder / "checkpoint.pt")
         except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
             (self.folder / "checkpoint.new").unlink(missing_ok=True)
             raise Fault(f"{new} can't be written ({e}): is the disk full?") from e
@@ -255,17 +261,6 @@ class Run:
             return f"{ended}; nothing is saved."
         return f"{ended}: --resume {self.folder} goes on from step {self.saved_step}."
 
-    def _describe(self) -> None:
-        """Print what this run is."""
-        config, data = self.config, self.data
-        model = next(iter(self.models.values()))
-        total = sum(p.numel() for p in model.parameters()) / 1e6
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-        adapter = f"an adapter of {trained:.2f} M on " if trained < total else ""
-        where = f"{total:.1f} M parameters on {config.device}"
-        what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
-        print(f"{config.script}: {adapter}{where}, {what}, writing to {self.folder}")
-
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file. A last line that is not complete is left out: the run may be
@@ -276,35 +271,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def peak_memory(device: str) -> float:
-    """The most bytes of memory so far: of the CUDA device, else of this process; NaN on Windows."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
-    if importlib.util.find_spec("resource") is None:
-        return math.nan
-    import resource
+def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], None]:
+    """What sends the metrics of a step to "tensorboard" or "wandb". Raises InputError."""
+    with blame(f"--report_to {name}"):
+        if name == "wandb":
+            import wandb
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _tensorboard(folder: Path, config: Any) -> Callable[[Metrics, int], None]:
-    with blame("--report_to tensorboard"):
+            run = wandb.init(project="plainrlhf", name=folder.name, config=asdict(config))
+            return lambda metrics, step: run.log(metrics, step=step)
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(folder / "tensorboard"))
-    return lambda metrics, step: [writer.add_scalar(n, x, step) for n, x in metrics.items()]
-
-
-def _wandb(folder: Path, config: Any) -> Callable[[Metrics, int], None]:
-    with blame("--report_to wandb"):
-        import wandb
-
-        run = wandb.init(project="plainrlhf", name=folder.name, dir=folder, config=asdict(config))
-    return lambda metrics, step: run.log(metrics, step=step)
-
-
-TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
+        return lambda metrics, step: [writer.add_scalar(n, x, step) for n, x in metrics.items()]
 
 
 # --- tokens.jsonl: what a step does to every token, for tools/look.py ---
@@ -375,9 +353,10 @@ def run_main(main: Callable[[], None]) -> None:
         run, Run.active = Run.active, None
         if run is not None:
             print(run.explain(), file=sys.stderr)
-        if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(e):
+        words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself
+        if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"
-            e = Fault(f"out of memory: {remedy} ({str(e).splitlines()[0]})")
+            e = Fault(f"out of memory: {remedy} ({words.splitlines()[0]})")
         codes = {InputError: 2, Fault: 1, KeyboardInterrupt: 130}
         if type(e) not in codes:
             raise

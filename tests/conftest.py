@@ -5,7 +5,6 @@ hands out the tests starts its workers at once.
 import gc
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What runs with each of the scripts runs with grpo.py alone where slow tests are left out."""
+    """What makes runs of each of the scripts makes one of grpo.py alone where slow tests are left
+    out.
+    """
     if problem := config.getoption("--problem"):
         items[:] = [item for item in items if grades(item, problem)]
     ids = {item.nodeid for item in items}
     for item in items:
         sibling = re.sub(r"\b(ppo|rloo)\b(?=[^\[]*\]$)", "grpo", item.nodeid)
-        if sibling != item.nodeid and sibling in ids:
+        if sibling != item.nodeid and sibling in ids and "tmp_path" in item.fixturenames:
             item.add_marker("slow")
 
 
@@ -61,7 +62,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The picture of a run takes three quarters of the time of a small one."""
+    """The picture of a run takes three quarters of the time of a small one. And a run that another
+    test has left behind is none that an error could end.
+    """
+    monkeypatch.setattr("plumbing.run.Run.active", None)
     if not request.node.get_closest_marker("draws"):
         monkeypatch.setattr("plumbing.run.draw_curves", lambda folders, path: None)
 
@@ -80,37 +84,3 @@ def make_job(tmp_path: Path):
     from small import job_maker
 
     return job_maker(tmp_path)
-
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
---disable-background-networking --disable-component-update --disable-sync""".split()
-
-
-def browser_missing() -> str | None:
-    """What the tests in a browser lack on this machine."""
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        return "needs selenium: pip install selenium"
-    return None if CHROMIUM and DRIVER else "needs chromium and chromedriver"
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    """A browser without a screen, which logs each of its requests."""
-    if reason := browser_missing():
-        assert os.environ.get("PLAINRLHF_BROWSER") != "1", reason
-        pytest.skip(reason)
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.get("data:,")  # the page that it opens with asks for pages of its own
-    yield driver
-    driver.quit()

@@ -4,34 +4,28 @@
 mixes tensors of the two devices, where a generator belongs to the other device, and where something
 waits for the device, or copies to it, while a CUDA graph is captured. A captured graph is the list
 of its operations: a replay repeats them on the same tensors, so a tensor that was replaced since is
-as stale as on a GPU. `gpu.waits` counts what makes the CPU wait for a real GPU, by name.
+as stale as on a GPU. `gpu.waits` counts what would make the CPU wait for a real GPU, by name.
 
-What it can't show: order between streams, memory that is used again too early, how much memory is
-taken, the random numbers of a real GPU.
+It can't show the order of streams, memory that is used again too early, or how much is taken.
 """
 
 import contextlib
-import functools
-import warnings
 from collections import Counter
 from unittest import mock
 
 import torch
-import torch.nn.utils.clip_grad
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-SYNCHRONIZES = "called a synchronizing CUDA operation"  # the words of PyTorch
-FAKE_DEVICE = FakeTensor.device  # to PyTorch they lie on the CPU
 aten = torch.ops.aten
 # Operations whose kernel for CUDA has to know a number that is on the device.
 WAITING = [aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.bincount]
 WAITING += [aten.unique_dim, aten._unique2, aten.unique_consecutive]
-INDEXING = (aten.index, aten.index_put, aten.index_put_)
+INDEXING = [aten.index, aten.index_put, aten.index_put_]
 
 
 def tensors_in(*values):
@@ -55,50 +49,24 @@ def fresh(result, args, kwargs):
 
 def written(function, args, kwargs):
     """The tensors that an operation writes into."""
-    named = zip(function._schema.arguments, args)
-    named = [*named, *((a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs)]
+    named = [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs]
+    named += zip(function._schema.arguments, args)
     return tensors_in([x for a, x in named if a.alias_info is not None and a.alias_info.is_write])
 
 
 class Device:
     """The state of the pretended GPU."""
 
-    def __init__(self, fakes=None):
+    def __init__(self):
         self.waits, self.replays = Counter(), 0
-        self.fakes = fakes  # a FakeTensorMode, where the memory holds nothing
         self.graph = None  # that is being captured
-        self.in_disorder = False  # a capture has failed, and the cache can't be emptied any more
         self.asked_for = False  # by the function of torch that is running
-        self.busy = False  # since it was last waited for, it has got work
-        self.sync_debug_mode = "default"
 
-    def wait(self, name, not_now=False):
-        """What waits for the device: unless it is but queued, as a copy to it may be."""
+    def wait(self, name):
         if self.graph is not None:
-            self.in_disorder = self.graph.is_invalid = True
+            self.graph.is_invalid = True
             raise RuntimeError(f"{name}: not permitted while a CUDA graph is captured")
-        if not_now:
-            return
-        if name != "synchronize":  # which the debug mode doesn't see
-            if self.sync_debug_mode in (2, "error"):
-                raise RuntimeError(f"{name}: {SYNCHRONIZES}")
-            if self.sync_debug_mode in (1, "warn"):
-                warnings.warn(f"{name}: {SYNCHRONIZES}", stacklevel=2)
         self.waits[name] += 1
-        self.busy = False
-
-    def fake(self, function, args, kwargs):
-        """The result of an operation on fake tensors; a question to the device is answered yes."""
-        if function.overloadpacket is aten._local_scalar_dense and args[0].dtype == torch.bool:
-            return True
-
-        def faked(x):
-            is_real = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
-            return self.fakes.from_tensor(x) if is_real else x
-
-        args, kwargs = tree_map(faked, (args, kwargs))
-        with self.fakes, mock.patch.object(FakeTensor, "device", FAKE_DEVICE):
-            return function(*args, **kwargs)
 
 
 class Graph:
@@ -108,20 +76,21 @@ class Graph:
         self.gpu, self.steps, self.is_invalid = gpu, [], False
         self.before = []  # tensors that were written into, each with its values before
 
-    def capture_begin(self, pool=None):
+    @contextlib.contextmanager
+    def capture(self):
         self.gpu.graph = self
-
-    def capture_end(self):
-        self.gpu.graph = None
-        with _disable_current_modes(), torch.no_grad():
-            # On a GPU capturing runs nothing: what was there is as it was, what is new holds
-            # nothing yet.
-            for tensor, values in reversed(self.before):
-                tensor.copy_(values)
+        try:
+            yield
+        finally:
+            self.gpu.graph = None
+            # On a GPU capturing runs nothing: what was there is as it was, the rest holds nothing.
+            with _disable_current_modes(), torch.no_grad():
+                for tensor, values in reversed(self.before):
+                    tensor.copy_(values)
+                for x in tensors_in([made for *_, made in self.steps]):
+                    x.fill_(torch.nan if x.is_floating_point() else 0)
             if self.is_invalid:
                 raise RuntimeError("operation failed due to a previous error while captured")
-            for tensor in (x for *_, made in self.steps for x in made if x.is_floating_point()):
-                tensor.fill_(torch.nan)
 
     def replay(self):
         self.gpu.replays += 1
@@ -138,41 +107,35 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         gpu, kwargs = self.gpu, kwargs or {}
         given = list(tensors_in(args, *kwargs.values()))
-        there = [is_there(x) for x in given]
-        if any(there):
-            self.check(function, args, kwargs, given, there)
-        if gpu.graph is not None and gpu.fakes is None:
+        on_device = any(map(is_there, given)) or (not given and gpu.asked_for)
+        if given and on_device:
+            self.check(function, args, given)
+        if gpu.graph is not None:
             gpu.graph.before += [(x, x.clone()) for x in written(function, args, kwargs)]
-        on_device = any(there) or (not given and gpu.asked_for)
-        if on_device and gpu.fakes is not None:
-            result = gpu.fake(function, args, kwargs)
-        else:
-            result = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         made = fresh(result, args, kwargs)
+        for x in made if on_device else ():
+            x.untyped_storage().on_device = True
         if gpu.graph is not None:
             gpu.graph.steps.append((function, args, kwargs, made))
-        if on_device:
-            gpu.busy |= function.overloadpacket not in WAITING
-            for x in made:
-                x.untyped_storage().on_device = True
         return result
 
-    def check(self, function, args, kwargs, given, there):
+    def check(self, function, args, given):
         """That all is on the device; and whether a real one would be waited for."""
         gpu, packet = self.gpu, function.overloadpacket
+        indices = list(tensors_in(args[1])) if packet in INDEXING else []
         # A number, a CPU tensor without dimensions, is welcome in elementwise operations alone.
         numbers = torch.Tag.pointwise in function.tags or packet in (*INDEXING, aten.fill_)
-        here = [x for x, on in zip(given, there) if not on and (x.dim() > 0 or not numbers)]
-        if here and packet is not aten.copy_:
-            raise RuntimeError(f"{function}: a tensor {tuple(here[0].shape)} is on the CPU")
+        here = [x for x in given if not is_there(x) and (x.dim() > 0 or not numbers)]
+        for x in here:
+            if packet is not aten.copy_ and not any(x is index for index in indices):
+                raise RuntimeError(f"{function}: a tensor {tuple(x.shape)} is on the CPU")
         if here:
-            gpu.wait("a copy between devices", not_now=there[0] and args[2:] == (True,))
+            gpu.wait("a copy between devices")
         if packet in WAITING:
             gpu.wait(packet.__name__)
-        if packet in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1])):
+        if any(x.dtype == torch.bool for x in indices):
             gpu.wait("mask as index")
-        if packet is aten.repeat_interleave and kwargs.get("output_size") is None:
-            gpu.wait("repeat_interleave")
 
 
 class Functions(TorchFunctionMode):
@@ -183,17 +146,11 @@ class Functions(TorchFunctionMode):
         if function.__name__ == "__get__":  # shape, dtype, grad ...
             if function == Tensor.device.__get__ and is_there(args[0]):
                 return CUDA
-            if function == Tensor.is_cuda.__get__:
-                return is_there(args[0])
-            return function(*args)
+            return is_there(args[0]) if function == Tensor.is_cuda.__get__ else function(*args)
         if function in (Tensor.to, Tensor.cpu):
             return self.moved(*args, *([CPU] if function is Tensor.cpu else []), **kwargs)
-        if function is torch.mm and kwargs.pop("out_dtype", None):  # there is none on a CPU
-            args = [x.float() for x in args]
-        if function is Tensor.pin_memory:
-            return args[0]
-        if function is Tensor.__deepcopy__ and gpu.fakes is not None and is_there(args[0]):
-            return args[0].clone()
+        if function is Tensor.__deepcopy__ and is_there(args[0]):  # of a buffer
+            return args[1].setdefault(id(args[0]), args[0].clone())
         if function is Tensor.tolist and is_there(args[0]):
             gpu.wait("tolist")
         if function is Tensor.numpy and is_there(args[0]):
@@ -211,6 +168,8 @@ class Functions(TorchFunctionMode):
             result = function(*args, **kwargs)
         finally:
             gpu.asked_for = outer
+        if function is scaled_dot_product_attention and on_device:  # CUDA's kernel has this layout
+            result = result.transpose(1, 2).contiguous().transpose(1, 2)
         if function is torch.tensor and on_device and result.numel() > 0:
             gpu.wait("torch.tensor")
         for x in tensors_in(result) if device is not None else ():
@@ -220,17 +179,13 @@ class Functions(TorchFunctionMode):
     def moved(self, tensor, *args, copy=False, **kwargs):
         if args and isinstance(args[0], Tensor):
             args = args[0].device, args[0].dtype
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         was = is_there(tensor)
         on_device = was if device is None else device.type == "cuda"
         if on_device != was:
-            self.gpu.wait(f"{'from' if was else 'to'} the device", not was and non_blocking)
-        if self.gpu.fakes is not None and on_device != was:
-            assert on_device, "fake tensors hold nothing that could be read"
-            tensor = self.gpu.fakes.from_tensor(tensor)
+            self.gpu.wait("from the device" if was else "to the device")
         result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy or on_device != was)
         result.untyped_storage().on_device = on_device
-        self.gpu.busy &= on_device or not was  # what came from the device was waited for
         return result
 
 
@@ -246,74 +201,38 @@ class Generator(torch.Generator):
         self.device = torch.device(device)
 
 
-ANSWERS = {"is_available": True, "device_count": 1, "is_bf16_supported": False}
-ANSWERS |= {"get_device_capability": (9, 0), "get_device_name": "pretended", "set_device": None}
-ANSWERS |= {"max_memory_allocated": 0, "max_memory_reserved": 0, "mem_get_info": (2**34, 2**34)}
-ANSWERS |= {"memory_allocated": 0}
-ANSWERS |= {"reset_peak_memory_stats": None, "graph_pool_handle": None, "manual_seed_all": None}
-ANSWERS |= {"get_rng_state_all": [], "set_rng_state_all": None, "current_device": 0}
+ANSWERS = {"is_available": True, "device_count": 1, "current_device": 0, "set_device": None}
+ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "get_device_name": "none"}
+ANSWERS |= {"mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0}
+ANSWERS |= {"max_memory_allocated": 0, "reset_peak_memory_stats": None, "manual_seed_all": None}
+ANSWERS |= {"get_rng_state_all": [], "set_rng_state_all": None, "empty_cache": None}
 
 
 @contextlib.contextmanager
-def pretended_cuda(fake=False):
-    """torch with one GPU: gives its Device. With `fake`, its tensors hold nothing."""
-    gpu, autocast = Device(FakeTensorMode() if fake else None), torch.autocast
-    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+def pretended_cuda():
+    """torch with one GPU: gives its Device."""
+    gpu, autocast, grouped = Device(), torch.autocast, clip_grad._group_tensors_by_device_and_dtype
 
-    def autocast_on_cpu(kind, *args, enabled=True, **kwargs):
-        """A GPU takes no notice of an autocast for the CPU."""
-        return autocast("cpu", *args, enabled=enabled and kind != "cpu", **kwargs)
+    def groups(lists):
+        found = grouped(lists).items()
+        return {(x[0][0].device, dtype): (x, places) for (_, dtype), (x, places) in found}
 
-    def groups_on_device(lists, *args):
-        return {
-            (CUDA if is_there(tensors[0][0]) else device, dtype): (tensors, indices)
-            for (device, dtype), (tensors, indices) in groups(lists, *args).items()
-        }
-
-    # Classes, for transformers has them in type annotations.
-    class CUDAGraph(Graph):
+    class CUDAGraph(Graph):  # a class, for transformers has it in type annotations
         def __init__(self):
             super().__init__(gpu)
 
-    class Stream:
-        def __init__(self, *args, **kwargs):
-            pass
-
-        def wait_stream(self, other):
-            pass
-
-        def is_capturing(self):
-            return gpu.graph is not None
-
-    stream = Stream()
-
-    def empty_cache():  # cudaFree waits
-        assert not gpu.in_disorder, "pytorch/pytorch#180395"
-        return gpu.busy and gpu.wait("empty_cache")
-
-    functions = {name: lambda *args, x=x, **kwargs: x for name, x in ANSWERS.items()}
-    functions |= {
-        "current_stream": lambda *args: stream,
-        "Stream": Stream,
-        "stream": contextlib.nullcontext,
-        "synchronize": lambda *args: gpu.busy and gpu.wait("synchronize"),
-        "empty_cache": empty_cache,
-        "get_sync_debug_mode": lambda: gpu.sync_debug_mode,
-        "set_sync_debug_mode": functools.partial(setattr, gpu, "sync_debug_mode"),
-        "is_current_stream_capturing": stream.is_capturing,
-        "CUDAGraph": CUDAGraph,
-    }
-    patches = [(torch.cuda, name, function) for name, function in functions.items()]
+    answers = {name: lambda *args, x=x, **kwargs: x for name, x in ANSWERS.items()}
+    patches = [(torch.cuda, name, function) for name, function in answers.items()]
     patches += [
-        (torch.accelerator, "current_stream", lambda *args: stream),  # asked from 2.15 on
+        (torch.cuda, "synchronize", lambda *args: gpu.wait("synchronize")),
+        (torch.cuda, "is_current_stream_capturing", lambda: gpu.graph is not None),
+        (torch.cuda, "CUDAGraph", CUDAGraph),
+        (torch.cuda, "graph", lambda graph: graph.capture()),
         (torch, "Generator", Generator),
-        (torch, "autocast", autocast_on_cpu),
+        (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
         (torch, "is_autocast_enabled", lambda kind, ask=torch.is_autocast_enabled: ask("cpu")),
-        (torch.utils._foreach_utils, groups.__name__, groups_on_device),
-        (torch.nn.utils.clip_grad, groups.__name__, groups_on_device),
+        (clip_grad, grouped.__name__, groups),
     ]
-    if fake:
-        patches += [(FakeTensor, "device", property(lambda x: CUDA if is_there(x) else CPU))]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))

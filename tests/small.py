@@ -3,7 +3,7 @@
 import functools
 import json
 import random
-import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import grpo
-import plumbing.run
+import ppo
 import tasks
 from common import Rollout
 from plumbing.data import Task, load_task
@@ -80,8 +79,8 @@ def task_of(chat_template: str | None = None, **flags: object) -> Task:
     """The task of these flags, for a model with or without a chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
-    defaults = {"num_generations": 1, "max_new_tokens": 8, "task": "add", "device": "cpu"}
-    return load_task(grpo.Config(**defaults | flags), tasks, reads_bytes(), tokenizer)
+    config = ppo.Config(**{"max_new_tokens": 8, "task": "add", "device": "cpu"} | flags)
+    return load_task(config, tasks, reads_bytes(), tokenizer)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -91,8 +90,8 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per letter and one for EOS, 20 in all: small models end their rows often."""
-    vocabulary = {token: index for index, token in enumerate([*" abcdehnopqrstuwxyz", "<eos>"])}
+    """A token per letter (stop strings need a to f) and one for EOS, 20 in all: rows end often."""
+    vocabulary = {token: index for index, token in enumerate([*" abcdehnofqrstuwxyz", "<eos>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -200,16 +199,11 @@ def finished(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture
         script.run_main(lambda: script.main(flags))
     except SystemExit as e:
         code = e.code
+    except Exception:
+        traceback.print_exc()
+        code = 1
     out, errors = capsys.readouterr()
     return code, out + errors.rpartition("\r")[2]
-
-
-def run_undrawn(main: Callable[[list[str]], None], flags: list[str]) -> None:
-    """For a process of its own, where the fixture no_picture doesn't reach: what stands for drawing
-    takes a moment too, in which the process may be killed.
-    """
-    plumbing.run.draw_curves = lambda folders, path: time.sleep(0.3)
-    main(flags)
 
 
 PROMPTS = ["x", "yy y", "zzz", "w", "the", "a b", "q", "rs"] * 4

@@ -1,26 +1,25 @@
 """Metrics of a step, warnings, and evaluation: each number is what its definition says."""
 
-import json
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
-from small import EOS, make_rollout
+from small import EOS, letter_tokenizer, make_rollout, small_gpt2
 
-import grpo
 import ppo
-from plumbing.errors import Fault, InputError
+from common import Fault, is_flat
+from plumbing.data import Task
 from plumbing.metrics import (
     Meter,
     Totals,
-    best_of_k,
+    evaluate,
     explained_variance,
-    is_flat,
+    headline,
     mean_and_error,
     warnings_about,
 )
-from tools import evaluate as tool
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -29,19 +28,29 @@ def test_a_gradient_that_is_not_finite_is_a_fault(norm):
         Totals().end_mini_batch(torch.tensor(norm))
 
 
-def test_a_largest_deviation_is_of_the_first_minibatch_padding_is_left_out_and_no_graph_is_kept():
-    rollout = make_rollout([[1], [1]], [[5, EOS], [5]])
-    mask = rollout.completion_mask
-    meter, rows, nan = Meter(rollout), torch.arange(2), torch.nan
-    for ratio in ([[1.25, 0.5], [1.5, nan]], [[9.0, 9.0], [9.0, nan]]):
-        moved = torch.tensor([[1.0, 2.0], [3.0, nan]]).requires_grad_()
-        meter.add_policy(rows, moved, torch.zeros(2, 2), moved, torch.tensor(ratio), mask, mask)
-        meter.end_mini_batch(torch.tensor(1.0))
-    assert not any(x.requires_grad for x in meter.sums.values()), "memory: a graph is kept"
-    results = meter.results()
-    assert results["val/ratio_max_dev_first"] == 0.5
-    assert results["policy/approxkl_avg"] == pytest.approx(0.5 * (1 + 4 + 9) / 3)
-    assert results["policy/entropy_avg"] == 2
+@pytest.mark.parametrize("of_rows", [False, True], ids=["tokens", "completions"])
+def test_each_metric_of_the_policy_is_the_same_whatever_the_micro_batch(of_rows):
+    """Padding is left out, the largest deviation is of the first minibatch, no graph is kept."""
+    rollout = make_rollout([[1]] * 4, [[5, 6, EOS], [EOS], [5, 6], [5, EOS]])
+    mask, (x, y, clipped) = rollout.completion_mask, torch.rand(3, 4, 3)
+    ratio, old = (y.mean(1) if of_rows else y.where(mask, torch.nan)), 2 * x
+    results = []
+    for size in (4, 3, 1):
+        meter = Meter(rollout)
+        for again in (1, 9):
+            for rows in torch.arange(4).split(size):
+                m, moved = mask[rows], x[rows].where(mask[rows], torch.nan).requires_grad_()
+                was = clipped[rows] > 0.5 if not of_rows else clipped[rows, 0] > 0.5
+                meter.add_policy(rows, moved, old[rows], moved**2, again * ratio[rows], was, m)
+            meter.end_mini_batch(torch.tensor(1.0))
+        assert not any(x.requires_grad for x in meter.sums.values()), "memory: a graph is kept"
+        results.append(meter.results())
+    assert results[1:] == [pytest.approx(results[0])] * 2
+    known = ratio if of_rows else y[mask]
+    assert results[0]["val/ratio"] == pytest.approx(5 * known.mean().item())
+    assert results[0]["val/ratio_max_dev_first"] == pytest.approx((known - 1).abs().max().item())
+    assert results[0]["policy/approxkl_avg"] == pytest.approx(0.5 * (x[mask] ** 2).mean().item())
+    assert results[0]["policy/entropy_avg"] == pytest.approx((x[mask] ** 2).mean().item())
 
 
 def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant():
@@ -57,7 +66,6 @@ def test_explained_variance_is_1_for_the_returns_themselves_and_0_for_a_constant
 def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_missing_scores():
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
     kl = torch.tensor([[1.0, 2, 3, 99], [4, 99, 99, 99], [-1, 3, 99, 99]])
-    logprobs = torch.where(mask, -0.5 * kl.abs(), torch.tensor(99.0))
     scores = torch.tensor([10.0, torch.nan, 4.0])
     expected = {
         "objective/kl": (6 + 4 + 2) / 3,
@@ -68,17 +76,15 @@ def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_
         "objective/rlhf_reward": ((10 - 0.5 * 6) + (4 - 0.5 * 2)) / 2,
     }
     rollout = make_rollout([[1]] * 3, [[5, 6, EOS], [EOS], [5, 6]], extra_right=1)
+    rollout.logprobs[:] = torch.where(mask, -0.5 * kl.abs(), 99.0)
     assert torch.equal(rollout.completion_mask, mask)
-
-    def objective(kl):
+    for kl_coef in (0.5, 0.0):
         meter = Meter(rollout)
-        meter.objective(scores, kl, logprobs, kl_coef=0.5)
-        return meter.results()
-
-    metrics, unknown = objective(kl), objective(None)
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert unknown["objective/kl"] is None and unknown["objective/kl_token"] is None
-    assert unknown["objective/non_score_reward"] == 0 and unknown["objective/rlhf_reward"] == 7
+        meter.objective(scores, kl if kl_coef else None, kl_coef)
+        metrics = meter.results()
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+        expected |= {"objective/kl": None, "objective/kl_token": None}  # without a reference
+        expected |= {"objective/non_score_reward": 0, "objective/rlhf_reward": 7}
 
 
 def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_groups_as_0():
@@ -128,7 +134,7 @@ def around(mean, spread):
         ([{"reward/frac_flat_groups": 0.6}], "flat groups", "--num_generations"),
         ([{"length/truncated_frac": 0.6}], "truncated", "--max_new_tokens"),
         ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], None, None),
-        ([{"objective/scores": 0.5}] * 5, "constant reward", "inspect_reward.py"),
+        ([{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
         ([{"objective/scores": 0.5}] * 4, None, None),
     ],
 )
@@ -152,84 +158,59 @@ def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_jo
 
 # --- Evaluation ---
 
-REWARD = """
+
 def has_an_a(completions, **columns):
-    return [float("a" in c) for c in completions]
+    return [float("a" in text) for text in completions]
+
 
 def unknown_of_x(prompts, completions, **columns):
-    return [None if p == "x" else float("a" in c) for p, c in zip(prompts, completions)]
-
-def longest(completions, **columns):
-    return [len(c) for c in completions]
-
-def unknown(completions, **columns):
-    return [None] * len(completions)
-"""
+    both = zip(prompts, completions)
+    return [None if prompt == "x" else float("a" in text) for prompt, text in both]
 
 
-@pytest.fixture
-def evaluated(make_job, tmp_path):
-    """Metrics of an evaluation of seven prompts, and their completions as (7, K) lists."""
-    (tmp_path / "a.py").write_text(REWARD)
-    rows = [json.dumps({"prompt": p}) for p in ("x", "yy y", "zzz", "w", "the", "a b", "q")]
-    (tmp_path / "seven.jsonl").write_text("\n".join(rows))
-    job = make_job(grpo)
-
-    def evaluated(eval_generations, reward="has_an_a", verifier="has_an_a", **flags):
-        flags |= {"eval_generations": eval_generations, "num_eval_prompts": 100}
-        flags |= {"reward": f"{tmp_path}/a.py:{reward}", "eval_prompts": tmp_path / "seven.jsonl"}
-        flags |= {"verifier": f"{tmp_path}/a.py:{verifier}"} if verifier else {}
-        line = job(**flags)[0]
-        samples = map(json.loads, (job.folder / "samples.jsonl").read_text().splitlines())
-        texts = [s["completion"] for s in samples if (s["split"], s["step"]) == ("heldout", 0)]
-        K = eval_generations
-        return line, [texts[i : i + K] for i in range(0, len(texts), K)]
-
-    return evaluated
+def evaluated(K, reward, verifier, max_rows=8, seed=0):
+    """An evaluation of seven prompts, and its completions as (7, K) lists."""
+    rows = [{"prompt": prompt} for prompt in ("x", "yy y", "zzz", "w", "the", "a b", "q")]
+    options = {"tokenizer": letter_tokenizer(), "eos_token_ids": [19]}
+    task = Task(rows, rows, [reward], verifier=verifier, **options)
+    config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed)
+    sampling = {"max_new_tokens": 6, "temperature": 0.7, "eos_token_ids": [19]}
+    sampling |= {"pad_token_id": 0, "max_rows": max_rows}
+    found = evaluate(config, small_gpt2(vocab_size=20).eval(), task, sampling)
+    texts = [record["completion"] for record in found.records]
+    return found, [texts[i : i + K] for i in range(0, len(texts), K)]
 
 
-def test_of_k_completions_each_metric_is_what_its_definition_says(evaluated):
-    metrics, texts = evaluated(4, reward="longest", rollout_batch_size=8)
+def test_of_k_completions_each_metric_is_what_its_definition_says():
+    found, texts = evaluated(4, lambda completions: map(len, completions), has_an_a)
     right = [[float("a" in text) for text in of_one] for of_one in texts]
-    assert len(right) == 7 and 0 < statistics.mean(map(statistics.mean, right)) < 1
     means = [statistics.mean(row) for row in right]
-    lengths = [[len(text) for text in of_one] for of_one in texts]
-    assert metrics["eval/reward"] == pytest.approx(statistics.mean(map(statistics.mean, lengths)))
-    assert metrics["eval/accuracy"] == pytest.approx(sum(means) / 7)
-    assert metrics["eval/accuracy_se"] == pytest.approx(statistics.stdev(means) / 7**0.5)
-    assert metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 7)
-    # The reward chooses, the verifier judges.
-    best = [[t for t in of_one if len(t) == max(map(len, of_one))] for of_one in texts]
-    chosen = [statistics.mean("a" in t for t in of_one) for of_one in best]
-    assert metrics["eval/best_of_k"] == pytest.approx(statistics.mean(chosen))
-    assert metrics["eval/accuracy"] < metrics["eval/pass_at_k"]
+    lengths = [len(text) for of_one in texts for text in of_one]
+    assert found.metrics["eval/reward"] == pytest.approx(statistics.mean(lengths))
+    assert found.metrics["eval/accuracy"] == pytest.approx(sum(means) / 7)
+    assert found.metrics["eval/accuracy_se"] == pytest.approx(statistics.stdev(means) / 7**0.5)
+    assert found.metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 7)
+    assert 0 < found.metrics["eval/accuracy"] < found.metrics["eval/pass_at_k"] < 1
 
 
-def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown(evaluated):
-    metrics, texts = evaluated(2, reward="unknown_of_x", verifier="unknown_of_x")
+def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown():
+    found, texts = evaluated(2, unknown_of_x, unknown_of_x)
     right = [[float("a" in text) for text in of_one] for of_one in texts[1:]]  # "x" is the first
-    assert metrics["eval/accuracy"] == pytest.approx(sum(map(sum, right)) / 12)
-    assert metrics["eval/reward"] == metrics["eval/accuracy"]
-    assert metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 6)
-    metrics, _ = evaluated(1, reward="unknown", verifier=None)
-    assert "eval/pass_at_k" not in metrics
+    assert found.metrics["eval/accuracy"] == pytest.approx(sum(map(sum, right)) / 12)
+    assert found.metrics["eval/reward"] == found.metrics["eval/accuracy"]
+    assert found.metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 6)
+    assert found.records[0]["score"] is None and found.lines[0].startswith("    nan  x ->")
+    found, _ = evaluated(1, lambda completions: [None] * len(completions), None)
+    assert "eval/pass_at_k" not in found.metrics
     for name in ("reward", "reward_greedy", "accuracy", "accuracy_greedy", "accuracy_se"):
-        assert metrics[f"eval/{name}"] is None
+        assert found.metrics[f"eval/{name}"] is None
 
 
-def test_the_greedy_evaluation_depends_on_neither_seed_nor_batches(evaluated):
-    first, texts = evaluated(1, rollout_batch_size=28)
-    other, others = evaluated(1, rollout_batch_size=4, seed=1)
-    assert first["eval/accuracy_greedy"] == other["eval/accuracy_greedy"] is not None
-    assert len(texts) == len(others) == 7
-    assert first["eval/accuracy"] != other["eval/accuracy"], "sampled ones depend on the seed"
-
-
-def test_best_of_k_answers_with_the_highest_score_and_ties_count_equally():
-    nan = math.nan
-    scores = torch.tensor([[0.1, 0.9, 0.3], [2, 2, -5], [nan, -1, nan], [nan, nan, nan]])
-    right = torch.tensor([[1.0, 0, 1], [1, 0, 1], [0, 1, 0], [1, 1, 0]])
-    assert best_of_k(scores, right) == pytest.approx((0 + 1 / 2 + 1 + 2 / 3) / 4)
+def test_the_greedy_evaluation_depends_on_neither_seed_nor_batches():
+    first, _ = evaluated(1, has_an_a, has_an_a)
+    other, _ = evaluated(1, has_an_a, has_an_a, max_rows=2, seed=1)
+    assert first.metrics["eval/accuracy_greedy"] == other.metrics["eval/accuracy_greedy"]
+    assert first.records != other.records, "sampled ones depend on the seed"
 
 
 def test_the_error_of_an_accuracy_is_that_of_a_mean_over_the_prompts():
@@ -241,22 +222,9 @@ def test_the_error_of_an_accuracy_is_that_of_a_mean_over_the_prompts():
     assert math.isnan(mean_and_error(right[:1])[1]), "unknown of one prompt"
 
 
-def test_the_tool_prints_what_a_run_logs_of_the_same_model(evaluated, tmp_path, capsys):
-    metrics, texts = evaluated(4, reward="unknown_of_x", rollout_batch_size=16)
-    capsys.readouterr()
-    flags = f"""--model {tmp_path}/small-gpt2 --eval_generations 4 --rollout_batch_size 16
-    --prompts {tmp_path}/prompts.jsonl --eval_prompts {tmp_path}/seven.jsonl --device cpu
-    --reward {tmp_path}/a.py:unknown_of_x --verifier {tmp_path}/a.py:has_an_a --bf16 false
-    --max_new_tokens 6 --temperature 0.7 --output {tmp_path}/out.jsonl"""
-    tool.main(flags.split())
-    printed = capsys.readouterr().out
-    for name in ("eval/reward", "eval/accuracy"):
-        assert f"{name} {metrics[name]:.3f}, greedy {metrics[f'{name}_greedy']:.3f}" in printed
-    for name in ("eval/pass_at_k", "eval/best_of_k"):
-        assert f"{name} {metrics[name]:.3f}" in printed
-    assert f"accuracy is {metrics['eval/accuracy_se']:.4f}" in printed
-    lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    expected = [text for of_one in texts for text in of_one]
-    assert [json.loads(line)["completion"] for line in lines] == expected
-    with pytest.raises(InputError, match=r"--output .*out.jsonl: is there already"):
-        tool.main(flags.split())
+def test_the_headline_names_each_number_beside_that_of_step_0():
+    first = {"eval/reward": 0.25, "eval/reward_greedy": None}
+    now = {"eval/reward": 0.75, "eval/reward_greedy": 1.0}
+    assert headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
+    expected = "eval/reward 0.750 (was 0.250), greedy 1.000 (was unknown)"
+    assert headline(7, ["eval/reward"], now, first) == expected

@@ -52,6 +52,7 @@ def test_the_loss_equals_its_definition_and_a_completion_is_clipped_as_one_actio
         (-1.0, 1.5, 1.5, 1.5),  # bad, and likelier: full gradient; a minimum would stop it
         (-1.0, 0.5, 0.8, 0.0),
         (1.0, 1.0, -1.0, -1.0),  # on policy: the gradient of plain REINFORCE
+        (-1.0, math.exp(102), math.exp(20), math.exp(20)),  # bounded, and still pushed back
     ],
 )
 def test_the_clip_is_of_the_whole_completion(advantage, ratio, loss, slope):
@@ -63,37 +64,3 @@ def test_the_clip_is_of_the_whole_completion(advantage, ratio, loss, slope):
     assert value.item() == pytest.approx(loss)
     assert logprobs.grad.tolist()[0] == pytest.approx([slope, slope, 0])
     assert clipped.tolist() == [slope == 0]
-
-
-@pytest.mark.problem("rloo_loss", 1)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size):
-    old, x = numbers(1, 0.2).repeat(2, 1), numbers(0, 0.2).repeat(2, 1)
-    mask, A = torch.cat([MASK, MASK.flip(0)]), torch.linspace(-2, 2, 8).double()
-    whole, parts = (x.clone().requires_grad_() for _ in range(2))
-    loss, clipped = rloo_loss(whole, old, A, mask, clip_range=0.2)
-    loss.backward()
-    for start in range(0, 8, size):
-        r = slice(start, start + size)
-        share, part = rloo_loss(parts[r], old[r], A[r], mask[r], clip_range=0.2, num_rows=8)
-        share.backward()
-        assert torch.equal(part, clipped[r])
-    assert torch.allclose(parts.grad, whole.grad, atol=1e-12) and whole.grad.abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-@pytest.mark.parametrize("length", [1, 512])
-def test_a_ratio_that_overflows_exp_gives_no_nan_and_a_bad_completion_keeps_its_gradient(
-    length, advantage
-):
-    """By one bad token, or by many that are a little off: log-ratio 102.4."""
-    logprobs, old = torch.zeros(1, 512, requires_grad=True), torch.zeros(1, 512)
-    old[:, :length] = -102.4 / length
-    args = torch.tensor([advantage]), torch.ones(1, 512)
-    value, clipped = rloo_loss(logprobs, old, *args, clip_range=0.2)
-    value.backward()
-    assert clipped.tolist() == [advantage > 0]
-    if advantage < 0:
-        assert math.exp(19) < value.item() < math.inf and (logprobs.grad > math.exp(19)).all()
-    else:
-        assert value.item() == pytest.approx(-1.2 * advantage) and (logprobs.grad == 0).all()

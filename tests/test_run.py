@@ -1,172 +1,222 @@
-"""What a run leaves behind and what it refuses: folder, records, faults, trackers, curves."""
+"""A run: what it leaves, what ends it, and that it goes on as if nothing had happened."""
 
 import functools
-import json
-import math
+import io
 import multiprocessing
-import shutil
+import os
+import re
 import signal
-import subprocess
 import sys
-import time
-import types
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock, call
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from small import contents, finished, job_maker, letter_tokenizer, lines_of, save_model, small_gpt2
-from transformers import GPT2LMHeadModel, GPT2Model
+from small import computed, contents, finished, job_maker, lines_of
 
 import grpo
+import plumbing.data
 import ppo
-from plumbing.config import open_metrics, parse_flags
-from plumbing.run import signals
-from tools import plot
+import rloo
+from plumbing.run import read_lines, run_main
 
-FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 1
---prompts_per_step 4 --num_generations 2 --max_new_tokens 4 --num_eval_prompts 2 --save_every 2
---device cpu --bf16 false""".split()
-FORK = multiprocessing.get_context("fork")
-REWARD = """
-def divides_by_zero(completions, **columns):
-    return 1 / 0
-
-def forks(completions, **columns):
-    import os
-    if (child := os.fork()) == 0:
-        raise OSError
-    os.waitpid(child, 0)
-    return [len(c) for c in completions]
-
-def length_of_prompt(prompts, completions, **columns):
-    return [None, *map(len, prompts[1:])]
-"""
+FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 4
+--prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2
+--eval_every 2 --save_every 2 --learning_rate 1e-2 --warmup_steps 2 --device cpu --bf16 false
+--output_dir run""".split()
+LORA, DROPOUT = ["--lora_r", "2"], ["--disable_dropout", "false"]
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a script in a folder with a small model: exit code, and what it has printed."""
+    """Runs a script on a small model: exit code, and what it has printed."""
     job_maker(tmp_path)
-    Path(tmp_path, "more.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "reward", raising=False)  # of another test
 
     def run(*flags, script=ppo):
-        return finished(script, [*FLAGS, "--output_dir", "run", *flags], capsys)
+        given = list(flags) if "--resume" in flags else [*FLAGS, *flags]
+        return finished(script, given, capsys)
 
     return run
 
 
-# --- The folder and the records ---
+@functools.cache
+def whole():
+    """The folder of the run that nothing interrupts."""
+    ppo.main([*FLAGS, "--output_dir", "whole"])
+    return Path("whole").resolve()
+
+
+def assert_same_run(folder, expected):
+    records = [computed(lines_of(Path(x, "metrics.jsonl"))) for x in (folder, expected)]
+    assert records[0] == records[1]
+    found, wanted = contents(folder), contents(expected)
+    assert found.keys() == wanted.keys(), "something is left, or is missing"
+    for name in wanted:
+        if name.endswith(("samples.jsonl", "tokens.jsonl", ".safetensors")):
+            assert found[name] == wanted[name], name
+
+
+# --- Resume ---
+
+
+def fails(monkeypatch, module, name, at_call, error):
+    """module.name does its work, and raises the error from the given call on; 9 is `kill -9`."""
+    original, calls = getattr(module, name), []
+
+    def fail(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append(None)
+        if len(calls) >= at_call:
+            if error == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise error
+        return result
+
+    monkeypatch.setattr(module, name, fail)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (grpo, DROPOUT),
+        *(pytest.param(x, [], marks=pytest.mark.slow) for x in (ppo, rloo)),
+        *(pytest.param(x, LORA, marks=pytest.mark.slow) for x in (ppo, grpo, rloo)),
+    ],
+)
+def test_interrupted_in_a_rollout_a_run_goes_on_bit_for_bit(script, flags, run, monkeypatch):
+    _, expected = run(*flags, "--output_dir", "expected", script=script)
+    with monkeypatch.context() as patch:
+        fails(patch, script, "sample", 4, KeyboardInterrupt())
+        code, first = run(*flags, script=script)
+    assert code == 130 and first.endswith("--resume run goes on from step 3.\ninterrupted\n")
+    assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
+    _, rest = run("--resume", "run", script=script)
+    assert_same_run("run", "expected")
+    # Each evaluation stands beside that of step 0, after the resume too.
+    lines = [re.findall(r"^step \d: eval.*", text, re.M) for text in (expected, first, rest)]
+    assert lines[0] == lines[1] + lines[2] and len(lines[0]) == 3
+    assert run("--resume", "run", script=script)[0] == 0, "it is done, and may be asked again"
+    assert_same_run("run", "expected")
+
+
+MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nlines that nobody reads")
+SPACE = OSError(28, "No space left on device")
+ENDS = {  # what raises at which call, exit code, a part of what is said, where it goes on
+    "update": (ppo, "policy_loss", 8, KeyboardInterrupt(), 130, "interrupted", 2),
+    "memory": (ppo, "masked_whiten", 4, MEMORY, 1, "lower --micro_batch_tokens", 3),
+    "reward": (plumbing.data, "call_reward", 8, ValueError("verdict"), 1, "verdict", 3),
+    "state": (torch, "save", 2, SPACE, 1, "checkpoint.new can't be written ([Errno 28]", 2),
+    "model": (Path, "rename", 2, SPACE, 1, "model.new can't be written ([Errno 28]", 2),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_a_run_says_what_is_saved_and_the_run_goes_on_from_there(end, run, monkeypatch):
+    module, name, at_call, error, expected, words, step = ENDS[end]
+    with monkeypatch.context() as patch:
+        fails(patch, module, name, at_call, error)
+        code, text = run()
+    assert code == expected and words in text and ("Traceback" in text) == (end == "reward")
+    assert re.search(rf"The run ended in step \d: --resume run goes on from step {step}\.\n", text)
+    assert run("--resume", "run")[0] == 0
+    assert_same_run("run", whole())
+
+
+def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        fails(patch, ppo, "policy_loss", 8, 9)
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
+    for name in ("metrics", "samples", "tokens", "warnings"):
+        with Path(f"run/{name}.jsonl").open("ab") as file:
+            file.write('{"step": 3, "é'.encode()[:-1])
+    assert run("--resume", "run")[0] == 0
+    assert_same_run("run", whole())
+
+
+def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what is looked for last
+    run("--output_dir", "other", "--seed", "1")
+    run()
+    before = contents("run")
+    code, text = run("--overwrite", "--report_to", "wandb")
+    assert code == 2 and text.startswith("error: --report_to wandb: ModuleNotFoundError")
+    assert contents("run") == before
+    assert run("--overwrite", "--seed", "1")[0] == 0
+    assert_same_run("run", "other")
+    monkeypatch.setattr(ppo, "sample", Mock(side_effect=KeyboardInterrupt))
+    code, text = run("--overwrite")
+    assert code == 130 and "The run ended in step 0; nothing is saved." in text
+    assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
+
+
+# --- The end of a program ---
+
+
+def test_memory_that_is_missing_in_whatever_words_is_one_line_that_says_what_helps(capsys):
+    words = "not enough memory: you tried", "MPS backend out of memory", "CUDA out of memory\nmore"
+    for error in (MemoryError(), *map(RuntimeError, words)):
+        with pytest.raises(SystemExit) as end:
+            run_main(Mock(side_effect=error))
+        line = capsys.readouterr().err
+        assert end.value.code == 1 and line.count("\n") == 1
+        assert "lower --micro_batch_tokens and --rollout_batch_size" in line
+
+
+def test_a_character_that_the_terminal_lacks_is_shown_as_its_number(monkeypatch):
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="cp1252"))
+    run_main(lambda: print("é \u2192 \ud800", flush=True))
+    assert terminal.getvalue() == b"\xe9 \\u2192 \\ud800\n"
+
+
+def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run, monkeypatch):
+    sample = ppo.sample
+
+    def otherwise(*args, **options):  # by 1 nat per token
+        rollout = sample(*args, **options)
+        return replace(rollout, logprobs=rollout.logprobs - rollout.completion_mask.float())
+
+    monkeypatch.setattr(ppo, "sample", otherwise)
+    code, text = run()
+    assert code == 1 and "sampling and training differ by 0.72 nats per token" in text
+    assert "--model small-gpt2 can't be trained here" in text
+
+
+# --- Records ---
 
 
 @pytest.mark.draws
 def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_seed(run):
-    ppo.main([*FLAGS, "--seed", "7"])
+    ppo.main([*FLAGS[:-2], "--seed", "7"])
     [folder] = Path("runs").iterdir()
     assert folder.name == "ppo-small-gpt2-prompts-s7"
     files = contents(folder)
-    assert {"checkpoint/state.pt", "curve.png", "samples.jsonl"} <= files.keys()
+    assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
-    assert json.loads(files["config.json"])["script"] == "ppo"
-    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [0, 1]
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [*range(5)]
 
 
-def test_a_run_is_left_alone_without_overwrite_and_kept_as_old_with_it(run):
-    run()
-    Path("run/checkpoint/state.pt").unlink()  # it is a run without a checkpoint too
-    first = contents("run")
-    code, text = run()
-    assert code == 2 and contents("run") == first
-    assert "run already holds a run: give --resume, --overwrite or another --output_dir" in text
-    code, text = run("--overwrite", "--seed", "1")
-    assert code == 0 and text.count("The run in run is now run.old.") == 1
-    second = contents("run")
-    assert contents("run.old") == first and second != first
-    assert run("--overwrite", "--seed", "2")[0] == 0
-    assert contents("run.old") == second and contents("run") != second
-
-
-def test_overwrite_loses_nothing_if_the_new_command_is_at_fault(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # the last check of all
-    run()
-    before = contents(".")
-    faults = "--reward more.py:worse", "--prompts nowhere.jsonl", "--report_to wandb"
-    for fault in map(str.split, faults):
-        assert run("--overwrite", *fault)[0] == 2
-        assert contents(".") == before
-    kept = contents("run")
-    for _ in range(2):  # the second finds a run without a step, which is not worth keeping
-        code, text = run("--overwrite", "--reward", "more.py:divides_by_zero")
-        assert code == 2 and "saved" not in text
-        assert contents("run.old") == kept and not Path("run/checkpoint").exists()
-    assert run()[0] == 0, "nor does it need --overwrite"
-    assert len(lines_of("run/samples.jsonl")) == 2 + 8 + 2
-
-
-def test_what_is_not_a_run_is_never_written_to(run):
-    Path("run.old").mkdir()
-    Path("run.old/thesis.txt").write_text("years of work")
-    run()
-    before = contents(".")
-    for flags, folder, fault in (
-        ("--overwrite", "small-gpt2", "small-gpt2: holds something that is not a run"),
-        ("--overwrite", "run", "run.old: holds something that is not a run"),
-        ("", "reward.py/run", "reward.py/run: can't be"),
-    ):
-        code, text = run(*flags.split(), "--output_dir", folder)
-        assert code == 2 and fault in text and contents(".") == before
-
-
-def test_a_run_that_began_while_this_one_was_loading_is_left_alone(run, monkeypatch):
-    """The same command twice: both found the folder empty."""
-    load_policy = ppo.load_policy
-
-    def slow(*args):
-        monkeypatch.setattr(ppo, "load_policy", load_policy)
-        assert run()[0] == 0
-        return load_policy(*args)
-
-    monkeypatch.setattr(ppo, "load_policy", slow)
-    code, text = run()
-    assert code == 2 and "run already holds a run" in text
-    assert len(lines_of("run/metrics.jsonl")) == 2 and not Path("run.old").exists()
-
-
-def holds(folder, ready):
-    file = open_metrics(Path(folder))
-    ready.set()
-    time.sleep(600)
-    file.close()
-
-
-def test_a_folder_has_one_run_at_a_time_and_one_that_was_killed_blocks_nobody(run):
-    run()
-    ready = FORK.Event()
-    other = FORK.Process(target=holds, args=("run", ready), daemon=True)
-    other.start()
-    assert ready.wait(60)
-    before = contents(".")
-    for flag in ("--overwrite", "--resume"):
-        code, text = run(flag)
-        assert code == 2 and "run: another process has a run there: wait" in text
-        assert contents(".") == before
-    shutil.rmtree("run/checkpoint")
-    Path("run/metrics.jsonl").write_text("")  # as if the other one had just begun
-    code, text = run()
-    assert code == 2 and "run: another process has a run there: wait" in text
-    other.kill()
-    other.join()
-    assert run()[0] == 0
+def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(run):
+    code, text = run("--num_steps", "0", "--eval_prompts", "prompts.jsonl", "--num_eval_prompts=25")
+    [line], samples = lines_of("run/metrics.jsonl"), lines_of("run/samples.jsonl")
+    assert code == 0 and line["step"] == 0 and len(samples) == 25
+    assert line["eval/reward"] == pytest.approx(sum(x["score"] for x in samples) / 25)
+    assert not Path("run/model").exists()
+    shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
+    assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):
-    code, text = run("--reward", "more.py:length_of_prompt", script=grpo)
+    reward = "def of_prompt(prompts, **columns): return [None, *map(len, prompts[1:])]"
+    Path("more.py").write_text(reward)
+    flags = "--num_steps 1 --prompts_per_step 4 --reward more.py:of_prompt".split()
+    code, text = run(*flags, script=grpo)
     samples = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
     assert code == 0 and len(samples) == 8 and len({x["prompt"] for x in samples}) == 4
     scores = [x["score"] for x in samples]  # JSON has no NaN
@@ -177,6 +227,15 @@ def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_pri
     assert [line[:2] == "  " for line in shown[:5]] == [True] * 4 + [False]
 
 
+def test_half_a_surrogate_pair_in_a_text_ends_no_run_and_is_kept(run, monkeypatch):
+    monkeypatch.setattr(plumbing.data, "decode", lambda _, x, ids: ["\ud83d"] * len(x.tokens))
+    assert run("--num_steps", "1")[0] == 0
+    for _ in range(2):  # what a resume has read and written again too
+        lines = read_lines(Path("run/samples.jsonl"))
+        assert {line["completion"] for line in lines} == {"\ud83d"}
+        assert run("--resume", "run")[0] == 0
+
+
 def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
     tensorboard, wandb = Mock(), Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
@@ -184,171 +243,8 @@ def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
     flags = ["--kl_coef", "0", "--num_steps", "2", "--report_to", "tensorboard", "wandb"]
     assert run(*flags)[0] == 0
     known = [{k: v for k, v in x.items() if v is not None} for x in lines_of("run/metrics.jsonl")]
-    assert [x.pop("step") for x in known] == [0, 1, 2]
+    assert [x.pop("step") for x in known] == [0, 1, 2] and "objective/kl" not in known[0]
     scalars = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
     assert scalars == [call(name, v, step) for step, x in enumerate(known) for name, v in x.items()]
     logged = wandb.init.return_value.log.call_args_list
     assert logged == [call(x, step=step) for step, x in enumerate(known)]
-    options = wandb.init.call_args.kwargs
-    assert options["name"] == "run" and options["config"]["num_steps"] == 2
-    assert options["resume"] is None, "it would go on with another run of this name"
-    assert run(*flags, "--resume")[0] == 0
-    # What is there of later steps would be there twice.
-    assert tensorboard.SummaryWriter.call_args == call("run/tensorboard", purge_step=2)
-    assert wandb.init.call_args.kwargs["resume"] == "allow"
-
-
-def test_a_tracker_that_is_missing_or_broken_is_named_with_its_command(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    Path("wandb.py").write_text("raise ImportError('undefined symbol: x')")
-    monkeypatch.syspath_prepend(".")
-    for name in ("tensorboard", "wandb"):
-        expected = f"error: --report_to {name}: pip install {name}\n"
-        assert run("--report_to", name) == (2, expected)
-
-
-# --- Faults, signals, and what is refused ---
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_real_process_after_its_step_with_a_way_to_go_on(run):
-    command = [sys.executable, ppo.__file__, *FLAGS, "--num_steps", "10000", "--output_dir", "run"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not Path("run/metrics.jsonl").exists() or len(lines_of("run/metrics.jsonl")) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=120)[1]
-    saved = len(lines_of("run/metrics.jsonl"))
-    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors
-    assert f"run is saved up to step {saved}, --resume goes on from there" in errors
-
-
-def sends_itself(*numbers):
-    for number in numbers:
-        signal.raise_signal(number)
-
-
-def uses_two_threads():
-    torch.ones(300, 300) @ torch.ones(300, 300)
-    torch.ones(10**6).sin().sum()
-
-
-@pytest.mark.parametrize(
-    ("work", "args", "code"),
-    [
-        (time.sleep, [60], -signal.SIGTERM),  # ended by `terminate`, as a pool does
-        (sends_itself, [signal.SIGINT], 0),  # Ctrl-C, which a terminal sends to all processes
-        (sends_itself, [signal.SIGINT] * 2, 1),
-        (uses_two_threads, [], 0),  # which OpenMP would wait for
-    ],
-)
-def test_a_process_that_a_reward_forks_can_be_ended_and_doesnt_hang(work, args, code, capfd):
-    num_threads = torch.get_num_threads()
-    signals.watch()
-    try:
-        torch.set_num_threads(2)
-        uses_two_threads()
-        process = FORK.Process(target=work, args=args, daemon=True)
-        process.start()
-        if work is time.sleep:
-            process.terminate()
-        process.join(60)
-        assert process.exitcode == code and signals.seen is None
-        assert "finishing what is begun" not in capfd.readouterr().err
-    finally:
-        process.kill()
-        signals.restore()
-        torch.set_num_threads(num_threads)
-
-
-def test_a_process_that_a_reward_forks_saves_nothing_when_it_fails(run, tmp_path):
-    """Else its state is written over that of the run, which goes on."""
-    flags = [*FLAGS, "--output_dir", "run", "--reward", "more.py:forks"]
-    command = [sys.executable, str(Path(ppo.__file__)), *flags]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0 and Path(tmp_path, "run", "model").exists()
-    assert "OSError" in found.stderr and "is saved" not in found.stderr
-
-
-def test_the_chosen_cuda_device_becomes_the_current_one(monkeypatch):
-    """CUDA graphs are captured on the current device, whatever the device of their tensors."""
-    chosen = []
-    there = types.SimpleNamespace(device=torch.device("cuda:1"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", lambda *args, device: there)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    flags = ["--device", "cuda:1", "--bf16", "false", "--output_dir", "nowhere"]
-    parse_flags(ppo.Config, "", flags)
-    assert chosen == [torch.device("cuda:1")]
-
-
-def test_a_model_with_weights_that_are_not_finite_is_refused(run):
-    model = small_gpt2(vocab_size=20)
-    model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
-    save_model(Path("nan"), model, letter_tokenizer())
-    code, text = run("--model", "nan")
-    assert code == 2 and "can't be used, its logits are not finite" in text
-
-
-CALLS = {  # the ways in which a model is called, by what its backbone's forward pass can see
-    "a head of its own": None,
-    "without a cache": lambda model, tokens, options: options.get("cache") is None,
-    "in training mode": lambda model, tokens, options: model.training,
-    "prompts that share a cache": lambda model, tokens, options: (
-        model.training and options.get("cache") is not None
-    ),
-    "token by token": lambda model, tokens, options: tokens.shape[1] == 1,
-    "with padding": lambda model, tokens, options: not options["attention_mask"].all(),
-    "with checkpointing": lambda model, tokens, options: (
-        model.training and model.gradient_checkpointing
-    ),
-}
-
-
-@pytest.mark.parametrize("way", CALLS)
-def test_a_model_that_computes_otherwise_in_one_way_of_calling_it_is_refused(way, run, monkeypatch):
-    kind = GPT2LMHeadModel if CALLS[way] is None else GPT2Model
-    forward = kind.forward
-
-    @functools.wraps(forward)  # its arguments are looked at
-    def otherwise(self, input_ids, **options):
-        out = forward(self, input_ids, **options)
-        if CALLS[way] is None:
-            out.logits = 2 * out.logits
-        elif CALLS[way](self, input_ids, options):
-            out.last_hidden_state = out.last_hidden_state.flip(-1)
-        return out
-
-    monkeypatch.setattr(kind, "forward", otherwise)
-    code, text = run("--gradient_checkpointing", str(way == "with checkpointing"))
-    assert code == 2 and "off when it is called in another way" in text
-
-
-# --- Curves ---
-
-
-@pytest.mark.draws
-def test_seeds_become_one_line_of_means_in_a_band(tmp_path, monkeypatch):
-    folders, axes, save = [], [], Figure.savefig
-    for seed in (0, 1, 11):
-        folders.append(tmp_path / f"ppo-tiny-add-s{seed}")
-        folders[-1].mkdir()
-        lines = [{"step": step, "objective/scores": step + seed} for step in range(4)]
-        lines[0] |= {"eval/reward": 1.0, "eval/accuracy": None}
-        text = [*map(json.dumps, lines), '{"step": 4, "objective/sc']  # the run is writing it
-        (folders[-1] / "metrics.jsonl").write_text("\n".join(text))
-
-    def spy(figure, *args, **kwargs):
-        axes.extend(figure.axes)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
-    plot.main([*map(str, folders), "--output", str(tmp_path / "page.svg")])
-    [line], [band] = axes[0].lines, axes[0].collections
-    assert np.allclose(line.get_ydata(), [4, 5, 6, 7]) and list(line.get_xdata()) == [0, 1, 2, 3]
-    heights = band.get_paths()[0].vertices[:, 1]
-    assert (heights.min(), heights.max()) == (0, 14)
-    assert line.get_label() == "ppo-tiny-add (3 seeds)"
-    assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"

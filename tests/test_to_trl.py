@@ -1,0 +1,177 @@
+"""tools/to_trl.py: a run's settings have TRL's names, and TRL trains its job on two processes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from common import InputError
+from plumbing.config import parse_flags
+from plumbing.models import TINY
+from plumbing.run import run_main
+from tools import to_trl
+
+ROOT = Path(__file__).parent.parent
+
+
+def config_of(script, flags=""):
+    module = import_module(script)
+    return parse_flags(module.Config, "", module.TINY, f"--device cpu {flags}".split())
+
+
+def fields(script, flags="", num_processes=1, longest=6):
+    return to_trl.fields_of(config_of(script, flags), num_processes, longest)
+
+
+SIZES = "--prompts_per_step 12 --num_generations 2 --num_mini_batches 3 --max_new_tokens 4"
+STEPS = "--num_steps 7 --num_epochs 2 --num_mini_batches 2 --warmup_steps 3 --save_every 5"
+LOSS = "--clip_range 0.1 --clip_range_high 0.3 --entropy_coef 0.5 --mask_truncated_completions"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "expected"),
+    [
+        ("rloo", "--kl_coef 0.3 --clip_range 0.1", {"beta": 0.3, "epsilon": 0.1}),
+        ("rloo", "--temperature 0.7 --seed 5", {"temperature": 0.7, "seed": 5}),
+        ("rloo", "--learning_rate 0.2", {"learning_rate": 0.2, "adam_beta2": 0.95}),
+        ("rloo", "--max_grad_norm 2 --bf16", {"max_grad_norm": 2.0, "bf16": True}),
+        ("rloo", "--gradient_checkpointing", {"gradient_checkpointing": True}),
+        ("grpo", STEPS, {"max_steps": 28, "num_iterations": 2, "warmup_steps": 12}),
+        ("grpo", f"{STEPS} --eval_every 4", {"save_steps": 20, "eval_steps": 16}),
+        ("grpo", "--num_steps 4 --warmup_steps 9", {"warmup_steps": 2}),
+        ("grpo", SIZES, {"generation_batch_size": 24, "max_completion_length": 4}),
+        ("grpo", "--eval_generations 3", {"num_generations_eval": 3}),
+        ("grpo", "--report_to tensorboard", {"report_to": ["tensorboard"]}),
+        ("grpo", "--scale_rewards batch", {"scale_rewards": "batch", "loss_type": "grpo"}),
+        ("grpo", LOSS, {"epsilon": 0.1, "epsilon_high": 0.3, "entropy_coef": 0.5}),
+        ("grpo", LOSS, {"mask_truncated_completions": True, "use_bias_correction_kl": False}),
+        ("grpo", "--loss_type dr_grpo", {"loss_type": "dr_grpo", "epsilon_high": None}),
+        ("grpo", "--loss_type gspo", {"importance_sampling_level": "sequence"}),
+        ("grpo", "--loss_type gspo", {"loss_type": "grpo"}),
+        ("grpo", "--loss_type cispo", {"loss_type": "cispo", "epsilon_high": 5.0}),
+    ],
+)
+def test_a_flag_has_its_field_in_trl(script, flags, expected):
+    found = fields(script, flags)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "processes", "expected"),
+    [(4096, 1, (8, 1)), (4096, 2, (4, 1)), (30, 2, (2, 2)), (1, 2, (1, 4))],
+)
+def test_a_process_computes_its_share_of_a_minibatch_in_passes(tokens, processes, expected):
+    found = fields("grpo", f"{SIZES} --micro_batch_tokens {tokens}", processes)  # rows of 10 tokens
+    sizes = found["per_device_train_batch_size"], found["gradient_accumulation_steps"]
+    assert sizes == expected
+    # TRL's own rule for an update: so many completions, over all processes.
+    assert sizes[0] * sizes[1] * processes == found["generation_batch_size"] / 3
+
+
+def test_a_step_that_the_processes_cannot_share_is_refused():
+    with pytest.raises(InputError, match="into 3 minibatches on 5 processes"):
+        fields("grpo", SIZES, num_processes=5)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "expected"),
+    [
+        ("grpo", "--entropy_coef 0.1", []),
+        ("grpo", "--stop a b --scale_rewards mean", ["stop", "scale_rewards"]),
+        ("grpo", "--oversample 2", ["oversample"]),
+        ("rloo", "--stop a --entropy_coef 0.1", ["stop", "entropy_coef"]),
+    ],
+)
+def test_flags_that_trl_has_nothing_for_are_named(script, flags, expected):
+    assert to_trl.not_in_trl(config_of(script, flags)) == expected
+
+
+def refusal(run, script, capsys):
+    """What is printed for a run of this script, which TRL can't train."""
+    (run / "config.json").write_text(json.dumps({"script": script}))
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: to_trl.main([str(run)]))
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["ppo", "reward_model"])
+def test_runs_of_other_scripts_are_refused_in_one_line_with_what_to_use(script, tmp_path, capsys):
+    text = refusal(tmp_path, script, capsys)
+    assert text.count("\n") == 1 and f"a run of {script}.py" in text
+    assert "for PPO docs/outgrow.md" in text and "TRL's RewardTrainer" in text
+
+
+def test_without_trl_one_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    text = refusal(tmp_path, "grpo", capsys)
+    assert text.count("\n") == 1 and "pip install trl" in text
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="needs verl, for its names")
+def test_verl_knows_the_settings_that_the_page_names():
+    folder = Path(find_spec("verl").origin).parent / "trainer" / "config"
+    settings = yaml.safe_load((folder / "_generated_ppo_trainer.yaml").read_text())
+    settings |= settings["actor_rollout_ref"]  # the page leaves it out
+    page = (ROOT / "docs" / "outgrow.md").read_text()
+    _, _, table = page.partition("## PPO")[2].partition("|---|---|")
+    names = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)", table.partition("\n\n")[0])
+    assert len(names) > 20
+    for name in names:
+        found = settings
+        for part in name.split("."):
+            assert part in found, name
+            found = found[part]
+
+
+RANK = """import os
+
+def rank(completions, **columns):
+    with open(f"{os.path.dirname(__file__)}/scored-by-{os.environ.get('RANK')}", "a") as file:
+        file.write(f"{len(completions)}\\n")
+    return [float(os.environ.get("RANK", 0))] * len(completions)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
+def test_trl_trains_the_job_of_a_run_on_two_processes(script, tmp_path):
+    pytest.importorskip("trl")
+    (tmp_path / "my_rewards.py").write_text(RANK)
+    run, out = tmp_path / "run", tmp_path / "out"
+    sizes = "--num_steps 1 --prompts_per_step 1 --num_generations 4 --num_eval_prompts 4 --stop x"
+    reward = f"--reward {tmp_path}/my_rewards.py:rank --verifier numeric_match"
+    import_module(script).main(f"--device cpu --output_dir {run} {sizes} {reward}".split())
+    command = "-m torch.distributed.run --standalone --nproc_per_node 2 tools/to_trl.py"
+    flags = f"{run} --max_steps 2 --use_cpu --output_dir {out}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command.split(), *flags.split()],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("not in TRL: --stop ['x']") == 1
+    # Each process scores its half of the completions of the one prompt: before the first step, in
+    # two steps and after the last.
+    for process in "01":
+        counts = (tmp_path / f"scored-by-{process}").read_text().split()
+        assert counts == ["2"] * 4, process
+    history = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    steps = [record for record in history if "reward" in record]
+    assert len(steps) == 2
+    for record in steps:  # 0 and 1: in the mean, and in the same group
+        assert record["reward"] == 0.5 and record["frac_reward_zero_std"] == 0
+        assert "rewards/numeric_match/mean" in record
+    assert (out / "tokenizer.json").is_file()
+    before, after = load_file(TINY / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
