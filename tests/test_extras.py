@@ -90,9 +90,9 @@ def test_the_reward_reads_the_stop_string_that_ended_a_completion_and_no_eos(mak
 
     texts = []
     monkeypatch.setitem(tasks.REWARDS, "mine", texts_of)
-    make_job(grpo)(reward="mine", completions=64, stop=["yd", "e"], max_new_tokens=12)
-    ends = {text[-2:] if text.endswith("yd") else text[-1:] for text in texts}
-    assert {"yd", "e"} < ends and not any("<eos>" in text for text in texts)
-    assert all("e" not in text[:-1] and "yd" not in text[:-1] for text in texts)
+    make_job(grpo)(reward="mine", completions=16, stop=["ww", "y"], max_new_tokens=12)
+    ends = {text[-2:] if text[-2:] == "ww" else text[-1:] for text in texts}
+    assert {"ww", "y"} < ends and not any("<eos>" in text for text in texts)
+    assert not any("y" in text[:-1] or "ww" in text[:-1] for text in texts)
     rollout = make_rollout([[1]] * 2, [[1, 2, 19], [2, 5]], eos=19)
     assert decode(letter_tokenizer(), rollout, [19]) == ["ab", "be"]
