@@ -90,8 +90,8 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per letter and one for EOS, 20 in all: small models end their rows often."""
-    vocabulary = {token: index for index, token in enumerate([*" abcdehnopqrstuwxyz", "<eos>"])}
+    """A token per letter (stop strings need a to f) and one for EOS, 20 in all: rows end often."""
+    vocabulary = {token: index for index, token in enumerate([*" abcdehnofqrstuwxyz", "<eos>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

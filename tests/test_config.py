@@ -24,21 +24,18 @@ def parse(script: str, flags: str) -> dict:
     return asdict(parse_flags(SCRIPTS[script].Config, "", SCRIPTS[script].TINY, flags.split()))
 
 
-@pytest.mark.parametrize(
-    ("flags", "name", "expected"),
-    [
+def test_how_a_flag_may_be_written():
+    for flags, name, expected in (
         ("--kl_coef=1e-2 --seed 3", "kl_coef", 0.01),
         ("--overwrite --seed 3", "overwrite", True),
         ("--disable_dropout False", "disable_dropout", False),
         ("--reward a b --seed 3", "reward", ["a", "b"]),
         ("--reward_weights -1 0", "reward_weights", [-1.0, 0.0]),
         ("--num_steps 3", "num_steps", 3),  # for which the embedded model has its own default
-    ],
-)
-def test_how_a_flag_may_be_written(flags, name, expected):
-    plain, found = parse("ppo", ""), parse("ppo", flags)
-    assert found[name] == expected and type(found[name]) is type(expected)
-    assert {flag for flag in plain if plain[flag] != found[flag]} <= {name, "seed"}
+    ):
+        plain, found = parse("ppo", ""), parse("ppo", flags)
+        assert found[name] == expected and type(found[name]) is type(expected)
+        assert {flag for flag in plain if plain[flag] != found[flag]} <= {name, "seed"}
 
 
 MAY_BE_0 = """kl_coef vf_coef lora_r warmup_steps entropy_coef overlong_buffer center_rewards_coef

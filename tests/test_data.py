@@ -44,20 +44,10 @@ def test_json_lines_are_read_with_all_their_columns(tmp_path):
         assert rows_of(path) == rows
 
 
-@pytest.fixture
-def datasets(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return datasets
-
-
-@pytest.mark.parametrize(("kind", "answer"), [("csv", "2"), ("parquet", 2)])
-def test_tables_are_read_with_all_their_columns_and_a_cell_of_csv_is_text(
-    kind, answer, datasets, tmp_path
-):
-    rows = [{"prompt": "1+1=", "answer": answer}, {"prompt": '"2", 3\n', "answer": answer}]
-    getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(str(tmp_path / f"p.{kind}"))
-    assert rows_of(tmp_path / f"p.{kind}") == rows
+def test_the_cells_of_a_csv_file_are_text(tmp_path):
+    (tmp_path / "p.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n1+1=,02\r\n"""2"", 3\n",\r\n')
+    rows = [{"prompt": "1+1=", "answer": "02"}, {"prompt": '"2", 3\n', "answer": ""}]
+    assert rows_of(tmp_path / "p.csv") == rows
 
 
 @pytest.mark.parametrize(
@@ -68,9 +58,11 @@ def test_tables_are_read_with_all_their_columns_and_a_cell_of_csv_is_text(
     ],
 )
 def test_of_a_dataset_the_named_subset_and_split_are_read_else_train_and_test(
-    prompts, eval_prompts, expected, datasets, tmp_path, monkeypatch
+    prompts, eval_prompts, expected, tmp_path, monkeypatch
 ):
     """A folder as the hub stores it: a file for each split, a folder for each subset."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     subsets = "".join(f"- config_name: {x}\n  data_dir: {x}\n" for x in ("main", "more"))
     for subset in ("main", "more"):

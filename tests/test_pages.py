@@ -1,4 +1,4 @@
-"""The pages: commands, links, flags, metrics; the files and imports that the README speaks of."""
+"""The pages: commands, links, flags, metrics; imports; the embedded model."""
 
 import ast
 import dataclasses
@@ -6,29 +6,29 @@ import graphlib
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from small import byte_tokenizer, reward_model_job, save_model, small_gpt2
+from small import byte_tokenizer, lines_of, reward_model_job, save_model, small_gpt2, task_of
+from transformers import AutoModelForCausalLM
 
 import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing.config import TRL_NAMES, parse_flags
-from plumbing.data import decode, encode_prompts
-from plumbing.models import load_causal, load_tokenizer
+from plumbing.config import parse_flags
+from plumbing.models import load, load_tokenizer
 from sampling import generate
-from tasks import add_prompts
-from tools import evaluate, inspect_reward
 
 REPOSITORY = Path(__file__).parent.parent
-LOOPS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
-SCRIPTS = LOOPS | {"evaluate": evaluate, "inspect_reward": inspect_reward}
-FILES = {"README": "README.md", "running": "docs/running.md", "recipes": "docs/recipes.md"}
-PAGES = {page: (REPOSITORY / file).read_text(encoding="utf-8") for page, file in FILES.items()}
-PAGES |= {name: script.__doc__ for name, script in SCRIPTS.items()}
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
+FILES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
+TEXTS = PAGES | {f"{name}.py": script.__doc__ for name, script in SCRIPTS.items()}
+OF_OTHERS = """help strict no-deps config_file nproc_per_node use_vllm model_name_or_path
+dataset_name""".split()  # pip, mkdocs, torchrun, TRL
 
 
 def commands(text: str) -> list[str]:
@@ -38,156 +38,30 @@ def commands(text: str) -> list[str]:
     return [c.split("  #")[0] for c in blocks + re.findall(r"`(python [^`]*)`", text)]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_names_a_file_and_flags_that_are_there(page):
-    found = [shlex.split(c)[1:] for c in commands(PAGES[page]) if " -m " not in c]
-    assert found
-    for program, *flags in found:
-        assert (REPOSITORY / program).is_file()
-        if (script := Path(program).stem) in SCRIPTS and "--help" not in flags:
-            parse_flags(SCRIPTS[script].Config, "", flags)
-
-
-def block(page: str, name: str) -> str:
-    """The first indented block behind a file's name."""
-    found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", page[page.index(f"`{name}`") :])[1]
-    return "".join(line[4:] + "\n" for line in found.rstrip("\n").split("\n"))
-
-
-SHORT = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4 --device cpu"
-
-
-def test_the_first_command_runs_and_that_with_the_reader_s_files(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    save_model(tmp_path / "gpt2", small_gpt2(vocab_size=257), byte_tokenizer())
-    for name in ("my_prompts.jsonl", "my_rewards.py"):
-        Path(name).write_text(block(PAGES["README"], name))
-    of_ppo = [c for c in commands(PAGES["README"]) if c.startswith("python ppo.py")]
-    for command in (of_ppo[0], next(c for c in of_ppo if "my_rewards.py" in c)):
-        ppo.main([*shlex.split(command)[2:], *SHORT.split()])
-    out = capsys.readouterr().out
-    assert re.search(r"step 1: eval/reward [\d.]+ \(was [\d.]+\), greedy", out)
-    assert "2 prompts to train on" in out
-    assert len(list(Path("runs").glob("*/model/model.safetensors"))) == 2
-
-
-def test_the_reward_of_countdown_reads_an_equation_and_runs_nothing_else():
-    functions = {}
-    exec(block(PAGES["recipes"], "countdown.py"), functions)
-
-    def score(text: str) -> float:
-        message = [{"role": "assistant", "content": text}]
-        return functions["right"]([message], nums=[[3, 5, 2]], target=[16])[0]
-
-    assert score("<answer>1</answer> so <answer> (3 + 5) * 2 </answer>") == 1
-    wrong = ["16", "3 + 5 * 2", "(3 + 5) * 2 + 2 - 2", "(3 + 5 * 2", "exit()", "3(5) + 2", "35**2"]
-    assert [score(f"<answer>{text}</answer>") for text in wrong] == [0] * len(wrong)
-
-
-# --- Imports ---
-
-
-def imports(path: Path) -> set[str]:
-    """The modules that a file imports at its top, and the names that it takes, with dots."""
-    names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
-
-
-def graph_of(*folders: str) -> dict[str, set[str]]:
-    """{module: what it imports at its top}; benchmarks/ import each other by bare names."""
-    files = [f for folder in folders for f in (REPOSITORY / folder).glob("*.py")]
-    places = [f.relative_to(REPOSITORY).with_suffix("").parts for f in files]
-    names = [".".join(p[p[0] == "benchmarks" :]) for p in places]
-    return {name: imports(file) for name, file in zip(names, files, strict=True)}
-
-
-def test_no_import_leads_in_a_circle_and_common_imports_nothing_of_ours():
-    """Among what is loaded at once: data.py loads what few runs need in the function that does."""
-    graph = graph_of(".", "plumbing", "tools")
-    graph = {name: imported & set(graph) for name, imported in graph.items()}
-    assert graph["common"] == set() and "common" in graph["ppo"]
-    list(graphlib.TopologicalSorter(graph).static_order())
-
-
-def test_the_core_needs_torch_transformers_numpy_and_tqdm_alone():
-    needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
-    assert needed == {"torch", "transformers", "numpy", "tqdm"}
-    graph = graph_of(".", "plumbing", "tools")
-    found = {name.partition(".")[0] for imported in graph.values() for name in imported}
-    ours = {name.partition(".")[0] for name in graph}
-    assert found - ours - sys.stdlib_module_names == needed
-
-
-def test_every_program_that_imports_torch_imports_what_switches_cudnn_attention_off():
-    """Its gradients are NaN on an H100 for some masks, and its completions wrong on a B200."""
-    assert "plumbing.models" in sys.modules and not torch.backends.cuda.cudnn_sdp_enabled()
-    graph = graph_of(".", "plumbing", "tools", "benchmarks")
-    programs = {
-        x for x in graph_of(".", "tools", "benchmarks") if {"torch", "transformers"} & graph[x]
-    }
-    assert programs > {"ppo", "grpo", "rloo", "reward_model", "tools.fit", "speed", "gpu"}
-    for program in programs - {"common"}:
-        found, new = set(), {program}
-        while new:
-            found |= new
-            new = {x for name in new for x in graph[name] & set(graph)} - found
-        assert "plumbing.models" in found, program
-
-
-# --- The embedded model ---
-
-
-def test_the_embedded_model_is_small_and_forgets_to_carry_from_the_units():
-    assert sum(path.stat().st_size for path in (REPOSITORY / "tiny").iterdir()) <= 3e6
-    rows = add_prompts()[1][:300]
-    policy, tokenizer = load_causal("tiny"), load_tokenizer("tiny")
-    ids, mask = encode_prompts(tokenizer, rows)
-    options = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": 0}
-    rollout = generate(policy, ids, mask, max_new_tokens=5, top_k=1, **options)
-    texts = decode(tokenizer, rollout)
-    errors = [int(row["answer"]) - int(text) for row, text in zip(rows, texts, strict=True)]
-    carries = [sum(int(x[-1]) for x in row["prompt"].strip("=").split("+")) > 9 for row in rows]
-    assert 100 < sum(carries) < 200 and [error != 0 for error in errors] == carries
-    # A few of the wrong answers are other ones than those without the carry.
-    assert sum(e == 10 * c for e, c in zip(errors, carries, strict=True)) >= 295
-
-
-# --- Links, flags, metrics ---
-
-
-MARKDOWN = [
-    REPOSITORY / "README.md",
-    *(page for folder in ("docs", "course") for page in (REPOSITORY / folder).rglob("*.md")),
-]
-METRICS = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
-# Of mkdocs, of pip, of every parser, of trl sft.
-OF_OTHERS = {"strict", "no-deps", "help", "model_name_or_path", "dataset_name"}
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_command_names_a_file_and_flags_that_are_there(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no folder holds a run
+    for program, *flags in (shlex.split(c)[1:] for c in commands(TEXTS[page])):
+        assert program.startswith("-") or (REPOSITORY / program).is_file(), program
+        script = SCRIPTS.get(Path(program).stem)
+        if script and not {"--help", "--resume"} & {*flags}:
+            parse_flags(script.Config, "", script.TINY, flags)
 
 
 def test_every_link_of_a_page_leads_to_a_file():
-    links = 0
-    for page in MARKDOWN:
+    for page in [*FILES, *REPOSITORY.glob("course/**/*.md")]:
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if "://" not in link:
-                links += 1
-                assert (page.parent / link).exists(), f"{page.name} links to {link}"
-    assert links > 50
+            assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_every_flag_that_a_page_names_is_one_of_a_script_or_tool():
-    known = {f.name for script in LOOPS.values() for f in dataclasses.fields(script.Config)}
-    known |= {*TRL_NAMES, *OF_OTHERS}
+def test_every_flag_that_a_page_names_is_one_of_a_program():
+    known = {f.name for script in SCRIPTS.values() for f in dataclasses.fields(script.Config)}
     for folder in ("tools", "benchmarks", "course", "tests"):
         for program in (REPOSITORY / folder).rglob("*.py"):
             known |= set(re.findall(r"\"--([\w-]+)\"", program.read_text(encoding="utf-8")))
-    for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]:
-        named = set(re.findall(r"(?<![\w-])--(\w[\w-]*)", page.read_text(encoding="utf-8")))
-        assert named <= known, f"{page.name}: {named - known}"
+    for page, text in PAGES.items():
+        named = set(re.findall(r"(?<![\w-])--(\w[\w-]*)", text))
+        assert named <= {*known, *OF_OTHERS}, f"{page}: {named - known}"
 
 
 @pytest.mark.parametrize(
@@ -195,17 +69,88 @@ def test_every_flag_that_a_page_names_is_one_of_a_script_or_tool():
     ["grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "rloo", "reward_model"))],
 )
 def test_the_page_of_metrics_has_each_that_a_run_writes_and_no_other(name, make_job, tmp_path):
-    of_runs, _, rest = METRICS.partition("## Reward models")
+    parts = re.split("## Reward models|## tokens.jsonl", PAGES["metrics.md"])
     row = r"^\| `([^`]+)` (?:\(([^)]+)\) )?\|"  # the scripts in brackets; without them, all
-    rows = re.findall(row, of_runs, re.M)
-    of_pairs = re.findall(row, rest.partition("\n## ")[0], re.M)
-    where = dict(rows) | dict.fromkeys(dict(of_pairs), "reward model")
-    assert len(where) == len(rows) + len(of_pairs)
+    where, of_pairs = (dict(re.findall(row, part, re.M)) for part in parts[:2])
     if name == "reward_model":
         written = {key for line in reward_model_job(tmp_path)() for key in line}
-        own = {key for key in where if where[key] == "reward model"}
-        assert own <= written <= {"step", "episode", *where}
+        assert of_pairs.keys() <= written <= where.keys() | of_pairs.keys()
         return
-    flags = {"eval_generations": 2} | ({"dynamic_sampling": 1} if name == "grpo" else {})
-    written = {key for line in make_job(LOOPS[name])(**flags) for key in line}
+    job = make_job(SCRIPTS[name])
+    written = {key for line in job(eval_generations=2) for key in line}
     assert written == {key for key in where if not where[key] or name.upper() in where[key]}
+    keys = {key for line in lines_of(job.folder / "tokens.jsonl") for key in line}
+    assert keys <= {*re.findall(r"`(\w+)`", parts[2])}
+
+
+def block(name: str) -> str:
+    """The first indented block of the README behind a file's name."""
+    text = PAGES["README.md"].partition(f"`{name}`")[2]
+    found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", text)[1]
+    return textwrap.dedent(found).rstrip("\n") + "\n"
+
+
+def test_the_first_command_runs_and_that_with_the_reader_s_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "gpt2", small_gpt2(vocab_size=257), byte_tokenizer())
+    for name in ("my_prompts.jsonl", "my_rewards.py"):
+        Path(name).write_text(block(name))
+    of_ppo = [c for c in commands(PAGES["README.md"]) if c.startswith("python ppo.py")]
+    short = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
+    for command in (of_ppo[0], next(c for c in of_ppo if "my_rewards.py" in c)):
+        ppo.main([*shlex.split(command)[2:], *short.split(), "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert re.search(r"step 1: eval/reward [\d.]+ \(was [\d.]+\), greedy", out)
+    assert "2 prompts to train on" in out
+    assert len(list(Path("runs").glob("*/model/model.safetensors"))) == 2
+
+
+# --- Imports ---
+
+
+def graph_of(*folders: str) -> dict[str, set[str]]:
+    """{module: the modules that it imports at its top, and the names that it takes, with dots}."""
+    graph = {}
+    for file in (file for folder in folders for file in (REPOSITORY / folder).glob("*.py")):
+        name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+        names = graph[name] = set()
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return graph
+
+
+def test_imports_lead_down_from_scripts_to_common_and_need_four_libraries_alone():
+    graph = graph_of(".", "plumbing", "tools")
+    found = {name.partition(".")[0] for imported in graph.values() for name in imported}
+    ours = {name.partition(".")[0] for name in graph}
+    needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
+    assert found - ours - sys.stdlib_module_names <= needed
+    assert needed == {"torch", "transformers", "numpy", "tqdm"}
+    graph = {name: imported & {*graph} for name, imported in graph.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # it refuses a circle
+    assert graph["common"] == set() and graph["sampling"] == {"common"}
+    assert not any(x.startswith("tools.") for imported in graph.values() for x in imported)
+    # plumbing.models switches cuDNN's attention off: its gradients are NaN on an H100.
+    assert all("plumbing.models" in graph[script] for script in SCRIPTS)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# --- The embedded model ---
+
+
+def test_the_embedded_model_is_small_and_forgets_to_carry_from_the_units():
+    assert sum(path.stat().st_size for path in (REPOSITORY / "tiny").iterdir()) <= 3e6
+    task = task_of()
+    task.tokenizer, rows = load_tokenizer("tiny"), task.heldout[:300]
+    task.eos_token_ids, task.tokens = [task.tokenizer.eos_token_id], {}
+    options = {"eos_token_ids": task.eos_token_ids, "pad_token_id": 0, "max_new_tokens": 5}
+    policy = load(AutoModelForCausalLM, "tiny")
+    _, texts = task.score(rows, generate(policy, *task.encode(rows), top_k=1, **options))
+    errors = [int(row["answer"]) - int(text) for row, text in zip(rows, texts, strict=True)]
+    carries = [sum(int(x[-1]) for x in row["prompt"].strip("=").split("+")) > 9 for row in rows]
+    assert 100 < sum(carries) < 200 and [error != 0 for error in errors] == carries
+    # A few of the wrong answers are other ones than those without the carry.
+    assert sum(e == 10 * c for e, c in zip(errors, carries, strict=True)) >= 295

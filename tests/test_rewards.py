@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 import grpo
 from common import InputError
 from plumbing.data import Task, decode, load_reward
-from tasks import REWARDS, TASKS
+from tasks import REWARDS, TASKS, add_prompts
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
@@ -82,33 +82,29 @@ def test_what_is_no_list_of_finite_numbers_is_refused_in_one_line(reward, fault)
         scored(reward)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion", "eos", "text"),
-    [
+def test_the_text_that_is_scored_ends_before_eos_and_padding():
+    for prompt, completion, eos, text in (
         ([1], [71, 72, 256], 256, "hi"),
         ([1], [71, 72], 256, "hi"),
         ([1], [71, 72, 0], 0, "hi"),  # a second EOS, of the generation_config
         ([65, 127], [102, 65, 66], 256, "\ufffdbc"),  # an é that begins in the prompt
         ([256, 65], [256, 71, 72, 13], 13, "<|endoftext|>hi"),  # a tag may be a special token
-    ],
-)
-def test_the_text_that_is_scored_ends_before_eos_and_padding(prompt, completion, eos, text):
-    rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
-    assert decode(byte_tokenizer(), rollout, [eos])[0] == text
+    ):
+        rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
+        assert decode(byte_tokenizer(), rollout, [eos])[0] == text
 
 
 # --- By name, from a file, a model ---
 
 
 def test_ready_made_rewards_read_text_or_messages():
-    for name, texts, answer, expected in (
-        ("exact_match", [" a b\n", "0"], ["a b", 0], [1, 1]),
-        ("exact_match", [" a b\n", "7"], ["a", 70], [0, 0]),
-        ("brevity", [" a b\n", "7"], None, [-0.02, -0.01]),
-        # 17 runs of four words, 5 of them different
-        ("no_repetition", ["so very good it is " * 4, "7"], None, [5 / 17 - 1, 0]),
-    ):
-        for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
+    texts = " a b\n", "0"
+    for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
+        for name, answer, expected in (
+            ("exact_match", ["a b", 0], [1, 1]),
+            ("exact_match", ["a", "00"], [0, 0]),
+            ("brevity", None, [-0.02, -0.01]),
+        ):
             assert load_reward(name, REWARDS)(completions=completions, answer=answer) == expected
 
 
@@ -147,9 +143,8 @@ def test_a_reward_model_is_the_last_of_the_rewards_and_needs_no_answers(tmp_path
 # --- Verifiers ---
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "expected"),
-    [
+def test_numeric_match_compares_the_last_number_exactly():
+    for text, answer, expected in (
         ("12 + 34 = 46.", 46, 1),
         ("-46", 46, 0),
         ("it is .5", ".5", 1),
@@ -157,28 +152,23 @@ def test_a_reward_model_is_the_last_of_the_rewards_and_needs_no_answers(tmp_path
         ("it is 1,024.", "1,024", 1),
         ("3,4", 4, 1),
         ("12345678901234568", "12345678901234567", 0),
-    ],
-)
-def test_numeric_match_compares_the_last_number_exactly(text, answer, expected):
-    assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected]
+    ):
+        assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
 
 
-@pytest.mark.parametrize(
-    ("text", "right", "strict"),
-    [
-        ("#### 1072\nQ: 99", 1, 1),
-        ("#### 71\n#### 1072\n#### ", 1, 1),
-        ("#### -$1072", 0, 0),
-        ("It is $1,072.", 1, 0),
-        ("\\boxed{1{,}072}, since 1002 + 70", 1, 0),
-        ("1002 + 70 = 1072 dollars, as 268 * 4", 0, 0),
-        ("1072,000", 0, 0),
-    ],
-)
-def test_gsm8k_reads_the_result_as_it_is_written(text, right, strict):
+def test_gsm8k_reads_the_number_behind_its_mark_else_the_last_one():
     answer = ["She has 7 * 10 = <<7*10=70>>70, and 1002 more, of 2000.\n#### 1,072"]
-    assert REWARDS["gsm8k"]([text], answer=answer) == [right]
-    assert REWARDS["gsm8k_strict"]([text], answer=answer) == [strict]
+    for text, expected in (
+        ("#### 1072\nQ: 99", 1),
+        ("#### 71, or 1072", 0),
+        ("#### 71\n#### 1072\n#### ", 1),
+        ("It is $1,072.", 1),
+        ("\\boxed{1{,}072}", 1),
+        ("1002 + 70 = 1072 dollars, as 268 * 4", 0),
+        ("1072,000", 0),
+        ("four", 0),
+    ):
+        assert REWARDS["gsm8k"]([text], answer=answer) == [expected], text
 
 
 def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
@@ -196,8 +186,8 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     judge = Task([], [], [], verifier=REWARDS["numeric_match"])
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
     assert found.tolist() == [[1, 0], [1, 1]]
 
@@ -206,14 +196,13 @@ def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
 
 
 def test_no_held_out_sum_is_trained_on_not_even_mirrored():
-    task, sides = task_of(), []
-    for rows in (task.train, task.heldout):
+    sides = []
+    for rows, messages in zip(add_prompts(), add_prompts(chat=True), strict=True):
         numbers = [row["prompt"].removesuffix("=").split("+") for row in rows]
         assert [str(int(a) + int(b)) for a, b in numbers] == [row["answer"] for row in rows]
         sides.append({frozenset(pair) for pair in numbers})
+        assert re.findall(r"\d+", messages[0]["prompt"][0]["content"]) == numbers[0]
     assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
-    [message] = task_of("{{ messages }}").train[0]["prompt"]
-    assert re.findall(r"\d+", message["content"]) == re.findall(r"\d+", task.train[0]["prompt"])
 
 
 def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():

@@ -112,9 +112,8 @@ def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_whatever_gener
     assert deviation[common].max() < 4.5 and counts[~common].sum() < 3 * n * p[~common].sum() + 10
 
 
-@pytest.mark.parametrize("function", [generate, draw])
-def test_top_k_and_top_p_are_off_by_default(function):
-    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+def test_top_k_and_top_p_are_off_by_default():
+    defaults = {name: p.default for name, p in inspect.signature(draw).parameters.items()}
     assert defaults["top_k"] == 0 and defaults["top_p"] == 1 and defaults["temperature"] == 1
 
 
@@ -185,8 +184,7 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(small_model, half, to
         return logits.index_fill(0, torch.tensor([2]), bad) if calls[-1] == token else logits
 
     small_model.get_output_embeddings().register_forward_hook(spoil)
-    remedy = "give --fp16 false, or lower" if half == torch.float16 else "lower"
-    with pytest.raises(Fault, match=f"logits are not finite: {remedy} --learning_rate"):
+    with pytest.raises(Fault, match=r"logits are not finite: lower .*, or --fp16 false"):
         sample(small_model, half=half, top_k=top_k, eos_token_ids=[])
 
 
