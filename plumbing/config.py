@@ -194,11 +194,7 @@ def _boolean(text: str) -> bool:
 
 def _check_numbers(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
-        value, least, most = (
-            getattr(config, field.name),
-            field.metadata["least"],
-            field.metadata["most"],
-        )
+        value, (least, most) = getattr(config, field.name), field.metadata["bounds"]
         for x in value if isinstance(value, list) else [value]:
             if isinstance(x, bool) or not isinstance(x, (int, float)):
                 continue
