@@ -4,13 +4,14 @@
   python course/bughunt.py --reveal 3      # the line, what it should say, and why it shows
   python course/bughunt.py --measure       # which bugs show, and where: writes symptoms.json
 
-The bugs are those of tests/mutations.py that leave the range of five right runs in some metric.
+The bugs are those of bughunt.md. Each leaves the range of five right runs in some metric.
 """
 
 import argparse
 import difflib
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -20,11 +21,16 @@ from pathlib import Path
 COURSE = Path(__file__).resolve().parent
 sys.path[:0] = [str(COURSE), str(COURSE.parent / "tests")]
 
-import mutations
 from make import copy_files
-from reasons import REASONS
+from mutations import planted
 
 SYMPTOMS = COURSE / "symptoms.json"
+# - script, bug. `function`: `what it says` → `the bug`. Why it shows as it does
+ENTRY = re.compile(
+    r"^- (\w+), (.+?)\.\s`(.+?)`:\s`(.+?)`\s→\s`(.+?)`\.\s(.+?)(?=^- |\Z)", re.M | re.S
+)
+FOUND = ENTRY.findall((COURSE / "bughunt.md").read_text(encoding="utf-8").replace("\n  ", " "))
+KEY = {bug: (script, *rest) for script, bug, *rest in FOUND}
 # Short runs whose flags bring out what the defaults leave at rest.
 SMALL = "--num_eval_prompts 256 --device cpu --temperature 1.2"
 OF_GROUPS = f"{SMALL} --num_steps 50 --eval_every 50 --num_mini_batches 2 --micro_batch_tokens 64"
@@ -40,7 +46,7 @@ loss/policy_avg grad_norm val/num_eos_tokens length/truncated_frac lr objective/
 
 def edit_of(bug: str) -> tuple[str, str, str]:
     """(file, its text, its text with the bug)."""
-    path, text = mutations.planted(*next(x for x in mutations.MUTATIONS if x[3] == bug))
+    path, text = planted(*KEY[bug][1:4])
     return path.relative_to(COURSE.parent).as_posix(), path.read_text(encoding="utf-8"), text
 
 
@@ -84,16 +90,15 @@ def symptom(buggy: dict, right: list[dict]) -> tuple[str, float]:
 def measure() -> None:
     """Run all bugs, and write those with a symptom to symptoms.json."""
     found = {"right": {}, "bugs": {}}
-    for script, bugs in REASONS.items():
-        right = [curves(script, seed) for seed in range(5)]
-        for bug in bugs:
-            run = curves(script, 0, bug)
-            name, z = symptom(run, right)
-            print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
-            if name:
-                about = {"script": script, "metric": name, "z": round(z, 1)}
-                found["bugs"][bug] = about | {"curve": run[name]}
-                found["right"].setdefault(script, {})[name] = [run[name] for run in right]
+    right = {script: [curves(script, seed) for seed in range(5)] for script in JOBS}
+    for bug, (script, *_) in KEY.items():
+        run = curves(script, 0, bug)
+        name, z = symptom(run, right[script])
+        print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
+        if name:
+            about = {"script": script, "metric": name, "z": round(z, 1)}
+            found["bugs"][bug] = about | {"curve": run[name]}
+            found["right"].setdefault(script, {})[name] = [run[name] for run in right[script]]
     SYMPTOMS.write_text(json.dumps(found) + "\n")
 
 
@@ -136,10 +141,10 @@ def main(args: list[str] | None = None) -> None:
     if options.measure:
         measure()
     elif options.reveal is not None:
-        bug, about = chosen(options.reveal)
+        bug = chosen(options.reveal)[0]
         file, right, wrong = (text.split("\n") for text in edit_of(bug))
         changes = difflib.unified_diff(wrong, right, "wrong", "right", n=0, lineterm="")
-        print(f"{file[0]}: {bug}", *changes, REASONS[about["script"]][bug], sep="\n")
+        print(f"{file[0]}: {bug}", *changes, KEY[bug][-1], sep="\n")
     elif options.out is None or options.out.exists():
         parser.error("give a folder that doesn't exist yet")
     else:

@@ -47,7 +47,6 @@ class Experiment:
     variants: dict[str, Variant]
     predict: Prediction
     curve: str = "objective/scores"
-    exact: bool = False  # always with seed 0: the figures are the same but for rounding
     samples: bool = False  # print some of the last completions
 
 
@@ -59,21 +58,9 @@ HOT = GROUPS.replace("prompts_per_step 8", "prompts_per_step 32") + " --temperat
 ROLLOUTS = "--num_steps 10 --prompts_per_step 32 --num_generations 8 --num_eval_prompts 256"
 ROLLOUTS += " --eval_every 10 --warmup_steps 0 --kl_coef 0 --eval_generations 8"
 REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
-# Three steps of three updates on given completions. A whole rollout is a minibatch, so the order of
-# its rows, which a right solution may draw otherwise, changes nothing but rounding.
-FIRST = "--num_steps 3 --num_eval_prompts 8 --eval_every 3 --warmup_steps 0 --learning_rate 2e-4"
-FIRST += " --num_epochs 3 --num_mini_batches 1 --micro_batch_tokens 256"
-FIRST_OF_GROUPS = f"{FIRST} --prompts_per_step 32 --num_generations 8"
-FIRST_FIGURES = "entropy_first kl policy_loss clipfrac approxkl grad_norm"
-GIVEN = (
-    "Three steps on 256 given completions, in seconds: does your {} compute what it should, before"
-    " you wait for what it learns? (They aren't samples, so `kl` may be below 0.)"
-)
 SHORT = f"{GROUPS} --reward REWARDS:short --temperature 1.5 --max_new_tokens 10"
 LONG = f"{GROUPS} --reward REWARDS:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0"
 LONG += " --num_steps 100 --eval_every 100"
-# A longer run shows what rounding becomes: other batches of rows round otherwise.
-SOME_FLAT = f"{GROUPS} --num_steps 20 --eval_every 20 --kl_coef 0"
 LENGTHS = f"{GROUPS} --temperature 1.5 --max_new_tokens 12 --num_mini_batches 2"
 LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
 LEARNT += " --eval_every 5"
@@ -81,20 +68,6 @@ SIZED = " --num_eval_prompts 256 --eval_every 80 --learning_rate 3e-4"
 START = 0.436  # the share of right samples before the first step
 
 EXPERIMENTS = {
-    "draws": Experiment(
-        1,
-        "2,000 completions at temperature 1.5, in seconds: does your `generate` draw what it"
-        " should? (`first_digit` is the share that begins with the right digit, `surprise` the mean"
-        " of -log p of the tokens, `logprob_dev` how many millionths the noted log-probs are off.)",
-        "first_digit length surprise logprob_dev",
-        {"tiny": Variant(measure="draws")},
-        Prediction(
-            "The vocabulary has 99 tokens. Is `surprise` above or below log 99 = 4.6?",
-            "surprise", "tiny", 4.6,
-            "The mean of -log p is the entropy, and log 99 is that of a uniform draw: the most that"
-            " 99 tokens can have. A model that has learnt something is surer.",
-        ),
-    ),
     "estimators": Experiment(
         1,
         "k1, k2 and k3 estimate the same KL from samples. Which is unbiased, which varies least?"
@@ -108,21 +81,11 @@ EXPERIMENTS = {
             " Its mean differs from the KL however many samples there are.",
         ),
     ),
-    "rloo_steps": Experiment(
-        2, GIVEN.format("RLOO"), FIRST_FIGURES,
-        {"3 steps": Variant("rloo", f"{FIRST_OF_GROUPS} --kl_coef 0.1", "give_completions")},
-        Prediction(
-            "Three updates with each rollout: is `clipfrac`, their mean, above 0 or 0?",
-            "clipfrac", "3 steps", 0,
-            "At the first update the ratio is 1. The second one finds a policy that has moved.",
-        ),
-        exact=True,
-    ),
     "dropout": Experiment(
         2,
         "What does dropout that is left on do before the first update, where ratio 1 and KL 0"
         " should be, and to what is learnt?",
-        "clip_first kl_first reward accuracy",
+        "accuracy clip_first kl_first reward",
         {
             "off": Variant("rloo", GROUPS),
             "left on": Variant("rloo", f"{GROUPS} --disable_dropout false"),
@@ -138,8 +101,8 @@ EXPERIMENTS = {
     "top_k": Experiment(
         2,
         "top_k 5 samples from something else than the policy whose log-probs are trained. Which way"
-        " does it move KL and entropy, as the policy gets surer of itself?",
-        "entropy_first kl reward accuracy_first accuracy",
+        " does it move the KL, as the policy gets surer of itself?",
+        "accuracy kl reward accuracy_first",
         {
             "softmax alone": Variant("rloo", HOT),
             "top_k 5": Variant("rloo", HOT, "top_5"),
@@ -173,7 +136,7 @@ EXPERIMENTS = {
         2,
         "Sampled at temperature 1.5, log-probs at 1: a mistake that raises no error, and the ratio"
         " is 1 all the same. Where does it show?",
-        "ratio_dev kl reward accuracy_first accuracy",
+        "accuracy ratio_dev kl reward accuracy_first",
         {
             "right": Variant("rloo", HOT),
             "forgotten": Variant("rloo", HOT, "forget_the_temperature"),
@@ -190,7 +153,7 @@ EXPERIMENTS = {
         2,
         "The reward counts nines, and right sums are what was meant. How much of them is left, for"
         " which weight of the KL? Read the samples below the figures.",
-        "reward kl accuracy",
+        "accuracy reward kl",
         {
             f"kl_coef {c}": Variant("rloo", f"{GROUPS} --reward REWARDS:nines --kl_coef {c}")
             for c in (0, 0.05, 0.5)
@@ -207,7 +170,7 @@ EXPERIMENTS = {
         2,
         "64 completions a step, three learning rates, with a warm-up of ten steps and without: what"
         " collapses, and what crawls?",
-        "lowest reward kl_largest accuracy",
+        "accuracy lowest reward kl_largest",
         {
             f"{rate}, {label}": Variant(
                 "rloo", f"{GROUPS} --learning_rate {rate} --warmup_steps {steps}"
@@ -262,27 +225,11 @@ EXPERIMENTS = {
             " about all the others.",
         ),
     ),
-    "ppo_steps": Experiment(
-        3, GIVEN.format("PPO"), f"{FIRST_FIGURES} value_loss explained",
-        {
-            "3 steps": Variant(
-                "ppo", f"{FIRST} --prompts_per_step 256 --kl_coef 0.1", "give_completions"
-            )
-        },
-        Prediction(
-            "The value model starts at 0 and makes nine short updates. Which share of the variance"
-            " of the returns does it explain (`explained`)?",
-            "explained", "3 steps", None,
-            "A model that says the same everywhere explains nothing, and nine updates at 2e-4 don't"
-            " change that.",
-        ),
-        exact=True,
-    ),
     "missing_eos": Experiment(
         3,
         "With room for 3 tokens a sum of three digits has none left for EOS. What does a penalty"
         " for the missing EOS teach?",
-        "truncated reward accuracy",
+        "accuracy truncated reward",
         {
             f"penalty {p}": Variant("ppo", f"{PPO} --max_new_tokens 3 --missing_eos_penalty {p}")
             for p in (0, 2)
@@ -353,18 +300,6 @@ EXPERIMENTS = {
             "delta of the slot after EOS is 1, and the recursion hands gamma lambda of it on.",
         ),
     ),
-    "grpo_steps": Experiment(
-        4, GIVEN.format("GRPO"), FIRST_FIGURES,
-        {"3 steps": Variant("grpo", f"{FIRST_OF_GROUPS} --kl_coef 0.01", "give_completions")},
-        Prediction(
-            "The completions are given, most of them wrong. Is `kl`, a mean of k1 over them, above"
-            " or below 0?",
-            "kl", "3 steps", 0,
-            "The mean of k1 is the KL over samples of the policy alone. These are made up, and"
-            " training makes most of them rarer than they were to the reference.",
-        ),
-        exact=True,
-    ),
     "pad_is_eos": Experiment(
         4,
         "Pad and EOS are the same id, and the mask is inferred from the ids: EOS gets no gradient."
@@ -394,22 +329,6 @@ EXPERIMENTS = {
             "The sum of |A| over a group with k right of G is 2 k (G - k) / G. Divide that of k = 1"
             " by that of k = 4.",
         ),
-    ),
-    "skipped_rows": Experiment(
-        4,
-        "Without a KL a group of equal rewards has no gradient, and its rows are left out of the"
-        " update. Does that change what is learnt? Which share of the rows is saved (`flat`)?",
-        "flat grad_norm accuracy",
-        {
-            "left out": Variant("grpo", SOME_FLAT),
-            "taken along": Variant("grpo", SOME_FLAT, "take_all_rows"),
-        },
-        Prediction(
-            "Is `accuracy` with these rows left out above, below or at that with them?",
-            "accuracy", "left out", ("accuracy", "taken along"),
-            "Their advantage is 0, so their gradient is 0 for any ratio. The mean counts them.",
-        ),
-        curve="reward/frac_flat_groups",
     ),
     "rejection": Experiment(
         4,
@@ -473,7 +392,7 @@ EXPERIMENTS = {
     ),
     "loss_types": Experiment(
         5, "GRPO, Dr. GRPO and DAPO in training: does the length of a completion move?",
-        "accuracy_first accuracy length clipfrac",
+        "accuracy accuracy_first length clipfrac",
         {
             "grpo": Variant("grpo", f"{LENGTHS} --loss_type grpo"),
             "dr_grpo": Variant("grpo", f"{LENGTHS} --loss_type dr_grpo --scale_rewards none"),
@@ -487,19 +406,19 @@ EXPERIMENTS = {
         ),
         curve="length/mean",
     ),
-    "dynamic_sampling": Experiment(
+    "oversample": Experiment(
         5,
-        "DAPO replaces groups of equal rewards by those of other prompts. Is that more than"
-        " sampling as many completions, of 11 prompts a step?",
-        "sampled flat grad_norm accuracy",
+        "DAPO wants no groups of equal rewards: of 16 prompts a step, keep 8 that teach something."
+        " Is that more than training on all 16?",
+        "accuracy sampled flat grad_norm",
         {
             "8 prompts": Variant("grpo", GROUPS),
-            "8 prompts, replaced": Variant("grpo", f"{GROUPS} --dynamic_sampling 2"),
-            "11 prompts": Variant("grpo", GROUPS.replace("per_step 8", "per_step 11")),
+            "8 of 16 prompts": Variant("grpo", f"{GROUPS} --oversample 2"),
+            "16 prompts": Variant("grpo", GROUPS.replace("per_step 8", "per_step 16")),
         },
         Prediction(
-            "Is `flat` with 11 prompts a step above or below that with flat groups replaced?",
-            "flat", "11 prompts", ("flat", "8 prompts, replaced"),
+            "Is `flat` with 16 prompts a step above or below that with 8 of 16?",
+            "flat", "16 prompts", ("flat", "8 of 16 prompts"),
             "More prompts of the same kind are flat as often.",
         ),
     ),
@@ -523,7 +442,7 @@ EXPERIMENTS = {
         5,
         "Entropy falls as the policy becomes sure. What does a bonus for it keep, and what does it"
         " cost? (Without a KL; pass@8 on held-out sums.)",
-        "entropy accuracy pass_at_8",
+        "accuracy entropy pass_at_8",
         {
             f"{coef}": Variant(
                 "grpo", f"{GROUPS} --kl_coef 0 --eval_generations 8 --entropy_coef {coef}"
@@ -542,35 +461,24 @@ EXPERIMENTS = {
         5,
         "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
         " and does it change what is learnt?",
-        "sampler_kl_x1000 sampler_dev accuracy",
+        "accuracy sampler_kl_x1000",
         {
             "float32": Variant("rloo", GROUPS),
             "bfloat16": Variant("rloo", f"{GROUPS} --bf16 true"),
         },
         Prediction(
-            "A weight of policy over sampler is bounded at 2: a difference of 0.69. Is the largest"
-            " one of the run in bfloat16 (`sampler_dev`) above or below that?",
-            "sampler_dev", "bfloat16", 0.69,
-            "bfloat16 has three digits: logits of about 10 are off by some hundredths.",
-        ),
-    ),
-    "reward_steps": Experiment(
-        6,
-        "Ten steps of reward_model.py, in seconds: are its figures what they should be?"
-        " (`loss_first` is that of scores that are all 0.)",
-        "loss_first loss loss_last margin accuracy grad_norm score_mean",
-        {"10 steps": Variant(measure="reward_steps")},
-        Prediction(
-            "All scores are 0 at the first step. What is the loss of a pair (`loss_first`)?",
-            "loss_first", "10 steps", None,
-            "-log sigmoid(0) = log 2: either text may be the better one.",
+            "Is the KL of sampler and policy in bfloat16, in thousandths of a nat for each token"
+            " (`sampler_kl_x1000`), above or below 1?",
+            "sampler_kl_x1000", "bfloat16", 1,
+            "bfloat16 has three digits: logits of about 10 are off by some hundredths. A KL is half"
+            " the mean square of such differences.",
         ),
     ),
     "overoptimisation": Experiment(
         6,
         "PPO on a reward model that has learnt from few pairs, or from many: where does its score"
         " rise while the sums get worse, and what does the weight of the KL save?",
-        "judge score_first score kl accuracy_first accuracy_best best_step accuracy",
+        "accuracy judge score_first score kl accuracy_first accuracy_best best_step",
         {
             f"{pairs} pairs, kl_coef {coef}": Variant(
                 "ppo", f"{LEARNT} --kl_coef {coef}", pairs=pairs

@@ -13,19 +13,14 @@ import argparse
 import ast
 import contextlib
 import csv
-import dis
-import filecmp
 import json
 import multiprocessing
 import os
-import re
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import textwrap
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,141 +33,93 @@ from problems import BY_NAME, FILES, PROBLEMS, PROGRAM, REPOSITORY, SHARED, NotF
 # Each process is forked off one that has done the slow imports.
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["judge", "peft", "safetensors.torch", "transformers.models.gpt2.modeling_gpt2"]
-LARGEST = 1_000_000  # bytes that are read of a file
 
 
 def read_submission(path: Path) -> dict[str, str]:
     """{file: text} of a folder or a zip file; they may lie in a folder of it. Raises NotFound."""
     try:
-        root = path if path.is_dir() else zipfile.Path(path)  # nothing is unpacked
-        tops = [root, *(x for x in root.iterdir() if x.is_dir())]
-        tops = [top for top in tops if any((top / file).is_file() for file in FILES)]
-        if not tops or (len(tops) > 1 and tops[0] is not root):
-            where = " and ".join(sorted(top.name for top in tops)) or "none of its folders"
-            raise NotFound(f"the files {', '.join(FILES)} are in {where}")
+        root = path if path.is_dir() else zipfile.Path(path)
+        tops = [x for x in (root, *root.iterdir()) if any((x / file).is_file() for file in FILES)]
+        if len(tops) != 1:
+            raise NotFound(f"{len(tops)} folders have files of the assignment, and not one")
         names = {x.name for x in tops[0].iterdir() if x.name.endswith(".py")} | {*FILES}
-        files = [(name, tops[0] / name) for name in sorted(names) if (tops[0] / name).is_file()]
-        texts = {name: file.open("rb").read(LARGEST) for name, file in files}
+        files = {name: tops[0] / name for name in sorted(names) if (tops[0] / name).is_file()}
+        return {k: x.read_text(encoding="utf-8-sig", errors="replace") for k, x in files.items()}
     except Exception as e:  # broken archives raise many kinds
-        raise NotFound(f"{path.name}: {str(e)[: judge.CUT]}") from None
-    return {k: v.decode("utf-8-sig", "replace").replace("\r\n", "\n") for k, v in texts.items()}
+        raise NotFound(f"{path.name}: {e}") from None
 
 
 def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str] | str:
     """{file: text} of what the submission changes in the repository, or why it can't be graded.
 
-    Helpers, constants and imports come along from all files of the submission: those that ours
-    lacks, and in the problem's file those that differ, but no function of another problem. Other
-    code at the top of a file isn't run.
+    Of the problem's file all comes along but the functions of other problems, which are ours; so
+    do files that we don't have. A script runs with all that was handed in.
     """
     for file in [problem.file] if problem.function else [problem.file, *SHARED]:
         if file not in texts:
             return f"{file} isn't in the submission"
-    found = {file: text for file, text in texts.items() if file not in PROGRAM}  # new files
     if not problem.function:
-        return found | {file: texts[file] for file in FILES if file in texts}
-    others = {other.function for other in PROBLEMS} - {problem.function} | {"annotations"}
-    for file in {*texts} & {*FILES}:
-        ours, is_own = statements((REPOSITORY / file).read_text("utf-8")), file == problem.file
-        ours = [x for x in ours if not (is_own and problem.function in names_of(x))]
-        known = {name: ast.dump(node) for node in ours for name in names_of(node)}
-        theirs = [
-            node
-            for node in statements(texts[file])
-            for name in names_of(node) - others
-            if name not in known or (is_own and known[name] != ast.dump(node))
-        ]
-        if is_own and not any(problem.function in names_of(node) for node in theirs):
-            return f"{problem.function} is not in {file}, or doesn't parse"
-        found[file] = "\n\n".join([*map(ast.unparse, ours), *map(attempt, dict.fromkeys(theirs))])
-    for text in found.values():
-        if borrowed := re.search(r"^\s*(?:from|import)\s+(test_\w+|conftest|judge)", text, re.M):
-            return f"the code imports {borrowed[1]}, a part of the tests"
-    return found
+        return {file: text for file, text in texts.items() if file in FILES or file not in PROGRAM}
+    others = {other.function for other in PROBLEMS} - {problem.function}
+    ours = ast.parse((REPOSITORY / problem.file).read_text(encoding="utf-8")).body
+    try:
+        theirs = ast.parse(texts[problem.file]).body
+    except (SyntaxError, ValueError) as e:
+        return f"{problem.file} doesn't parse: {e}"
+    if problem.function not in map(name_of, theirs):
+        return f"{problem.function} is not in {problem.file}"
+    # Ours first, for what they lack. The call of main and __future__ may stand there only once.
+    ours = [x for x in ours if name_of(x) != problem.function and not isinstance(x, ast.If)]
+    theirs = [x for x in theirs if name_of(x) not in {*others, "__future__"}]
+    found = {file: text for file, text in texts.items() if file not in PROGRAM}
+    return found | {problem.file: "\n".join(map(ast.unparse, [*ours, *theirs]))}
 
 
-def attempt(node: ast.stmt) -> str:
-    """The text of a statement. Where an import or an assignment fails its names stay undefined."""
-    text = textwrap.indent(ast.unparse(node), "    ")
-    return f"try:\n{text}\nexcept Exception:\n    pass"
-
-
-def statements(source: str) -> list[ast.stmt]:
-    """The statements at the top of a file. Of a file that doesn't parse, those that do: an error in
-    one function must not cost the others.
-    """
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        compile(source, "submission", "exec")  # which sees more errors than ast.parse
-        return ast.parse(source).body
-    # Decorators, a line that begins a statement, and the lines that belong to it.
-    parts = re.findall(r"(?m)^(?:@.*\n)*[^\s#)\]}@].*(?:\n(?:[ \t#)\]}].*|$))*", source)
-    return [node for part in parts if part != source for node in statements(part)]
-
-
-def names_of(node: ast.stmt) -> set[str]:
-    """The names that a statement gives a meaning; loops and calls are scratch code."""
-    if isinstance(node, (ast.Expr, ast.For, ast.While, ast.With)):
-        return set()
-    code = compile(ast.Module([node], []), "submission", "exec")
-    return {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_NAME"}
+def name_of(node: ast.stmt) -> str:
+    """The name of a function, of a class, or of the module that names are imported from."""
+    return getattr(node, "name", "") or getattr(node, "module", "")
 
 
 def grade(changed: dict | str, problem: Problem, template: Path, seconds: int) -> dict:
     """Run the tests of a problem on what `transplanted` gives: its points, in Gradescope's form.
     `template` is a copy of the repository.
     """
-    tests, given = problem.properties, [path.name for path in (template / "tests").iterdir()]
-    if isinstance(changed, str):
-        return points(problem, dict.fromkeys(tests, changed))
-    with tempfile.TemporaryDirectory(prefix="grade-") as work:
-        folder = Path(work) / "copy"
-        shutil.copytree(template, folder)
-        for name, text in changed.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        lines, ending = in_a_process(folder, problem, seconds)
-        kept, *_ = filecmp.cmpfiles(template / "tests", folder / "tests", given, shallow=False)
-    replaced = [line["replaced"] for line in lines if "replaced" in line]
-    replaced += [name for name in given if name not in kept]
-    if replaced:
-        return points(problem, dict.fromkeys(tests, f"the code replaces {replaced[0]}"))
-    ending = next((line["error"] for line in lines if "error" in line), ending)
-    found = {line["test"]: line["fault"] for line in lines if "test" in line}
-    return points(problem, {x: fault for x in tests if (fault := found.get(x, ending))})
-
-
-def points(problem: Problem, faults: dict[str, str]) -> dict:
-    """Gradescope's record of a problem whose tests have these faults."""
-    lines = {}  # in their order, each once
+    faults = dict.fromkeys(problem.properties, changed)
+    if not isinstance(changed, str):
+        with tempfile.TemporaryDirectory(prefix="grade-") as work:
+            folder = Path(work) / "copy"
+            shutil.copytree(template, folder)
+            for name, text in changed.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            found, ending = in_a_process(folder, problem, seconds)
+        faults = {test: found.get(test, ending) for test in problem.properties}
+    lines = {}  # each once
     for test, fault in faults.items():
         name = test.partition("::")[2].removeprefix("test_").replace("_", " ")
-        lines |= {f"-{problem.properties[test]}: {name}": None, fault: None}
-    score = problem.points - sum(problem.properties[test] for test in faults)
+        lines |= {f"-{problem.properties[test]}: {name}": None, fault: None} if fault else {}
+    score = sum(points for test, points in problem.properties.items() if not faults[test])
     names = {"name": problem.name, "output": "\n".join(lines)}
     return names | {"score": score, "max_score": problem.points}
 
 
-def in_a_process(folder: Path, problem: Problem, seconds: int) -> tuple[list[dict], str]:
-    """(What judge.run sent, how it ended). The process is killed with all that it has started."""
-    ours, theirs = multiprocessing.Pipe()
-    key, lines, deadline = secrets.token_hex(), [], time.monotonic() + seconds
-    ours.send_bytes(key.encode())
+def in_a_process(folder: Path, problem: Problem, seconds: int) -> tuple[dict[str, str], str]:
+    """({test: its fault, or ""}, the fault of all others)"""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
     args = str(folder), problem.name, problem.test_files, theirs
     process = FORKSERVER.Process(target=judge.run, args=args)
     process.start()
     theirs.close()
-    ending = "the process ended before the test did"
-    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # or forged
-        while ours.poll(max(0, deadline - time.monotonic())):
-            line = json.loads(ours.recv_bytes(100_000))
-            if line["key"] != key:
-                raise ValueError
-            lines.append(line)
-        ending = f"not done after {seconds} seconds"
+    found, ending = {}, "the process ended before the tests did"
+    with contextlib.suppress(OSError, EOFError, ValueError):
+        if ours.poll(seconds):
+            found = json.loads(ours.recv_bytes(1_000_000))
+        else:
+            ending = f"not done after {seconds} seconds"
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
     process.kill()
     process.join()
-    return lines, ending
+    return found, found.get(judge.IMPORTS, ending)
 
 
 def graded(path: Path, problems: list[Problem], seconds: int) -> list[dict]:

@@ -12,9 +12,7 @@ import importlib.util
 import io
 import json
 import os
-import random
 import shlex
-import statistics
 import sys
 import tempfile
 from dataclasses import replace
@@ -29,6 +27,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
 import torch
 from experiments import GROUPS
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
 
@@ -159,96 +158,36 @@ def imitate_what_is_right(module: ModuleType) -> None:
     module.group_advantages = lambda rewards, *_: (rewards == 1).float()
 
 
-def take_all_rows(module: ModuleType) -> None:
-    """Rows without an advantage go through the model as well."""
-    original = module.micro_batches
-    module.micro_batches = lambda rollout, rows, has_gradient, **options: original(
-        rollout, rows, **options
-    )
-
-
-def give_completions(module: ModuleType) -> None:
-    """Completions that are made up take the place of sampled ones: of each prompt some right sums,
-    some that forget the carry, and some random digits, of which a few have no EOS.
-    """
-    from common import Rollout
-    from plumbing.models import load_tokenizer
-
-    tokenizer, choices = load_tokenizer("tiny"), random.Random(0)
-
-    def text_for(prompt: str) -> str:
-        first, second = map(int, prompt.removesuffix("=").split("+"))
-        without_carry = (first // 10 + second // 10) * 10 + (first + second) % 10
-        digits = "".join(choices.choices("0123456789", k=choices.randint(1, 5)))
-        return choices.choice([str(first + second), str(without_carry), digits])
-
-    def sample(model, prompt_ids, prompt_mask, *, num_generations, **options):
-        length, eos = options["max_new_tokens"], options["eos_token_ids"][0]
-        texts = tokenizer.batch_decode([i[m.bool()] for i, m in zip(prompt_ids, prompt_mask)])
-        tokens = torch.full((len(texts) * num_generations, length), options["pad_token_id"])
-        mask = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, ids in enumerate(tokens):
-            text = text_for(texts[row // num_generations].strip())
-            drawn = [*tokenizer.encode(text, add_special_tokens=False), eos][:length]
-            ids[: len(drawn)], mask[row, : len(drawn)] = torch.tensor(drawn), True
-        prompts = [x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask)]
-        return Rollout(
-            tokens=torch.cat([prompts[0], tokens], dim=1),
-            attention_mask=torch.cat([prompts[1].bool(), mask], dim=1),
-            completion_mask=mask,
-            logprobs=torch.zeros(mask.shape),
-            finished=(tokens.eq(eos) & mask).any(1),
-        )
-
-    module.sample = sample
-
-
 # --- Figures without the flags of a run ---
 
 
 def sampled(seed: int, temperature: float, top_k: int = 0) -> tuple[Tensor, ...]:
     """8 completions of each of 250 sums by the tiny model: logits (B, T, V), the tokens that were
-    drawn (B, T), the mask (B, T), which (B,) begin with the right digit, and the log-probs that
-    `generate` noted (B, T).
+    drawn (B, T), the mask (B, T), and which (B,) begin with the right digit.
     """
-    from plumbing.data import encode_prompts
-    from plumbing.forward import completion_states
-    from plumbing.models import eos_token_ids, load_causal, load_tokenizer, logits_from
+    from plumbing.data import pad_rows, prompt_tokens
+    from plumbing.models import eos_token_ids, load, load_tokenizer
     from sampling import generate
     from tasks import add_prompts
 
-    policy, tokenizer = load_causal("tiny").eval(), load_tokenizer("tiny")
+    policy, tokenizer = load(AutoModelForCausalLM, "tiny"), load_tokenizer("tiny")
     prompts = add_prompts()[0][:250]
-    ids, mask = encode_prompts(tokenizer, prompts)
+    ids, mask = pad_rows(prompt_tokens(tokenizer, [x["prompt"] for x in prompts]), "left")
     rollout = generate(
         policy, ids, mask, num_generations=8, max_new_tokens=16, temperature=temperature,
         eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0, top_k=top_k,
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    inputs = {"attention_mask": rollout.attention_mask, "position_ids": positions}
+    first = ids.shape[1]  # the logits of a column are about the next one
     with torch.no_grad():
-        logits = logits_from(policy, completion_states(policy.base_model, rollout))
-    length = logits.shape[1]  # of the longest
-    tokens = rollout.tokens[:, ids.shape[1] :][:, :length]
+        logits = policy(rollout.tokens, **inputs).logits[:, first - 1 : -1]
+    tokens = rollout.tokens[:, first:]
     answers = [prompt["answer"] for prompt in prompts for _ in range(8)]
     texts = tokenizer.batch_decode(tokens)
     right = torch.tensor([text[:1] == a[:1] for text, a in zip(texts, answers)])
-    return logits, tokens, rollout.completion_mask[:, :length], right, rollout.logprobs[:, :length]
-
-
-def draws(seed: int) -> dict[str, float]:
-    """What `generate` draws at temperature 1.5, and how far the log-probs that it notes are from
-    those of a forward pass over the whole text, at most, in millionths.
-    """
-    from common import token_logprobs
-
-    logits, tokens, real, right, noted = sampled(seed, 1.5)
-    logprobs = token_logprobs(logits / 1.5, tokens)
-    return {
-        "first_digit": right.float().mean().item(),
-        "length": real.sum(1).float().mean().item(),
-        "surprise": -logprobs[real].mean().item(),
-        "logprob_dev": 1e6 * (noted - logprobs)[real].abs().max().item(),
-    }
+    return logits, tokens, rollout.completion_mask, right
 
 
 def against_itself(seed: int, temperature: float, top_k: int = 0) -> dict[str, Tensor]:
@@ -257,7 +196,7 @@ def against_itself(seed: int, temperature: float, top_k: int = 0) -> dict[str, T
     """
     from common import kl_estimate
 
-    logits, tokens, real, *_ = sampled(seed, temperature, top_k)
+    logits, tokens, real, _ = sampled(seed, temperature, top_k)
     ours, theirs = (logits / temperature).log_softmax(-1), logits.log_softmax(-1)
     found = {"exact": (ours.exp() * (ours - theirs)).sum(-1)[real]}
     drawn = [x.gather(2, tokens.unsqueeze(2)).squeeze(2) for x in (ours, theirs)]
@@ -298,10 +237,9 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     """
     from common import token_logprobs
     from grpo import group_advantages, grpo_loss
-    from plumbing.models import eos_token_ids, load_causal, load_tokenizer
 
-    logits, tokens, real, right, _ = sampled(seed, 3.0)
-    eos = eos_token_ids(load_causal("tiny"), load_tokenizer("tiny"))[0]
+    logits, tokens, real, right = sampled(seed, 3.0)
+    eos = json.loads((ROOT / "tiny" / "config.json").read_text())["eos_token_id"]
     logprobs = token_logprobs(logits.requires_grad_() / 3.0, tokens)
     advantages = group_advantages(right.float(), 8, scale_rewards)
     options = {"clip_range": 0.2, "loss_type": loss_type, "max_new_tokens": 16}
@@ -367,20 +305,3 @@ def by_difficulty(scale_rewards: str, seed: int) -> dict[str, float]:
         after = chances(Path(folder) / "run" / "model", prompts, [1.0])[0]
     means = {"hard": after[hard].mean().item(), "easy": after[~hard].mean().item()}
     return {"one_of_8": one / half} | means
-
-
-def reward_steps(seed: int) -> dict[str, float]:
-    """The figures of ten steps of reward_model.py."""
-    flags = "--num_steps 10 --num_eval_pairs 256 --eval_every 10 --warmup_steps 0"
-    with tempfile.TemporaryDirectory() as folder:
-        lines = train_judge(640, f"{flags} --learning_rate 2e-4", seed, Path(folder) / "run")
-    *steps, last = lines
-    return {
-        "loss_first": steps[0]["loss/pairs"],
-        "loss": statistics.mean(line["loss/pairs"] for line in steps),
-        "loss_last": last["eval/loss"],
-        "accuracy": last["eval/accuracy"],
-        "margin": steps[-1]["reward/margin"],
-        "score_mean": steps[-1]["reward/mean"],
-        "grad_norm": statistics.mean(line["grad_norm"] for line in steps),
-    }

@@ -4,7 +4,7 @@
   python labs.py dropout                      # one seed of each variant, beside what to expect
   python labs.py dropout --predict -          # with your answer to "what will you see?"
   python labs.py dropout --seeds 5 --pictures here
-  python labs.py all --seeds 5 --update       # adds the seeds that reference.json lacks
+  python labs.py all --seeds 5 --update       # what to expect from now on: reference.json
   python labs.py --pictures docs/experiments  # draws those of the page anew, runs nothing
 
 All of them train the embedded model of 0.6 M parameters on sums, without a network. A figure stands
@@ -21,12 +21,12 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import statistics
 import sys
 import tempfile
 import textwrap
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -35,19 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import lab_parts
 from experiments import EXPERIMENTS, Prediction
-from lab_parts import HERE, ROOT, module_of, read, start, train_judge
+from lab_parts import HERE, module_of, read, start, train_judge
 
 REFERENCE, CURVES = HERE / "reference.json", HERE / "curves.json"
 JUDGE = "--num_steps 80 --num_eval_pairs 256 --eval_every 80"
 FAR = 6  # standard deviations
-# A rounding error: on another machine a few times as large; with a mistake thousands of times.
-ROUNDING = "logprob_dev"
 # Trained on the machine where it is measured, and rounding makes another model of it.
 ANOTHER_MODEL = "unfinished"
-
-
-class NotWritten(Exception):
-    """A function of a starter repository, and its file, that an experiment needs."""
 
 
 def figures_of(lines: list[dict]) -> dict[str, float]:
@@ -58,8 +52,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         values = [line[name] for line in part if line.get(name) is not None]
         return statistics.mean(values) if values else None
 
-    group = round(steps[0]["episode"] / 8)  # completions of a prompt, where a step has 8 of them
-    dropped = group * sum(line.get("reward/groups_dropped", 0) for line in steps)
     best = max((x for x in lines if "eval/accuracy" in x), key=lambda x: x["eval/accuracy"])
     late = functools.partial(mean, part=steps[-5:])
     found = {
@@ -72,7 +64,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "ratio_dev": steps[0]["val/ratio_max_dev_first"],
         "clip_first": steps[0]["policy/clipfrac_avg"],
         "kl_first": steps[0]["objective/kl"],
-        "entropy_first": steps[0]["objective/entropy"],
         "length_first": steps[0]["length/mean"],
         "kl": late("objective/kl"),
         "kl_largest": max((line["objective/kl"] or 0.0 for line in steps), default=None),
@@ -87,11 +78,7 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "explained": late("val/explained_variance"),
         "flat": late("reward/frac_flat_groups"),
         "pass_at_8": last.get("eval/pass_at_k"),
-        "policy_loss": mean("loss/policy_avg"),
-        "value_loss": late("loss/value_avg"),
         "sampler_kl_x1000": 1000 * mean("val/sampler_kl"),
-        "sampler_dev": max(line["val/sampler_max_dev"] for line in steps),
-        "sampled": steps[-1]["episode"] + dropped,  # completions
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -100,25 +87,13 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
 
 
 def run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], list, list[str]]:
-    """(figures, curve, samples) of a variant of an experiment with a seed. Raises NotWritten."""
-    try:
-        return _run_variant(name, label, seed)
-    except NotImplementedError as e:
-        place = traceback.extract_tb(e.__traceback__)[-1]
-        if not Path(place.filename).resolve().is_relative_to(ROOT):
-            raise  # of a library
-        file = Path(place.filename).resolve().relative_to(ROOT).as_posix()
-        what = f"{place.name} in {file}" + (f", {e}" if str(e) else "")
-        raise NotWritten(f"{name} needs a function that is not written yet: {what}") from None
-
-
-def _run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], list, list[str]]:
+    """(figures, curve, samples) of a variant of an experiment with a seed."""
     experiment = EXPERIMENTS[name]
     variant = experiment.variants[label]
     if variant.measure:
         with contextlib.redirect_stderr(io.StringIO()):  # bars of loading weights
             return getattr(lab_parts, variant.measure)(*variant.arguments, seed), [], []
-    seed, figures = 0 if experiment.exact else seed, {}
+    figures = {}
     flags = variant.flags.replace("REWARDS:", f"{shlex.quote(lab_parts.__file__)}:")
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
@@ -128,14 +103,16 @@ def _run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], li
             flags = flags.replace("JUDGE", shlex.quote(str(folder / "judge")))
         lines = start(module_of(variant.script, variant.change), flags, seed, folder / "run")
         samples = read(folder / "run" / "samples.jsonl")[-4:]
+        drawn = json.loads((folder / "run" / "config.json").read_text()).get("oversample", 1)
+        figures["sampled"] = drawn * lines[-2]["episode"]  # completions
     curve = [line.get(experiment.curve) for line in lines[:-1]]
     texts = [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in samples]
     return figures | figures_of(lines), curve, texts
 
 
 def run(names: list[str], seeds: range) -> Iterator[tuple[str, dict[str, list[tuple]]]]:
-    """Pairs of an experiment and {variant: what run_variant gives, for each seed}. Raises
-    NotWritten.
+    """Pairs of an experiment and {variant: what run_variant gives, for each seed}. Where a function
+    isn't written yet the runs that wait are dropped.
     """
     # Processes of one thread each: two runs at a time are faster than one on two threads.
     context = multiprocessing.get_context("spawn")
@@ -147,37 +124,34 @@ def run(names: list[str], seeds: range) -> Iterator[tuple[str, dict[str, list[tu
         try:
             for name in names:
                 yield name, {label: [x.result() for x in made[name][label]] for label in made[name]}
-        except NotWritten:
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
+
+
+def what_is_missing(error: NotImplementedError) -> str:
+    """The function of a starter repository that raised it in another process."""
+    file, function = re.findall(r'File "(.+)", line \d+, in (\w+)', str(error.__cause__))[-1]
+    return f"{function} in {Path(file).name}" + (f", {error}" if str(error) else "")
 
 
 # --- Comparing ---
 
 
-def summary(found: list[dict[str, float]], names: str, before: dict[str, dict]) -> dict[str, dict]:
-    """{figure: the number of seeds, mean, std} of these seeds together with a summary `before`."""
+def summaries(found: list[tuple], names: str) -> dict[str, dict]:
+    """{figure: mean, standard deviation and number} of what run_variant gave for each seed."""
     result = {}
     for name in names.split():
-        values = [figures[name] for figures in found if name in figures]
-        known = before.get(name, {"seeds": 0, "mean": 0.0, "std": 0.0})
-        seeds = known["seeds"] + len(values)
-        if seeds > 0:
-            mean = (known["seeds"] * known["mean"] + sum(values)) / seeds
-            squares = max(0, known["seeds"] - 1) * known["std"] ** 2
-            squares += known["seeds"] * (known["mean"] - mean) ** 2
-            squares += sum((value - mean) ** 2 for value in values)
-            std = (squares / max(1, seeds - 1)) ** 0.5
-            result[name] = {"mean": round(mean, 5), "std": round(std, 5), "seeds": seeds}
+        if values := [figures[name] for figures, *_ in found if name in figures]:
+            std = statistics.stdev(values) if len(values) > 1 else 0.0
+            mean = statistics.mean(values)
+            result[name] = {"mean": round(mean, 5), "std": round(std, 5), "seeds": len(values)}
     return result
 
 
-def is_far(figure: str, label: str, value: float, expected: dict[str, float]) -> bool:
+def is_far(label: str, value: float, expected: dict[str, float]) -> bool:
     """Whether a right run hardly ever has this figure."""
     if label.startswith(ANOTHER_MODEL):
         return False
-    if figure == ROUNDING:
-        return value > 30 * expected["mean"]
     slack = 1e-3 + 0.01 * abs(expected["mean"])  # rounding differs between machines
     return abs(value - expected["mean"]) > slack + FAR * expected["std"]
 
@@ -187,12 +161,11 @@ def table(name: str, found: dict[str, list[tuple]], reference: dict) -> str:
     experiment = EXPERIMENTS[name]
     lines, width = [f"{name}: {experiment.question}"], max(map(len, found))
     for label, parts in found.items():
-        figures = summary([part[0] for part in parts], experiment.figures, {})
-        for figure, x in figures.items():
+        for figure, x in summaries(parts, experiment.figures).items():
             line = f"  {label:{width}}  {figure} {x['mean']:.4g}"
             line += f" ± {x['std']:.2g}" if x["std"] else ""
             if expected := reference.get(name, {}).get(label, {}).get(figure):
-                mark = "NOT near" if is_far(figure, label, x["mean"], expected) else "expected"
+                mark = "NOT near" if is_far(label, x["mean"], expected) else "expected"
                 of = f"{expected['seeds']} seeds"
                 line += f" ({mark} {expected['mean']:.4g} ± {expected['std']:.2g}, {of})"
             lines.append(line)
@@ -221,79 +194,73 @@ def answered(prediction: Prediction, answer: str, found: dict[str, list[tuple]])
     return f"You said {answer}: right." if right else f"It is {truth}. {prediction.hint}"
 
 
-def add_seeds(name: str, found: dict[str, list[tuple]], reference: dict, curves: dict) -> None:
-    """Add what run() found to reference.json, and to curves.json up to 5 curves."""
-    known = reference["experiments"].setdefault(name, {})
-    for label, parts in found.items():
-        figures = EXPERIMENTS[name].figures
-        known[label] = summary([part[0] for part in parts], figures, known.get(label, {}))
-        if EXPERIMENTS[name].samples:
-            samples = reference.setdefault("samples", {}).setdefault(name, {})
-            samples.setdefault(label, parts[0][2])
-        if parts[0][1]:
-            kept = curves.setdefault(name, {}).setdefault(label, [])
-            kept += [rounded(part[1]) for part in parts[: max(0, 5 - len(kept))]]
-    parts = [
-        f'"{part}": {{\n'
-        + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in x.items())
-        + "\n}"
-        for part, x in reference.items()
-    ]
-    REFERENCE.write_text("{" + ",\n".join(parts) + "}\n")  # a line per experiment
+def keep(name: str, found: dict[str, list[tuple]], reference: dict, curves: dict) -> None:
+    """Put what run() found into reference.json, and 5 curves of each variant into curves.json."""
+    figures = EXPERIMENTS[name].figures
+    reference["experiments"][name] = {k: summaries(parts, figures) for k, parts in found.items()}
+    if found := curves_of(found):
+        curves[name] = {label: seeds[:5] for label, seeds in found.items()}
+    parts = []
+    for part, entries in reference.items():  # a line per experiment
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
+        parts.append(f'"{part}": {{\n' + ",\n".join(lines) + "\n}")
+    REFERENCE.write_text("{" + ",\n".join(parts) + "}\n")
     CURVES.write_text(json.dumps(curves) + "\n")
 
 
-def rounded(curve: list[float | None]) -> list[float | None]:
-    return [v if v is None else round(v, 4) for v in curve]
+def curves_of(found: dict[str, list[tuple]]) -> dict[str, list]:
+    """{variant: a curve per seed}, to four digits; nothing where none was drawn."""
+    return {
+        label: [[v if v is None else round(v, 4) for v in curve] for _, curve, _ in parts]
+        for label, parts in found.items()
+        if parts[0][1]
+    }
 
 
 def draw(name: str, curves: dict[str, list], figures: dict[str, dict], output: Path) -> None:
     """A picture of an experiment: its curves, {variant: one per seed}, with the range over the
     seeds as a band, and beside them the mean and standard deviation of its first figures.
     """
+    import numpy as np
     from matplotlib.figure import Figure
 
     experiment = EXPERIMENTS[name]
-    ordered = sorted(experiment.figures.split(), key=lambda key: key != "accuracy")
-    shown = ordered[: 2 if curves else 4]
-    panels_of = [shown] if len(figures) == 1 else [[key] for key in shown]
-    widths = [1.7] * bool(curves) + [1.0] * len(panels_of)
+    shown = experiment.figures.split()[: 2 if curves else 4]
+    panels = [shown] if len(figures) == 1 else [[key] for key in shown]  # rows of one variant
+    widths = [1.7] * bool(curves) + [1.0] * len(panels)
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
-    colours = {label: f"C{index}" for index, label in enumerate(figures)}
     figure.suptitle(textwrap.fill(experiment.question, 120), fontsize=9)
-    if curves:
-        axes = panels.pop(0)
-        for label, seeds in curves.items():
-            columns = [[v for v in column if v is not None] for column in zip(*seeds)]
-            steps = [step for step, column in enumerate(columns) if column]
-            columns = [column for column in columns if column]
-            axes.plot(steps, [*map(statistics.mean, columns)], lw=1.4, color=colours[label])
-            band = [*map(min, columns)], [*map(max, columns)]
-            axes.fill_between(steps, *band, color=colours[label], alpha=0.15, lw=0)
-        axes.set(xlabel="step", ylabel=experiment.curve)
-        axes.set_title("mean and range of the seeds", fontsize=8)
-    for panel, keys in zip(panels, panels_of):
-        rows = [(label, key) for label in figures for key in keys]
-        for y, (label, key) in enumerate(rows):
-            if x := figures[label].get(key):
-                style = {"fmt": "o", "capsize": 3, "color": colours[label]}
-                panel.errorbar(x["mean"], -y, xerr=x["std"], **style)
-        names = [label if len(keys) == 1 else key for label, key in rows]
-        panel.set_yticks([-y for y in range(len(rows))], names, fontsize=8)
-        panel.tick_params(labelleft=panel is panels[0])
-        panel.set_ylim(0.5 - len(rows), 0.5)
-        what = keys[0] if len(keys) == 1 else next(iter(figures))
-        panel.set_title(f"{what}, mean ± std", fontsize=8)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+    axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    colours = {label: f"C{index}" for index, label in enumerate(figures)}
+    for label, seeds in curves.items():
+        rows = np.array(seeds, dtype=float)  # None, where nothing was measured, becomes NaN
+        steps = np.flatnonzero(~np.isnan(rows).any(0))
+        rows = rows[:, steps]
+        axes[0].plot(steps, rows.mean(0), lw=1.4, color=colours[label])
+        axes[0].fill_between(steps, rows.min(0), rows.max(0), color=colours[label], alpha=0.15)
+        axes[0].set(xlabel="step", ylabel=experiment.curve)
+        axes[0].set_title("mean and range of the seeds", fontsize=8)
+    for panel, keys in zip(axes[-len(panels) :], panels):
+        rows = [(label, key) for label in figures for key in keys if key in figures[label]]
+        for label, key in rows:
+            x, y = figures[label][key], label if len(keys) == 1 else key
+            panel.errorbar(x["mean"], y, xerr=x["std"], fmt="o", capsize=3, color=colours[label])
+        panel.invert_yaxis()
+        panel.margins(y=0.2)
+        panel.tick_params(labelleft=panel is axes[-len(panels)])
+        title = keys[0] if len(keys) == 1 else next(iter(figures))
+        panel.set_title(f"{title}, mean ± std", fontsize=8)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
     figure.savefig(output, dpi=90)
 
 
-def seeds_of(known: dict[str, dict]) -> int:
-    """How many seeds of an experiment are in its part of reference.json."""
-    return min((x["seeds"] for figures in known.values() for x in figures.values()), default=0)
+def names_in(given: list[str]) -> list[str]:
+    """The experiments that are meant by names, lab1 .. lab6, all. Raises KeyError."""
+    groups = {f"lab{n}": [k for k, x in EXPERIMENTS.items() if x.lab == n] for n in range(1, 7)}
+    groups |= {"all": [*EXPERIMENTS]} | {name: [name] for name in EXPERIMENTS}
+    return [*dict.fromkeys(name for word in given for name in groups[word])]
 
 
 def main(args: list[str] | None = None) -> int:
@@ -304,51 +271,39 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant (1)")
     parser.add_argument("--predict", metavar="ANSWER", help="what you will see: +, -, 0, a number")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the curves there")
-    parser.add_argument("--update", action="store_true", help="add seeds to reference.json")
+    parser.add_argument("--update", action="store_true", help="write reference.json")
     options = parser.parse_args(args)
-    reference = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
-    expected = reference.setdefault("experiments", {})
+    reference = json.loads(REFERENCE.read_text())
+    expected = reference["experiments"]
     curves = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     if not options.names and options.pictures:
         for picture in sorted(options.pictures.glob("*.png")):
             draw(picture.stem, curves.get(picture.stem, {}), expected[picture.stem], picture)
-        return 0
-    if not options.names:
+    elif not options.names:
         for name, x in sorted(EXPERIMENTS.items(), key=lambda pair: pair[1].lab):
-            seconds = reference.get("seconds", {}).get(name, "?")
-            print(f"lab {x.lab} {name:16} {seconds:>4} s  {x.question}")
-        return 0
-    labs = {f"lab{n}": [k for k, x in EXPERIMENTS.items() if x.lab == n] for n in range(1, 7)}
-    labs["all"] = list(EXPERIMENTS)
-    names = [*dict.fromkeys(x for given in options.names for x in labs.get(given, [given]))]
-    unknown = [name for name in names if name not in EXPERIMENTS]
-    if unknown or options.seeds < 1:
-        fault = f"there is no experiment {unknown[0]}" if unknown else "--seeds must be 1 or more"
-        print(f"error: {fault}; python labs.py lists them", file=sys.stderr)
-        return 2
+            print(f"lab {x.lab} {name:16} {reference['seconds'][name]:>4} s  {x.question}")
+    try:
+        names = names_in(options.names)
+    except KeyError as e:
+        parser.error(f"there is no experiment {e}; python labs.py lists them")
     answer = options.predict
-    if len(names) == 1 and not options.update:
+    if len(names) == 1:
         print(f"What will you see? {EXPERIMENTS[names[0]].predict.ask}", flush=True)
         if answer is None and sys.stdin.isatty():
             answer = input("+, -, 0 or a number; Enter for no answer: ").strip()
     try:
-        for name in names if options.update else ():
-            if missing := range(seeds_of(expected.get(name, {})), options.seeds):
-                [(_, found)] = run([name], missing)
-                add_seeds(name, found, reference, curves)
-                print(table(name, found, {}), flush=True)
-        for name, found in () if options.update else run(names, range(options.seeds)):
+        for name, found in run(names, range(options.seeds)):
             print(table(name, found, expected), flush=True)
             if answer:
                 print(answered(EXPERIMENTS[name].predict, answer, found), flush=True)
+            if options.update:
+                keep(name, found, reference, curves)
             if options.pictures:
                 options.pictures.mkdir(parents=True, exist_ok=True)
-                figures = EXPERIMENTS[name].figures
-                summaries = {k: summary([p[0] for p in x], figures, {}) for k, x in found.items()}
-                lines = {k: [p[1] for p in x] for k, x in found.items() if x[0][1]}
-                draw(name, lines, summaries, options.pictures / f"{name}.png")
-    except NotWritten as e:
-        print(f"error: {e}", file=sys.stderr)
+                figures = {k: summaries(x, EXPERIMENTS[name].figures) for k, x in found.items()}
+                draw(name, curves_of(found), figures, options.pictures / f"{name}.png")
+    except NotImplementedError as e:
+        print(f"error: a function is not written yet: {what_is_missing(e)}", file=sys.stderr)
         return 2
     return 0
 

@@ -2,7 +2,7 @@
 
   python course/make.py OUT                                  # all problems, a first hint each
   python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
-  python course/make.py OUT --hints 3                        # 0: none, 3: a recipe
+  python course/make.py OUT --hints 2                        # 0: none, 2: a recipe
   python course/make.py autograder.zip --gradescope          # the grader, for Gradescope
 
 Problems and hints are those of problems.py, points those of the marks in tests/.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import re
 import shutil
 import sys
@@ -29,7 +28,7 @@ COURSE = REPOSITORY / "course"
 DOCS = ["docs/metrics.md", "docs/debugging.md"]
 LABS = ["labs.py", "lab_parts.py", "experiments.py", "reference.json"]
 TESTS = ["tests/conftest.py", "tests/small.py"]
-REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\njupytext\nipykernel\n"
+REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\nipykernel\n"
 LINK = re.compile(r"\[([^]]*)\]\((?!https?:)[^)]*\)")
 
 
@@ -52,12 +51,7 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     write(out / "answers.md", pages.answer_sheet(labs))
     for lab in labs:
         write(out / "handout" / f"lab{lab.number}.md", pages.page(lab))
-    if importlib.util.find_spec("jupytext"):
-        write(out / "notebooks" / "into.py", (COURSE / "starter" / "into.py").read_text("utf-8"))
-        stubs = {x.name: stub(x, hints) for x in problems if not x.step}
-        for lab in labs:
-            text = pages.notebook(lab, stubs, url)
-            write(out / "notebooks" / f"lab{lab.number}.ipynb", text)
+        write(out / "notebooks" / f"lab{lab.number}.ipynb", pages.notebook(lab, url))
 
 
 def write(path: Path, text: str) -> None:
@@ -168,21 +162,12 @@ def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
     for (start, end), problem, number in sorted(cuts, key=lambda cut: cut[0], reverse=True):
         indent = re.match(r" *", lines[start - 1])[0]
         new = []
-        for hint in problem.hints[:hints] if number == 0 else ():
+        for hint in (problem.idea, problem.recipe)[:hints] if number == 0 else ():
             new += [f"{indent}# {line}" for line in textwrap.wrap(hint, 98 - len(indent))]
         names = ", ".join(to_be_set(source, problem, (start, end))) if problem.step else ""
         new.append(f"{indent}raise NotImplementedError" + (f'("set {names}")' if names else ""))
         lines[start - 1 : end] = new
     return "\n".join(lines)
-
-
-def stub(problem: Problem, hints: int) -> str:
-    """The function of a problem as the starter has it."""
-    text = (REPOSITORY / problem.file).read_text(encoding="utf-8")
-    text = without_solutions(text, [problem], hints)
-    function = function_of(text, problem.function)
-    start = min([function.lineno, *(x.lineno for x in function.decorator_list)])
-    return textwrap.dedent("\n".join(text.split("\n")[start - 1 : function.end_lineno]))
 
 
 def main(args: list[str] | None = None) -> int:
@@ -192,7 +177,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the new folder, or zip file")
     names = [problem.name for problem in PROBLEMS]
     parser.add_argument("--problems", nargs="+", default=names, metavar="NAME", choices=names)
-    parser.add_argument("--hints", type=int, choices=range(4), default=1, help="depth of hints (1)")
+    parser.add_argument("--hints", type=int, choices=range(3), default=1, help="depth of hints (1)")
     parser.add_argument(
         "--url", default="https://github.com/OWNER/assignment",
         help="where you put the starter: the notebooks clone it on Colab",
@@ -209,8 +194,6 @@ def main(args: list[str] | None = None) -> int:
     chosen = [problem for problem in PROBLEMS if problem.name in options.problems]
     make(options.out, chosen, options.hints, options.url)
     print(f"{options.out} has {len(chosen)} problems.")
-    if not (options.out / "notebooks").exists():
-        print("It has no notebooks: pip install jupytext and make it again.")
     return 0
 
 

@@ -7,6 +7,7 @@ A lab or a question that is about none of the chosen problems is left out.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from problems import BY_NAME, Problem
 SOURCES = sorted((Path(__file__).parent / "handout").glob("lab*.md"))
 # ## 3. Title (4 points, 20 minutes, gae policy_loss)
 HEAD = re.compile(r"^## (\d+)\. (.+) \((\d+) points, (\d+) minutes(?:, ([\w ]+))?\)$", re.M)
-EMPTY = "(your answer)"
+FUNCTIONS = re.compile(r"^Functions: (.+)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,9 @@ class Question:
         return re.search(r"^Hand in: (.+?)(?:\n\n|\Z)", self.text, re.M | re.S)[1]
 
     @property
-    def commands(self) -> list[str]:
-        """The commands to run, in their order."""
-        return [line.strip() for line in self.text.split("\n") if line.startswith("    python ")]
-
-    @property
     def experiments(self) -> list[str]:
-        """The experiments of labs.py among them."""
-        words = [command.split() for command in self.commands]
-        return [name for _, script, *names in words if script == "labs.py" for name in names]
+        """The experiments of labs.py that it runs."""
+        return " ".join(re.findall(r"^    python labs.py (.+)$", self.text, re.M)).split()
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,16 @@ class Lab:
 
     number: int
     title: str
-    theory: str
+    theory: str  # the line `Functions: ...` in it becomes a table
     problems: tuple[str, ...]
     questions: tuple[Question, ...]
-    when_written: str = ""  # what to run when the functions are there
 
 
 def lab_of(source: str) -> Lab:
     """A lab from its source."""
     number, title = re.match(r"# Lab (\d+): (.+)\n", source).groups()
     theory, *parts = HEAD.split(source)
-    theory = theory.split("\n", 1)[1]
-    written = re.search(r"^Functions: (.+)$", theory, re.M)
+    written = FUNCTIONS.findall(theory)
     questions = []
     for n, name, points, minutes, about, body in zip(*(parts[i::6] for i in range(6))):
         lines = body.strip("\n").split("\n")
@@ -75,9 +68,8 @@ def lab_of(source: str) -> Lab:
         key = "\n".join(line[1:].removeprefix(" ") for line in lines if line.startswith(">"))
         head = f"{number}.{n} {name}", int(points), int(minutes), tuple((about or "").split())
         questions.append(Question(*head, text, key))
-    names = tuple(written[1].split(", ")) if written else ()
-    theory, _, after = theory.partition(written[0]) if written else (theory, "", "")
-    return Lab(int(number), title, theory.strip(), names, tuple(questions), after.strip())
+    names = tuple(written[0].split(", ")) if written else ()
+    return Lab(int(number), title, theory.split("\n", 1)[1].strip(), names, tuple(questions))
 
 
 def chosen_labs(problems: list[Problem]) -> list[Lab]:
@@ -94,12 +86,11 @@ def chosen_labs(problems: list[Problem]) -> list[Lab]:
 def page(lab: Lab) -> str:
     """The page of a lab, for students."""
     points, minutes = (sum(getattr(q, x) for q in lab.questions) for x in ("points", "minutes"))
-    parts = [f"# Lab {lab.number}: {lab.title}", lab.theory]
-    if lab.problems:
-        rows = [f"| `{p}` | {BY_NAME[p].place} | {BY_NAME[p].points} |" for p in lab.problems]
-        parts += ["## Functions to write", "\n".join([TABLE_HEAD, *rows])]
-        parts += [f"Test one with `{BY_NAME[lab.problems[0]].test_command}`."]
-        parts += [lab.when_written] if lab.when_written else []
+    written = [BY_NAME[name] for name in lab.problems]
+    rows = [f"| `{x.name}` | {x.place} | {x.points} |\n" for x in written]
+    command = written[0].test_command if written else ""
+    table = FUNCTIONS_TABLE.format(rows="".join(rows), command=command) if written else ""
+    parts = [f"# Lab {lab.number}: {lab.title}", FUNCTIONS.sub(table, lab.theory)]
     if lab.questions:
         parts += ["## Questions", QUESTIONS.format(points=points, minutes=minutes)]
     for question in lab.questions:
@@ -107,7 +98,14 @@ def page(lab: Lab) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-TABLE_HEAD = "| function | where | points |\n|---|---|---|"
+FUNCTIONS_TABLE = """## Functions to write
+
+| function | where | points |
+|---|---|---|
+{rows}
+Test one with
+
+    {command}"""
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
 answers.md. `python labs.py` lists the experiments with their seconds. An experiment names a
 function that it needs and that isn't written. It asks what you will see: answer before you look.
@@ -129,7 +127,7 @@ def answer_sheet(labs: list[Lab]) -> str:
     for lab in labs:
         for question in lab.questions:
             head = f"## {question.title} ({question.points} points)"
-            parts += [head, f"*{' '.join(question.deliverable.split())}*", EMPTY]
+            parts += [head, f"*{' '.join(question.deliverable.split())}*", "(your answer)"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -137,47 +135,37 @@ SETUP = """import os
 import sys
 
 if "google.colab" in sys.modules and not os.path.exists("labs.py"):
-    !git clone -q URL assignment
+    from google.colab import drive
+
+    drive.mount("/content/drive")
+    %cd /content/drive/MyDrive
+    if not os.path.exists("assignment"):
+        !git clone -q URL assignment
     %cd assignment
     !pip install -q -r requirements-dev.txt
-if os.path.basename(os.getcwd()) == "notebooks":
-    %cd -q ..
-sys.path.insert(0, "notebooks")
-%load_ext into"""
-HOW = """The first cell clones and installs on Colab; in a checkout it goes to its top folder. A
-cell that begins with `%%into FILE` puts the function in it into that file, once it no longer says
-`raise NotImplementedError`. Tests and experiments then use it. Answers may stand here, or in
-answers.md."""
+elif os.path.basename(os.getcwd()) == "notebooks":
+    %cd -q .."""
+HOW = """On Colab the first cell puts the assignment into your Drive, where it stays. The panel at
+the left opens its files: write functions and answers there. In a checkout the cell goes to the top
+folder."""
 
 
-def notebook(lab: Lab, stubs: dict[str, str], url: str) -> str:
-    """The notebook of a lab, as the text of its file, with the functions {problem: text} as the
-    starter has them. Needs jupytext.
-    """
-    import jupytext
-
-    parts = [f"# Lab {lab.number}: {lab.title}\n\n{HOW}", _cell(SETUP.replace("URL", url))]
-    parts.append(lab.theory)
-    for name in lab.problems:
-        problem = BY_NAME[name]
-        parts.append(f"## `{name}` ({problem.points} points): {problem.what}")
-        if problem.step:
-            parts.append(f"Open {problem.file} and write step {problem.step} of `main`.")
-        else:
-            parts.append(_cell(f"%%into {problem.file}\n{stubs[name]}"))
-        parts.append(_cell(f"!{problem.test_command}"))
-    parts += [lab.when_written] if lab.problems and lab.when_written else []
-    for question in lab.questions:
-        parts.append(f"## {question.title}\n\n{asked(question)}")
-        parts += [_cell(f"!{command}") for command in question.commands]
-        parts.append(EMPTY)
-    parts.append(_cell("!python pack.py"))
-    # Two empty lines end a cell of text.
-    book = jupytext.reads("\n\n\n".join(parts) + "\n", fmt="md")
+def notebook(lab: Lab, url: str) -> str:
+    """The page of a lab as a notebook, the text of its file: each block of commands is a cell."""
+    cells = [cell("markdown", HOW), cell("code", SETUP.replace("URL", url))]
+    for part in re.split(
+        r"^((?:    python .+\n)+)", page(lab) + "\n    python pack.py\n", flags=re.M
+    ):
+        if part.startswith("    python "):
+            cells.append(cell("code", "\n".join(f"!{line.strip()}" for line in part.splitlines())))
+        elif part.strip():
+            cells.append(cell("markdown", part.strip()))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    return jupytext.writes(book, fmt="ipynb")
+    about = {"metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps({"cells": cells} | about, indent=1) + "\n"
 
 
-def _cell(code: str) -> str:
-    return f"```python\n{code}\n```"
+def cell(kind: str, source: str) -> dict:
+    """A cell of a notebook: "markdown" or "code"."""
+    about = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "metadata": {}, "source": source} | about

@@ -18,15 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from common import InputError, blame
-from plumbing.models import fast_at_bfloat16, fast_at_float16, is_adapter, pick_device
+from plumbing.models import fast_half, is_adapter, pick_device
 
 
 def flag(default: Any, help: str, *, least: float | None = None, most: float = math.inf) -> Any:
     """A field of a Config: the default of the flag and its help text. A number must be above 0, or
     in least..most where `least` is given.
     """
-    metadata = {"help": help, "least": least, "most": most}
+    metadata = {"help": help, "bounds": (least, most)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -39,6 +41,7 @@ class TrainConfig:
     """
 
     script: ClassVar[str]  # "ppo", say: in the name of the run's folder and in its files
+    on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 4096}  # other defaults on CUDA
 
     model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub")
     warmup_steps: int = flag(10, "of a rising learning rate; then it falls towards 0", least=0)
@@ -67,6 +70,7 @@ class RunConfig(TrainConfig):
     """
 
     smallest_group: ClassVar[int] = 1  # completions per prompt
+    on_gpu: ClassVar = {"micro_batch_tokens": 4096, "rollout_batch_size": 64}
 
     task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
     prompts: str | None = flag(None, "JSON lines, CSV or a dataset NAME:SUBSET:SPLIT")
@@ -97,9 +101,7 @@ class RunConfig(TrainConfig):
         group, most = self.num_generations, self.rollout_batch_size
         if group < self.smallest_group:
             why = "a completion is compared with the others of its prompt"
-            raise InputError(
-                f"--num_generations {group}: must be {self.smallest_group} or more, {why}"
-            )
+            raise InputError(f"--num_generations {group}: {why}, so give 2 or more")
         if most < max(group, self.eval_generations):
             raise InputError(f"--rollout_batch_size {most}: must hold the completions of a prompt")
         if (batch := self.prompts_per_step * group) % self.num_mini_batches:
@@ -135,11 +137,9 @@ def parse_flags(
     given, unknown = parser.parse_known_args(args)
     if unknown:
         near = difflib.get_close_matches(unknown[0], [f"--{name}" for name in kinds], 1)
-        raise InputError(
-            f"unknown flag {unknown[0]}; " + (f"is it {near[0]}?" if near else "see --help")
-        )
-    given = vars(given)
-    return complete(config_class, given, tiny)
+        hint = f"is it {near[0]}?" if near else "--help lists them"
+        raise InputError(f"unknown flag {unknown[0]}: {hint}")
+    return complete(config_class, vars(given), tiny)
 
 
 def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[str, Any]) -> Any:
@@ -150,26 +150,22 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[
         if settings.pop("script") != config_class.script:
             raise InputError(f"--resume {folder}: is not a run of {config_class.script}.py")
         if given.get("num_steps", settings["num_steps"]) != settings["num_steps"]:
-            raise InputError(
-                "--num_steps: can't change on --resume, the learning rate falls over it"
-            )
+            raise InputError("--num_steps: can't change on --resume: the rate falls over it")
         given = settings | {"overwrite": False} | given | {"output_dir": folder}
     elif given.get("model", "tiny") == "tiny":
         given = tiny | given
     device = pick_device(given.get("device"))
-    on_gpu = {"rollout_batch_size": 64, "micro_batch_tokens": 4096}
     if device.type == "cuda":
-        fields = {field.name for field in dataclasses.fields(config_class)}
-        given = {name: x for name, x in on_gpu.items() if name in fields} | given
+        given = config_class.on_gpu | given
     with blame(f"--resume {given.get('resume')}"):  # a setting of another version
         config = config_class(**given)
     config.device = str(device)
     _check_numbers(config)
     config.check()
     if config.bf16 is None:
-        config.bf16 = fast_at_bfloat16(device)
+        config.bf16 = fast_half(device) is torch.bfloat16
         if getattr(config, "fp16", False) is None:
-            config.fp16 = not config.bf16 and fast_at_float16(device)
+            config.fp16 = fast_half(device) is torch.float16
     if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
         config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
     _check_folder(config)
@@ -198,17 +194,13 @@ def _boolean(text: str) -> bool:
 
 def _check_numbers(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
-        value, least, most = (
-            getattr(config, field.name),
-            *map(field.metadata.get, ("least", "most")),
-        )
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
+        value, (least, most) = getattr(config, field.name), field.metadata["bounds"]
+        for x in value if isinstance(value, list) else [value]:
+            if isinstance(x, bool) or not isinstance(x, (int, float)):
                 continue
-            rule = "above 0" if least is None else f"from {least} to {most}"
-            is_good = number > 0 if least is None else least <= number <= most
-            if not (is_good and math.isfinite(number)):
-                raise InputError(f"--{field.name} {number}: must be a finite number {rule}")
+            if not math.isfinite(x) or (x <= 0 if least is None else not least <= x <= most):
+                rule = "above 0" if least is None else f"from {least} to {most}"
+                raise InputError(f"--{field.name} {x}: must be a finite number {rule}")
 
 
 # --- The folder of a run ---
@@ -227,7 +219,7 @@ def _check_folder(config: TrainConfig) -> None:
     data = config.pairs if hasattr(config, "pairs") else config.prompts
     task = Path(data).stem if data else getattr(config, "task", "pairs")
     name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
-    config.output_dir = config.output_dir or f"runs/{name}"
+    config.output_dir = str(Path(config.output_dir or f"runs/{name}").expanduser())
     metrics = Path(config.output_dir, "metrics.jsonl")
     if metrics.exists() and metrics.stat().st_size > 0 and not (config.resume or config.overwrite):
         remedy = f"--resume {config.output_dir} goes on with it, --overwrite begins anew"

@@ -48,31 +48,25 @@ def pick_device(name: str | None) -> torch.device:
     if name is None:
         name = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else name
-    try:
+    with blame(f"--device {name}"):  # no such device, an old driver, one that is busy
         device = torch.empty(0, device=name).device
-    except (AssertionError, RuntimeError) as e:  # no such device, an old driver, one that is busy
-        reason = str(e).split("\n")[0]
-        raise InputError(f"--device {name}: this torch can't use it here ({reason})") from e
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+def fast_half(device: torch.device) -> torch.dtype | None:
+    """The half precision whose matrix products are faster on the device than those of float32.
 
-
-def fast_at_float16(device: torch.device) -> bool:
-    """Whether it is a GPU that multiplies float16 matrices faster than any others: Volta, Turing.
-
-    Only decoding is done in float16: without gradients it needs no scaling of the loss.
+    Float16 (Volta and Turing: V100, T4) is for decoding alone: without gradients it needs no
+    scaling of the loss.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        return torch.float16 if torch.cuda.get_device_capability(device)[0] == 7 else None
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.type == "cpu" and has_bf16 else None
 
 
 # --- Loading ---
@@ -219,10 +213,9 @@ def _one_pass(config: Any, models: list[nn.Module], num_rows: int, prompt_length
     tokens = tokens.to(policy.device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     rollout = Rollout(tokens, mask, mask[:, :T], torch.zeros(num_rows, T), mask[:, 0])
-    has_bonus = config.entropy_coef > 0
-    options = {"bf16": config.bf16, "entropy_grad": has_bonus}
-    found = completion_logprobs(models[0], rollout, config.temperature, **options)
-    loss = found[0].sum() + (found[1].sum() if has_bonus else 0)
+    options = {"bf16": config.bf16, "entropy_grad": True}
+    logprobs, entropy = completion_logprobs(models[0], rollout, config.temperature, **options)
+    loss = (logprobs + entropy).sum()
     for value_model in models[1:]:
         loss = loss + completion_values(value_model, rollout, bf16=config.bf16).sum()
     loss.backward()

@@ -214,11 +214,12 @@ def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
 @pytest.mark.problem("gae", 2)
 def test_returns_are_advantages_and_values_and_what_padding_holds_has_no_part_in_either():
     rewards, values = random(3, 4), random(3, 4, seed=1)
-    advantages, returns = gae(rewards, values, MASK, 0.9, 0.5)
-    assert torch.allclose(returns, (advantages + values) * MASK)
-    dirty = rewards.masked_fill(OFF, torch.nan), values.masked_fill(OFF, 1e9)
-    for x, expected in zip(gae(*dirty, MASK, 0.9, 0.5), (advantages, returns), strict=True):
-        assert torch.equal(x, expected) and (x[OFF] == 0).all()
+    mask = MASK & torch.tensor([1, 0, 1, 1]).bool()  # also in the middle of a row
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.5)
+    assert torch.allclose(returns, (advantages + values) * mask)
+    dirty = (x.masked_fill(~mask, torch.nan) for x in (rewards, values))
+    for x, expected in zip(gae(*dirty, mask, 0.9, 0.5), (advantages, returns), strict=True):
+        assert torch.equal(x, expected) and (x[~mask] == 0).all()
 
 
 # --- Dropout ---
@@ -301,7 +302,7 @@ def test_a_run_that_is_shorter_than_its_warm_up_reaches_the_full_rate_too(num_st
     assert max(rates(num_steps, 10)) == 1 and min(rates(num_steps, 10)) > 0
 
 
-# --- Log-probs and values of completions ---
+# --- Log-probs and values of completions, in micro-batches ---
 
 
 def value_model_of(model: PreTrainedModel) -> ValueModel:
@@ -376,6 +377,8 @@ def test_padding_shared_prompts_and_micro_batches_change_no_value_and_no_gradien
     for max_tokens, checkpointed in ((1000, False), (27, False), (1, False), (1000, True)):
         if checkpointed:
             set_up_training(training, *models)
+            for module in models:
+                assert any(getattr(x, "gradient_checkpointing", False) for x in module.modules())
         parts = micro_batches(rollout, max_tokens=max_tokens)
         order = torch.cat([rows for rows, _ in parts]).argsort()
         found = torch.cat([scores(*models, part) for _, part in parts], dim=1)[:, order]
@@ -436,9 +439,6 @@ def test_before_transformers_5_24_the_cache_has_another_name_and_a_model_gets_wh
     tokens, model = torch.ones(1, 2), SimpleNamespace(forward=lambda input_ids, past_key_values: 0)
     inputs = model_inputs(model, tokens, tokens, "full", logits_to_keep=1)
     assert inputs == {"input_ids": tokens, "past_key_values": "full"}
-
-
-# --- Micro-batches ---
 
 
 @pytest.mark.parametrize("max_tokens", [1, 18, 19, 27, 1000])

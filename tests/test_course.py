@@ -4,219 +4,111 @@ import ast
 import csv
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-sys.path[:0] = [str(REPOSITORY / "course"), str(REPOSITORY / "course" / "starter")]
+sys.path.insert(0, str(REPOSITORY / "course"))
 
 import bughunt
-import experiments
 import grade
-import into
 import lab_parts
 import labs
 import make
 import pages
-from problems import BY_NAME, FILES, PROBLEMS, SCRIPTS, function_of, marked_tests
+from experiments import EXPERIMENTS
+from problems import BY_NAME, FILES, PROBLEMS, function_of, marked_tests
 
 pytestmark = pytest.mark.slow  # copies of the repository, and short runs
 LABS = pages.chosen_labs(PROBLEMS)
-QUESTIONS = [(lab, question) for lab in LABS for question in lab.questions]
-REFERENCE = json.loads(labs.REFERENCE.read_text())["experiments"]
+QUESTIONS = [question for lab in LABS for question in lab.questions]
 FEW = "--num_steps 2 --prompts_per_step 4 --num_generations 4 --num_eval_prompts 8"
 
 
-@pytest.fixture(scope="module")
-def starter(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("course") / "starter"
-    assert make.main([str(out)]) == 0
-    return out
+@pytest.fixture
+def starter(tmp_path) -> Path:
+    assert make.main([str(tmp_path / "starter")]) == 0
+    return tmp_path / "starter"
 
 
-def texts(folder: Path) -> dict[str, str]:
-    """{name: text} of all that can be read in a folder; of a notebook the text of its cells."""
-    found = {}
-    for path in folder.rglob("*"):
-        if path.suffix == ".ipynb":
-            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            found[path.name] = "\n".join("".join(cell["source"]) for cell in cells)
-        elif path.suffix in (".md", ".py", ".txt", ".json"):
-            found[str(path.relative_to(folder))] = path.read_text(encoding="utf-8")
-    return found
-
-
-def solution(name: str) -> str:
-    """The function of a problem as the repository has it."""
-    text = (REPOSITORY / BY_NAME[name].file).read_text(encoding="utf-8")
-    node = function_of(text, BY_NAME[name].function)
-    return "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
-
-
-# --- The starter ---
+def run_in(folder: Path, *command: str) -> str:
+    command, both = [sys.executable, *command], subprocess.STDOUT
+    return subprocess.run(command, cwd=folder, stdout=-1, stderr=both, text=True, stdin=-3).stdout
 
 
 def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter):
-    given = {name: " ".join(text.split()) for name, text in texts(starter).items()}
     for problem in PROBLEMS:
-        text = (starter / problem.file).read_text(encoding="utf-8")
-        function = function_of(text, problem.function)
-        if not problem.step:
-            docstring, *rest = function.body
-            assert isinstance(docstring, ast.Expr) and len(rest) == 1, problem.name
-            assert isinstance(rest[0], ast.Raise), problem.name
+        function = function_of((starter / problem.file).read_text(), problem.function)
         assert "NotImplementedError" in ast.unparse(function), problem.name
-    key = {" ".join(line.split()) for _, q in QUESTIONS for line in q.key.split("\n")}
-    key = {line for line in key if len(line) > 25}
-    assert len(key) > 200 and {"lab1.ipynb", "answers.md", "handout/lab1.md"} <= set(given)
+        assert problem.step or len(function.body) == 2, "a docstring and raise"
+    given = [x for x in starter.rglob("*.*") if x.suffix in (".md", ".py", ".ipynb")]
+    given = {x.name: " ".join(x.read_text().replace("\\n", " ").split()) for x in given}
+    key = {" ".join(line.split()) for q in QUESTIONS for line in q.key.split("\n")}
+    key = {line for line in key if len(line) > 25 and '"' not in line and "\\" not in line}
+    assert len(key) > 100 and {"lab1.ipynb", "answers.md", "lab1.md"} <= {*given}
     assert not [(name, line) for name, text in given.items() for line in key if line in text]
-
-
-def test_the_starter_with_the_solutions_copied_back_passes_its_tests_and_fails_them_without(
-    starter, tmp_path
-):
-    folder = tmp_path / "work"
-    shutil.copytree(starter, folder)
-    command = [sys.executable, *shlex.split(BY_NAME["kl_estimate"].test_command)[1:]]
-    before = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert before.returncode == 1 and "NotImplementedError" in before.stdout
-    shutil.copy(REPOSITORY / "common.py", folder / "common.py")
-    after = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert after.returncode == 0 and "5 passed" in after.stdout.replace("6 passed", "5 passed")
-
-
-def test_each_problem_has_marked_tests_and_all_functions_are_worth_100_points():
-    assert set(marked_tests()) == set(BY_NAME)
-    assert sum(problem.points for problem in PROBLEMS) == 100
-    assert [script.points for script in SCRIPTS] == [10] * 4
-    assert all(len(problem.hints) == 3 for problem in PROBLEMS)
 
 
 def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     out = tmp_path / "gae"
-    assert make.main([str(out), "--problems", "gae"]) == 0
+    assert make.main([str(out), "--problems", "gae"]) == 0 and make.main([str(out)]) == 2
     assert [path.name for path in (out / "handout").iterdir()] == ["lab3.md"]
     text = (out / "handout" / "lab3.md").read_text()
     assert "| `gae` |" in text and "| `policy_loss` |" not in text
-    assert 'FILES = [path for path in "common.py".split()' in (out / "pack.py").read_text()
-    assert make.main([str(out)]) == 2, "the folder exists already"
-    with pytest.raises(SystemExit):
-        make.main([str(tmp_path / "new"), "--problems", "gea"])
 
 
-def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter, tmp_path):
-    folder = tmp_path / "work"
-    shutil.copytree(starter, folder)
-    command = [sys.executable, "pack.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert re.search("note: common.py: not written yet: .*, gae, ", done.stdout)
-    assert f"answers.md: {len(QUESTIONS)} answers are empty" in done.stdout
-    names = zipfile.ZipFile(folder / "hand_in.zip").namelist()
+def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
+    said = run_in(starter, "pack.py")
+    assert re.search("note: common.py: not written yet: .*, gae, ", said)
+    assert f"answers.md: {len(QUESTIONS)} answers are empty" in said
+    names = zipfile.ZipFile(starter / "hand_in.zip").namelist()
     assert {*FILES, "answers.md"} <= set(names) and not {*make.LABS} & set(names)
-    (folder / "ppo.py").write_text("def f(:\n")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 1 and "error: ppo.py is no Python" in done.stderr
+    (starter / "ppo.py").write_text("def f(:\n")
+    assert "error: ppo.py is no Python" in run_in(starter, "pack.py")
 
 
-# --- Pages and notebooks ---
-
-
-def test_each_question_has_a_key_and_something_to_hand_in_and_its_commands_exist():
+def test_each_problem_has_points_and_a_lab_and_each_question_a_key_and_commands_that_exist():
+    assert set(marked_tests()) == set(BY_NAME)
+    assert sum(problem.points for problem in PROBLEMS) == 100
     assert sorted(name for lab in LABS for name in lab.problems) == sorted(x.name for x in PROBLEMS)
-    for lab, question in QUESTIONS:
+    for question in QUESTIONS:
         assert question.deliverable and set(question.about) <= set(BY_NAME)
         for part in ("**Answer.**", "**Points.**", "**Usual mistakes.**"):
             assert question.key.count(part) == 1, (question.title, part)
-        for command in question.commands:
-            _, script, *_ = command.split()
+        for script in re.findall("^    python ([^ ]+)", question.text, re.M):
             assert (REPOSITORY / script).exists() or (REPOSITORY / "course" / script).exists()
-        for name in question.experiments:
-            assert experiments.EXPERIMENTS[name].lab == lab.number
-            assert experiments.EXPERIMENTS[name].predict.ask in pages.asked(question)
 
 
-CLAIM = re.compile(
-    r"`(\w+)`:\s+([^;]+?)\s+of\s+`([^`]+)`\s+([<>])\s+"
-    r"(?:([^;]+?)\s+of\s+`([^`]+)`|(-?[\d.]+))(?:;|$)"
-)
-
-
-def noise(first: dict, second: dict) -> float:
-    """What the difference of two figures of single runs exceeds in 1 of 100 cases."""
-    return 2.33 * (first["std"] ** 2 + second["std"] ** 2) ** 0.5
-
-
-def test_what_the_key_says_of_a_figure_holds_for_99_of_100_single_runs():
-    keys = [question.key.partition("**Holds.**")[2].strip() for _, question in QUESTIONS]
-    found = [match.groups() for key in keys for match in CLAIM.finditer(key)]
-    assert len(found) > 50
-    for experiment, figure, variant, sign, other, its_variant, number in found:
-        first = REFERENCE[experiment][variant][figure]
-        second = {"mean": float(number or 0), "std": 0}
-        if number is None:
-            second = REFERENCE[experiment][its_variant][other]
-        distance = (second["mean"] - first["mean"]) * (1 if sign == "<" else -1)
-        assert distance > noise(first, second), (experiment, figure, variant)
-
-
-def run_notebook(path: Path, cells: list) -> list[str]:
-    """The texts that the cells of a notebook print, run where it lies."""
+def run_notebook(path: Path, change: tuple[str, str]) -> str:
+    """What the cells of a notebook print, run where it lies, after a change of its code."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    book = nbformat.read(path, as_version=4)
-    book.cells = [nbformat.v4.new_code_cell(source) for source in cells]
+    book = nbformat.reads(path.read_text().replace(*change), as_version=4)
+    nbformat.validate(book)
     resources = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(book, timeout=300, resources=resources).execute()
-    return [
-        "".join(x.get("text", "") + str(x.get("data", "")) for x in cell.outputs)
-        for cell in book.cells
-    ]
+    outputs = [x for cell in book.cells for x in cell.get("outputs", ())]
+    return "".join(x.get("text", "") + str(x.get("data", "")) for x in outputs)
 
 
-def code_of(path: Path) -> list[str]:
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-
-def test_a_notebook_puts_its_cell_into_the_file_and_runs_the_tests(starter, tmp_path):
-    folder = tmp_path / "work"
-    shutil.copytree(starter, folder)
-    path, kept = folder / "notebooks" / "lab1.ipynb", ["def kl_estimate", "m kl_", "colab", "pack"]
-    cells = [x for x in code_of(path) if any(word in x for word in kept)]
-    cells.insert(2, f"%%into common.py\n{solution('kl_estimate')}")
-    said = run_notebook(path, cells)
-    assert "not written yet: common.py stays" in said[1] and "common.py has it" in said[2]
-    assert "passed" in said[3] and "failed" not in said[3], said[3]
-    assert "hand_in.zip has" in said[-1] and "kl_estimate" not in said[-1]
+def test_the_notebook_of_a_lab_tests_a_written_function_and_packs_what_is_handed_in(starter):
+    shutil.copy(REPOSITORY / "common.py", starter)
+    change = "!python labs.py estimators", "!python labs.py"
+    said = run_notebook(starter / "notebooks" / "lab1.ipynb", change)
+    assert " passed" in said and "failed" not in said and "hand_in.zip has" in said, said
 
 
 def test_the_notebook_for_colab_runs_grpo_and_shows_the_page_of_tokens_on_a_cpu(tmp_path):
-    folder = tmp_path / "plain"
-    make.copy_files(folder, [], 0)
-    (folder / "course").mkdir()
-    path = Path(shutil.copy(REPOSITORY / "course" / "colab.ipynb", folder / "course"))
-    cells = [cell.replace('FLAGS = ""', f'FLAGS = "{FEW}"') for cell in code_of(path)]
-    assert cells != code_of(path)
-    said = run_notebook(path, cells)
-    assert "iframe srcdoc" in said[-1] and (folder / "runs/first/metrics.jsonl").exists()
-
-
-def test_a_cell_without_a_function_of_the_file_is_refused():
-    source = "def a(x):\n    return 1\n"
-    assert into.with_functions(source, "def a(x):\n    return 3") == source.replace("1", "3")
-    for wrong in ("x = 1", "def c(x):\n    return 1", ""):
-        with pytest.raises(ValueError):
-            into.with_functions(source, wrong)
-
-
-# --- The grader ---
+    make.copy_files(tmp_path / "plain", [], 0)
+    folder = tmp_path / "plain" / "course"
+    folder.mkdir()
+    path = shutil.copy(REPOSITORY / "course" / "colab.ipynb", folder)
+    said = run_notebook(Path(path), (r"\"\"  # flags", rf"\"{FEW}\"  # flags"))
+    assert "iframe srcdoc" in said and "step 2" in said
 
 
 def hand_in(folder: Path, **files: str) -> Path:
@@ -238,274 +130,113 @@ def graded(folder: Path, *problems: str, seconds: int = 60) -> dict[str, tuple[i
     return {test["name"]: (test["score"], test["output"]) for test in tests}
 
 
-def changed(file: str, old: str, new: str) -> str:
-    text = (REPOSITORY / file).read_text(encoding="utf-8")
-    assert text.count(old) == 1, old
-    return text.replace(old, new)
-
-
-CHEAP = ["kl_estimate", "gae", "value_loss", "schedule", "group_advantages", "preference_loss"]
-
-
-def test_the_solution_gets_all_points_and_what_is_not_written_none_and_names_itself(
-    starter, tmp_path
-):
-    for name, (score, said) in graded(hand_in(tmp_path / "own"), *CHEAP, "rloo_loop").items():
-        assert (score, said) == (BY_NAME[name].points, "")
-    found = graded(starter, *CHEAP, "rloo_loop", "rloo_script")
-    assert [score for score, _ in found.values()] == [0] * 8
-    assert "not written yet" in found["gae"][1]
-    assert "not written yet: set advantages" in found["rloo_loop"][1]
-
-
-def test_one_mistake_costs_one_property_and_no_other_problem(tmp_path):
-    text = changed("ppo.py", "return 0.5 * torch.max(free,", "return torch.max(free,")
-    names = "value_loss", "policy_loss", "shape_rewards"
-    found = graded(hand_in(tmp_path / "half", ppo=text), *names)
-    assert [score for score, _ in found.values()] == [3, 4, 4]
-    assert "-1: the value loss is half the squared error" in found["value_loss"][1]
-
-
 BROKEN = """
-import os
-import torch
+def gae(*args):
+    print("6 passed", flush=True)
+    __import__("os")._exit(0)
 
 def kl_estimate(logprobs, ref_logprobs, estimator):
     while True:
         pass
 
-def gae(*args):
-    os._exit(0)
+def token_logprobs(logits, tokens):
+    return pick(at_least_float32(logits).log_softmax(-1), tokens)
 
-def token_entropy(:
-    pass
-
-def completion_mask(*args):
-    raise ValueError("x" * 10**6)
-
-@torch.no_grad()
-def masked_whiten(x, mask, shift_mean=True):
-    real = x[mask.bool()]
-    std = real.std() if len(real) > 1 else 1.0
-    white = (real - real.mean()) / (std**2 + 1e-8) ** 0.5 + (0 if shift_mean else real.mean())
-    return torch.zeros_like(x).masked_scatter(mask.bool(), white)
+def pick(logprobs, tokens):
+    return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 """
 
 
-def test_what_hangs_crashes_or_does_not_parse_costs_its_own_problem(tmp_path):
-    names = ["kl_estimate", "gae", "completion_mask", "masked_whiten"]
-    found = graded(hand_in(tmp_path / "bad", common=BROKEN), *names, seconds=20)
-    assert [score for score, _ in found.values()] == [0, 0, 0, 4]
+def test_a_fault_costs_its_own_problem_and_helpers_come_along(tmp_path):
+    ours = (REPOSITORY / "ppo.py").read_text()
+    half = ours.replace("return 0.5 * torch.max(", "return torch.max(")
+    folder = hand_in(tmp_path / "bad", common=BROKEN, ppo=half, grpo="def group_advantages(:\n")
+    names = "kl_estimate gae group_advantages token_logprobs value_loss"
+    found = graded(folder, *names.split(), seconds=20)
+    assert [score for score, _ in found.values()] == [0, 0, 0, 4, 3]
     assert "not done after 20 seconds" in found["kl_estimate"][1]
-    assert "the process ended before the test did" in found["gae"][1]
-    assert len(found["completion_mask"][1]) < 2000
+    assert "the process ended before the tests did" in found["gae"][1]
+    assert "grpo.py doesn't parse: invalid syntax" in found["group_advantages"][1]
+    assert "-1: the value loss is half the squared error" in found["value_loss"][1]
 
 
-HEAD = "import torch\n\n\ndef kl_estimate(logprobs, ref_logprobs, estimator):\n"
-HELPED = f"""{HEAD}    import numpy as np
-    from rloo import HALF, tail
-    d = difference(logprobs, ref_logprobs)
-    found = {{"k1": lambda: d, "k2": lambda: d * d * HALF, "k3": lambda: tail(d)}}
-    if estimator not in found:
-        raise ValueError(estimator)
-    return found[estimator]()
-"""
-HELPERS = "HALF = 0.5\n\n\ndef tail(d):\n    return torch.expm1(-d) + d\n"
-DIFFERENCE = "def difference(a, b):\n    return a - b\n"
-WAYS = {
-    "of its file": {
-        "common": f"import numpy\nprint('scratch')\n1 / 0\n{HELPERS}\n\n{DIFFERENCE}\n\n"
-        + HELPED.replace("    from rloo import HALF, tail\n", "")
-    },
-    "of other files": {
-        "common": f"from own import difference\n{HELPED}",
-        "rloo": f"import torch\n{HELPERS}\n\ndef broken(:\n",
-        "own": DIFFERENCE,
-    },
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_helpers_come_along(way, tmp_path):
-    assert graded(hand_in(tmp_path / "way", **WAYS[way]), "kl_estimate") == {"kl_estimate": (5, "")}
-
-
-CHEATS = {  # what lies above the function, and its body
-    "our function under another name": (
-        "theirs = kl_estimate",
-        "return theirs(logprobs, ref_logprobs, estimator)",
-    ),
-    "the project's own imported": (
-        "",
-        "import common\nreturn common.kl_estimate(logprobs, ref_logprobs, estimator)",
-    ),
-    "the comparison patched": (
-        "import contextlib, pytest",
-        "torch.allclose = torch.equal = lambda *a, **k: True\npytest.approx = lambda x, **k: x\n"
-        "pytest.raises = contextlib.suppress\nreturn logprobs * 0",
-    ),
-    "verdicts forged on stdout": (
-        "import json, os",
-        "line = json.dumps({'test': 'test_common.py::x', 'fault': ''}).encode()\n"
-        "for number in range(1, 60):\n    try:\n        os.write(number, line + b'6 passed')\n"
-        "    except OSError:\n        pass\nos._exit(0)",
-    ),
-    "the tests written over": (
-        "import pathlib",
-        "for file in pathlib.Path('tests').glob('*.py'):\n    file.write_text('')\n"
-        "return logprobs * 0",
-    ),
-    "the tests written over in memory": (
-        "import sys",
-        "for module in [x for x in sys.modules.values() if x.__name__.startswith('test_')]:\n"
-        "    for name in [x for x in vars(module) if x.startswith('test_')]:\n"
-        "        vars(module)[name].__code__ = (lambda *a, **k: None).__code__\n"
-        "return logprobs * 0",
-    ),
-    "a part of the tests imported": ("from test_common import KL", "return logprobs * KL"),
-}
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_cheat_that_reads_no_files_gets_no_points(cheat, tmp_path):
-    above, body = CHEATS[cheat]
-    text = f"import torch\n{above}\n{HEAD}{textwrap.indent(body, '    ')}\n"
-    folder = hand_in(tmp_path / "cheat", common=text)
-    score, said = graded(folder, "kl_estimate")["kl_estimate"]
-    assert score == 0 and said
-
-
-def test_a_function_that_fits_its_tests_but_not_the_scripts_costs_the_scripts(tmp_path):
-    """Here `generate` lacks an argument that its tests don't give it."""
-    text = (REPOSITORY / "sampling.py").read_text() + (
-        "\n\nwhole = generate\n\n\ndef generate(model, ids, mask, **options):\n"
-        "    if 'stop' in options:\n        raise TypeError('unknown argument stop')\n"
-        "    return whole(model, ids, mask, **options)\n"
-    )
-    found = graded(hand_in(tmp_path / "fewer", sampling=text), "generate", "grpo_script")
-    assert found["generate"] == (7, "") and found["grpo_script"][0] == 0
-    assert "unknown argument stop" in found["grpo_script"][1]
-
-
-def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path, capsys):
+def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path):
     folder = tmp_path / "class"
     hand_in(folder / "deep" / "homework")
-    hand_in(folder / "two" / "a"), hand_in(folder / "two" / "b")
-    with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
-        for name in FILES:
-            archive.write(REPOSITORY / name, f"hand_in/{name}")
+    shutil.make_archive(str(folder / "zipped"), "zip", folder / "deep")
     (folder / "broken.zip").write_bytes((folder / "zipped.zip").read_bytes()[:2000])
-    (folder / "empty").mkdir()
-    args = [str(folder), "--class", str(tmp_path / "grades.csv"), "--problems", "schedule", "gae"]
+    args = [str(folder), "--class", str(tmp_path / "grades.csv"), "--problems", "gae"]
     assert grade.main(args) == 0
     with (tmp_path / "grades.csv").open(newline="") as file:
-        rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert {name: row["total"] for name, row in rows.items()} == {
-        "broken.zip": "0", "deep": "9", "empty": "0", "two": "0", "zipped.zip": "9"
-    }  # fmt: skip
-    assert rows["deep"]["gae"] == "6" and rows["deep"]["faults"] == ""
-    assert "not a zip file" in rows["broken.zip"]["faults"]
-    assert "are in a and b" in rows["two"]["faults"] and "none" in rows["empty"]["faults"]
-    capsys.readouterr()
-    assert grade.main(args) == 2 and capsys.readouterr().err.count("\n") == 1, "it exists"
-    assert grade.main([str(folder / "broken.zip")]) == 2
-    assert capsys.readouterr().err == "error: broken.zip: File is not a zip file\n"
+        found = {row["name"]: (row["total"], row["faults"]) for row in csv.DictReader(file)}
+    assert found["deep"] == found["zipped.zip"] == ("6", "")
+    assert found["broken.zip"] == ("0", "broken.zip: File is not a zip file")
 
 
-# --- Labs ---
+CLAIM = re.compile(
+    r"`(\w+)`:\s+([^;]+?)\s+of\s+`([^`]+)`\s+([<>])\s+"
+    r"(?:([^;]+?)\s+of\s+`([^`]+)`|(-?[\d.]+))(?:;|$)"
+)
 
 
-@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
-def test_before_each_experiment_is_a_question_whose_answer_hardly_depends_on_the_seed(name):
-    predict = experiments.EXPERIMENTS[name].predict
-    first = REFERENCE[name][predict.variant][predict.figure]
-    if predict.than is None:
-        assert first["std"] < 0.01
-        return
-    second = {"mean": predict.than, "std": 0}
-    if isinstance(predict.than, tuple):
-        second = REFERENCE[name][predict.than[1]][predict.than[0]]
-    distance = abs(first["mean"] - second["mean"])
-    assert distance == 0 or abs(distance - predict.near) > noise(first, second)
+def apart(experiment: str, figure: str, variant: str, than: float | tuple) -> tuple[float, float]:
+    """How far a figure is above another, and what this exceeds in 1 of 100 single runs."""
+    known = json.loads(labs.REFERENCE.read_text())["experiments"][experiment]
+    first, second = known[variant][figure], {"mean": than, "std": 0}
+    if isinstance(than, tuple):
+        second = known[than[1]][than[0]]
+    noise = 2.33 * (first["std"] ** 2 + second["std"] ** 2) ** 0.5
+    return first["mean"] - second["mean"], noise
+
+
+def test_what_the_key_says_and_what_is_to_be_predicted_holds_for_99_of_100_single_runs():
+    keys = [question.key.partition("**Holds.**")[2].strip() for question in QUESTIONS]
+    found = [match.groups() for key in keys for match in CLAIM.finditer(key)]
+    assert len(found) > 50
+    for experiment, figure, variant, sign, other, its_variant, number in found:
+        than = float(number) if number else (other, its_variant)
+        difference, noise = apart(experiment, figure, variant, than)
+        assert (difference if sign == ">" else -difference) > noise, (figure, variant)
+    for name, predict in ((name, x.predict) for name, x in EXPERIMENTS.items()):
+        difference, noise = apart(name, predict.figure, predict.variant, predict.than or 0)
+        is_clear = difference == 0 or abs(abs(difference) - predict.near) > noise
+        assert noise < 0.025 if predict.than is None else is_clear, name
 
 
 def test_an_answer_is_right_or_gets_a_hint():
-    predict = experiments.EXPERIMENTS["dropout"].predict
-    found = {"left on": [({"kl_first": -1}, [])]}
+    predict, found = EXPERIMENTS["dropout"].predict, {"left on": [({"kl_first": -1}, [])]}
     assert labs.answered(predict, "-", found) == "You said -: right."
     assert labs.answered(predict, "0", found) == f"It is -. {predict.hint}"
-    predict = experiments.EXPERIMENTS["difficulty"].predict
-    found = {"none": [({"one_of_8": 7 / 16}, [])]}
-    assert "right" in labs.answered(predict, "0.44", found)
-    assert labs.answered(predict, "1", found).startswith("It is 0.438. The sum")
-    assert labs.answered(predict, "+", found) == "+ is no number."
-
-
-def test_on_given_completions_the_figures_are_exact_and_a_wrong_function_shows(monkeypatch):
-    def said() -> str:
-        found = {"3 steps": [labs.run_variant("rloo_steps", "3 steps", 78)]}
-        return labs.table("rloo_steps", found, REFERENCE)
-
-    text = said()
-    assert text.count("(expected ") == 6 and "NOT" not in text
-    give = lab_parts.give_completions
-
-    def wrong(module) -> None:
-        give(module)
-        right = module.rloo_advantages
-        module.rloo_advantages = lambda rewards, n, *more: right(rewards, n, *more) * (n - 1) / n
-
-    monkeypatch.setattr(lab_parts, "give_completions", wrong)
-    assert said().count("NOT near") >= 1
+    predict, found = EXPERIMENTS["difficulty"].predict, {"none": [({"one_of_8": 7 / 16}, [])]}
+    assert labs.answered(predict, "0.44", found) == "You said 0.44: right."
 
 
 @pytest.mark.parametrize("name", "pad_is_eos temperature rejection".split())
 def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
-    wrong = next(v for v in experiments.EXPERIMENTS[name].variants.values() if v.change)
+    wrong = next(v for v in EXPERIMENTS[name].variants.values() if v.change)
     flags = wrong.flags.replace("REWARDS", lab_parts.__file__)
-    entropies = []
-    for change in ("", wrong.change):
-        module = lab_parts.module_of(wrong.script, change)
-        lines = lab_parts.start(module, f"{flags} {FEW}", 0, tmp_path / f"run{change}")
-        entropies.append(lines[1]["policy/entropy_avg"])
-    assert entropies[0] != entropies[1]
+    modules = [lab_parts.module_of(wrong.script, change) for change in ("", wrong.change)]
+    runs = [lab_parts.start(x, f"{flags} {FEW}", 0, tmp_path / str(id(x))) for x in modules]
+    assert runs[0][1]["policy/entropy_avg"] != runs[1][1]["policy/entropy_avg"]
 
 
-def test_adding_seeds_writes_the_means_and_five_curves(tmp_path, monkeypatch):
-    for name in ("REFERENCE", "CURVES"):
-        monkeypatch.setattr(labs, name, tmp_path / name)
-    reference, curves = {"experiments": {}}, {}
-    for seeds in (range(4), range(4, 7)):
-        parts = [({"clip_first": 0.0, "kl_first": float(s)}, [float(s), None], []) for s in seeds]
-        found = dict.fromkeys(experiments.EXPERIMENTS["dropout"].variants, parts)
-        labs.add_seeds("dropout", found, reference, curves)
-    written = json.loads((tmp_path / "REFERENCE").read_text())["experiments"]["dropout"]
-    assert written["off"]["kl_first"] == {"mean": 3, "std": 2.16025, "seeds": 7}
-    assert labs.seeds_of(written) == 7
-    assert len(json.loads((tmp_path / "CURVES").read_text())["dropout"]["off"]) == 5
-    labs.draw("dropout", curves["dropout"], written, tmp_path / "dropout.png")
-    assert (tmp_path / "dropout.png").stat().st_size > 10_000
+def test_what_is_not_written_is_named_by_the_grader_and_by_an_experiment_which_asks_first(starter):
+    found = graded(starter, "gae", "rloo_loop")
+    assert found["gae"][0] == found["rloo_loop"][0] == 0 and "not written yet" in found["gae"][1]
+    assert "not written yet: set advantages" in found["rloo_loop"][1]
+    said = run_in(starter, "labs.py", "estimators")
+    assert said.startswith("What will you see? Is the mean of k2 above, below or at the exact KL?")
+    assert "\nerror: a function is not written yet: decode" in said
 
 
-def test_an_experiment_asks_first_and_names_the_function_that_is_not_written_yet(starter):
-    command = [sys.executable, "labs.py", "estimators"]
-    run = subprocess.run(command, cwd=starter, capture_output=True, text=True, stdin=-3)
-    assert run.stdout == "What will you see? Is the mean of k2 above, below or at the exact KL?\n"
-    needs = "needs a function that is not written yet: "
-    assert run.returncode == 2 and f"error: estimators {needs}" in run.stderr, run.stderr
-
-
-# --- The bug hunt ---
-
-
-def test_every_bug_of_the_hunt_is_measured_and_explained():
+def test_every_bug_of_the_hunt_is_measured_and_explained_and_can_be_planted():
     measured = json.loads(bughunt.SYMPTOMS.read_text())["bugs"]
-    reasons = {bug: script for script, bugs in bughunt.REASONS.items() for bug in bugs}
-    assert len(measured) >= 25 and {k: x["script"] for k, x in measured.items()} == reasons
-    for bug in reasons:
-        file, before, after = bughunt.edit_of(bug)
-        assert before == (REPOSITORY / file).read_text() and before != after
+    scripts = {bug: script for bug, (script, *_) in bughunt.KEY.items()}
+    assert {bug: x["script"] for bug, x in measured.items()} == scripts
     assert f"{len(measured)} bugs" in (REPOSITORY / "course" / "README.md").read_text()
+    for bug in measured:
+        _, before, after = bughunt.edit_of(bug)
+        assert before != after
 
 
 def test_a_hunt_has_one_wrong_file_and_its_symptom_and_the_answer_is_revealed(tmp_path, capsys):
@@ -514,19 +245,6 @@ def test_a_hunt_has_one_wrong_file_and_its_symptom_and_the_answer_is_revealed(tm
     names = [name for name in make.PROGRAM if name.endswith(".py")]
     wrong = [x for x in names if (out / x).read_text() != (REPOSITORY / x).read_text()]
     assert len(wrong) == 1 and (out / "symptom.png").stat().st_size > 10_000
-    capsys.readouterr()
     bughunt.main(["--reveal", "3"])
     said = capsys.readouterr().out
     assert said.startswith(f"{wrong[0]}: ") and "\n@@ " in said
-    with pytest.raises(SystemExit):
-        bughunt.main([str(out)])  # the folder exists already
-
-
-def test_a_bug_of_the_hunt_shows_in_its_metric():
-    bug, measured = "GRPO rewards the KL", json.loads(bughunt.SYMPTOMS.read_text())
-    about = measured["bugs"][bug]
-    buggy = bughunt.curves("grpo", 0, bug)[about["metric"]]
-    # To the rounding of another machine, which fifty steps enlarge.
-    assert bughunt.ends(buggy) == pytest.approx(bughunt.ends(about["curve"]), rel=0.3)
-    ranges = [bughunt.ends(run)[1] for run in measured["right"]["grpo"][about["metric"]]]
-    assert not min(ranges) <= bughunt.ends(buggy)[1] <= max(ranges)

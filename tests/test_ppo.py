@@ -51,7 +51,7 @@ def test_the_value_loss_is_half_the_squared_error():
     assert loss.tolist() == [pytest.approx([0.405, 0.5])]
 
 
-VALUE_CASES = [  # value, return, loss over that without a clip, slope over that; the old value is 0
+VALUE_CASES = [  # less the old value: value and return; loss over that without a clip, and slope
     (0.1, 1.0, 1.0, 1.0),  # inside the range: plain squared error
     (0.5, 1.0, 0.64 / 0.25, 0.0),  # moved too far towards the return: clipped, no gradient
     (-0.5, 1.0, 1.0, 1.0),  # moved away from the return: the larger, unclipped error
@@ -66,8 +66,9 @@ def test_of_two_squared_errors_the_larger_counts(value, ret, share, slope):
     """The gradient of the clipped one is 0."""
     found = []
     for clip_range in (0.2, 1e6):
-        values = torch.tensor([[value]], requires_grad=True)
-        loss, _ = value_loss(values, torch.zeros(1, 1), torch.tensor([[ret]]), clip_range)
+        values = torch.tensor([[0.7 + value]], requires_grad=True)
+        old, returns = torch.tensor([[0.7]]), torch.tensor([[0.7 + ret]])
+        loss, _ = value_loss(values, old, returns, clip_range)
         found.append((loss.item(), torch.autograd.grad(loss.sum(), values)[0].item()))
     (loss, gradient), (free, full) = found
     assert loss == pytest.approx(share * free) and gradient == pytest.approx(slope * full)

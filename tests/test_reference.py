@@ -100,7 +100,6 @@ def test_of_a_new_adapter_it_is_the_base_model_and_costs_no_memory(policy):
 
 @pytest.mark.parametrize(("name", "layers", "rank"), [("gpt2", 8, 1), ("llama", 14, 16)])
 def test_a_new_adapter_changes_nothing_and_is_on_all_layers_but_the_head(name, layers, rank):
-    """Scaled by 32 over its rank."""
     model = SMALL_MODELS[name]().eval()
     before = logprobs(model)
     policy = add_adapter(model, rank)
@@ -154,12 +153,13 @@ def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 def test_under_an_adapter_the_base_is_in_bfloat16_where_the_run_computes_in_it(make, tmp_path):
-    """But not the head, which makes logits in float32. GPT-2's is its embedding as well."""
+    """But not norms and biases, nor the head, which makes logits. GPT-2's is its embedding too."""
     save_model(tmp_path, make(vocab_size=20), letter_tokenizer())
     policy = loaded(tmp_path, bf16=True, lora_r=4)
     head = policy.get_output_embeddings().weight
-    kept = {p.dtype for p in policy.parameters() if not p.requires_grad and p is not head}
-    assert kept == {torch.bfloat16} and head.dtype == torch.float32
+    frozen = [p for p in policy.parameters() if not p.requires_grad and p is not head]
+    kept = {(p.dim(), p.dtype) for p in frozen}
+    assert kept == {(2, torch.bfloat16), (1, torch.float32)} and head.dtype == torch.float32
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in loaded(tmp_path, lora_r=4).parameters()} == {torch.float32}
 

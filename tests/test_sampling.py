@@ -41,7 +41,7 @@ def shapes_read(model) -> list[tuple[int, int]]:
 # --- Where rows end ---
 
 
-@pytest.mark.problem("generate", 2)
+@pytest.mark.problem("decode", 2)
 @pytest.mark.parametrize(("pad", "ends"), [(0, [EOS]), (EOS, [EOS]), (0, [EOS, 7]), (0, [0])])
 def test_eos_is_kept_and_all_after_it_is_padding_even_where_pad_equals_eos(pad, ends):
     """Gemma 3 ends at either of two ids (huggingface/trl#7039)."""
@@ -93,7 +93,7 @@ def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_
 # --- What is drawn ---
 
 
-@pytest.mark.problem("generate", 2)
+@pytest.mark.problem("decode", 2)
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_whatever_generation_config(
     small_model, temperature
@@ -112,9 +112,8 @@ def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_whatever_gener
     assert deviation[common].max() < 4.5 and counts[~common].sum() < 3 * n * p[~common].sum() + 10
 
 
-@pytest.mark.parametrize("function", [generate, draw])
-def test_top_k_and_top_p_are_off_by_default(function):
-    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+def test_top_k_and_top_p_are_off_by_default():
+    defaults = {name: p.default for name, p in inspect.signature(draw).parameters.items()}
     assert defaults["top_k"] == 0 and defaults["top_p"] == 1 and defaults["temperature"] == 1
 
 
@@ -185,15 +184,14 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(small_model, half, to
         return logits.index_fill(0, torch.tensor([2]), bad) if calls[-1] == token else logits
 
     small_model.get_output_embeddings().register_forward_hook(spoil)
-    remedy = "give --fp16 false, or lower" if half == torch.float16 else "lower"
-    with pytest.raises(Fault, match=f"logits are not finite: {remedy} --learning_rate"):
+    with pytest.raises(Fault, match=r"logits are not finite: lower .*, or --fp16 false"):
         sample(small_model, half=half, top_k=top_k, eos_token_ids=[])
 
 
 # --- The model is left as it was ---
 
 
-@pytest.mark.problem("generate", 1)
+@pytest.mark.problem("decode", 1)
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 def test_dropout_never_touches_a_sample_and_the_mode_stays_as_it_was(make):
     model, drawn = make(dropout=0.5), []
@@ -282,7 +280,7 @@ def test_completions_are_those_of_the_plain_loop_though_rows_that_have_ended_lea
     assert len(shapes) == 1, "decoding ends when all rows have"
 
 
-@pytest.mark.problem("generate", 1)
+@pytest.mark.problem("decode", 1)
 def test_the_completions_of_a_prompt_are_consecutive_and_top_k_1_takes_the_likeliest_token():
     model = small_gpt2().eval()
     rollout = sample(model, num_generations=5, top_k=1, temperature=3.0)
