@@ -202,12 +202,13 @@ class Runner:
     def first_failure(self, items: list[pytest.Item], bug: tuple | None) -> str:
         """The first test that fails with the bug, in a fork of this process; "" if none does."""
         ends, self.pipe = os.pipe()
-        if os.fork() == 0:
+        if (child := os.fork()) == 0:
             self.run(items, bug)
         os.close(self.pipe)
         with os.fdopen(ends) as file:
             test = file.read()
-        return test or "the process ended" * bool(os.wait()[1])
+        status = os.waitpid(child, 0)[1]
+        return test or (f"the process ended with status {status}" if status else "")
 
     def run(self, items: list[pytest.Item], bug: tuple | None) -> None:
         signal.alarm(900)  # it ends a process that hangs
