@@ -40,7 +40,7 @@ def sample(
     decoder: Decoder | None = None,
     **options: Any,
 ) -> Rollout:
-    """`generate` in sub-batches of at most `max_rows` completions. Those of a prompt stay together."""
+    """`generate` in sub-batches of at most `max_rows` completions; a prompt's stay together."""
     num_prompts = max(1, max_rows // num_generations)  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
     with decoder or Decoder(model) as decoder:
