@@ -10,8 +10,7 @@ goes to FOLDER/<case>.log; a line of results is written as soon as it is made. A
 long is ended with all that it has started. Exit code 1: an essential case has failed.
 
 In a run val/sampler_kl should be below 1e-3 (decoding agrees with training), and
-val/ratio_max_dev_first 0 or of the size of rounding. "rollouts" gives tokens per second: ours, what
-reading weights and cache would allow, and model.generate's.
+val/ratio_max_dev_first 0 or of the size of rounding. "rollouts" gives tokens per second.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
@@ -81,7 +80,6 @@ CASES = {  # MODEL-SCRIPT-...: the flags of a run
 ESSENTIAL = ("tiny-ppo", "gpt2-grpo", "qwen-grpo")
 SHOWN = """time/rollout time/update tokens_per_second memory/peak_gb grad_norm val/sampler_kl
 val/ratio_max_dev_first objective/kl length/mean""".split()
-Say = Callable[[dict], object]
 
 
 def brief(completions: list[str], **columns: object) -> list[float]:
@@ -102,7 +100,7 @@ def model_of(name: str, narrow: bool = False, layers: int = 0) -> transformers.P
     config.tie_word_embeddings = True
     kind = "SequenceClassification" if name == "judge" else "CausalLM"
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where it is fast to draw
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where it is faster
         return getattr(transformers, f"AutoModelFor{kind}").from_config(config)
 
 
@@ -114,13 +112,13 @@ def save_model(name: str, folder: Path, small: bool) -> None:
     model = model_of(name, narrow=small, layers=2 * small).bfloat16()  # as checkpoints are
     model.save_pretrained(folder / name)
     last = model.config.vocab_size - 1
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(last)} | {"<eos>": last}, "w0"))
+    words = ["abcdef", *(f"w{i}" for i in range(1, last)), "<eos>"]  # abcdef serves --stop
+    tokenizer = Tokenizer(WordLevel(dict(zip(words, range(last + 1))), "abcdef"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     wrapped.save_pretrained(folder / name)
-    rows = ([f"w{(31 * i + 7 * j) % 290}" for j in range(20 + i % 60)] for i in range(600))
-    lines = [json.dumps({"prompt": " ".join(row)}) for row in rows]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    rows = (" ".join(words[i + 1 :][: 20 + i % 60]) for i in range(200))
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": row}) for row in rows))
 
 
 # --- The cases, each in a process of its own ---
@@ -140,7 +138,7 @@ def do_case(name: str, folder: Path, small: bool) -> None:
         (rollouts if "rollouts" in name else run_script)(name, folder, small, say)
 
 
-def run_script(name: str, folder: Path, small: bool, say: Say) -> None:
+def run_script(name: str, folder: Path, small: bool, say: Callable) -> None:
     """Three steps of a script."""
     model, script, *_ = name.split("-")
     sizes = {"N": 4, "T": 9} if small else {"N": 32, "T": 256}
@@ -157,17 +155,15 @@ def run_script(name: str, folder: Path, small: bool, say: Say) -> None:
                 say({"step": found["step"]} | {k: found[k] for k in SHOWN if k in found})
 
 
-def rollouts(name: str, folder: Path, small: bool, say: Say) -> None:
+def rollouts(name: str, folder: Path, small: bool, say: Callable) -> None:
     """Tokens per second of rollouts in bfloat16."""
     P, T = (16, 9) if small else (128, 256)
-    model, half = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder / name.split("-")[0], dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    load, path = transformers.AutoModelForCausalLM.from_pretrained, folder / name.split("-")[0]
+    model, half = (load(path, dtype=x).to("cuda") for x in (torch.float32, torch.bfloat16))
     models.fuse(model)
-    decoder, half = Decoder(model.eval().to("cuda"), torch.bfloat16), half.eval().to("cuda")
+    decoder = Decoder(model, torch.bfloat16)
     numbers = torch.empty(2**18 if small else 2**28, device="cuda")
-    bandwidth = 2 * numbers.nbytes / best_seconds(lambda: numbers.add_(1))
+    bandwidth = 2 * numbers.nbytes / seconds(lambda: numbers.add_(1))
     options = {"max_new_tokens": T, "pad_token_id": 0, "temperature": 1.0, "top_k": 0}
     own = {"eos_token_ids": [], "num_generations": 8, "decoder": decoder}
     for rows in (8, 16) if small else (64, 256):
@@ -182,23 +178,15 @@ def rollouts(name: str, folder: Path, small: bool, say: Say) -> None:
         def generate(ids: Tensor = there[0], mask: Tensor = there[1]) -> None:
             half.generate(ids, attention_mask=mask, do_sample=True, min_new_tokens=T, **options)
 
-        seconds = best_seconds(ours)
+        say({"rows": rows, "ours": round(rows * T / seconds(ours))})
         cache = sum(x.nbytes for layer in decoder.cache.layers for x in (layer.keys, layer.values))
         floor = T * (cache * (P + T / 2) / decoder.size[1] + 2 * model.num_parameters()) / bandwidth
-        say({"rows": rows, "ours": round(rows * T / seconds), "most": round(rows * T / floor)})
-        say({"rows": rows, "model.generate": round(rows * T / best_seconds(generate, repeat=1))})
+        say({"rows": rows, "what the bandwidth allows": round(rows * T / floor)})
+        say({"rows": rows, "model.generate": round(rows * T / seconds(generate, 1))})
 
 
-def best_seconds(work: Callable[[], object], repeat: int = 3) -> float:
-    """Of some repetitions, after one that warms up."""
-    seconds = []
-    for _ in range(1 + repeat):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+def seconds(work: Callable[[], object], number: int = 3) -> float:
+    return Timer("work()", globals={"work": work}).timeit(number).median
 
 
 # --- Kernels, counted without a GPU ---
@@ -211,10 +199,6 @@ VIEWS = set(
 )
 
 
-def kernels(operations: Counter) -> int:
-    return sum(number for name, number in operations.items() if name not in VIEWS)
-
-
 def count(model: transformers.PreTrainedModel) -> dict[str, int]:
     """Kernels of a token in the graph, drawing it and all else outside; those of a micro-batch."""
 
@@ -222,11 +206,14 @@ def count(model: transformers.PreTrainedModel) -> dict[str, int]:
         """One kernel, as on CUDA; on a CPU it is several. A layer norm takes its place."""
         return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
 
+    def kernels(operations: Counter) -> int:
+        return operations.total() - sum(operations[name] for name in VIEWS)
+
     ids, totals = torch.arange(32).view(4, 8), []
     options = {"num_generations": 2, "max_rows": 8, "eos_token_ids": [], "pad_token_id": 0}
     disable_dropout(model)
     models.fuse(model)
-    with pretended_cuda() as gpu, mock.patch.object(F, "rms_norm", rms_norm):
+    with pretended_cuda() as gpu, mock.patch("torch.nn.functional.rms_norm", rms_norm):
         options["decoder"] = decoder = Decoder(model.to("cuda").eval(), torch.bfloat16)
         for length in (5, 6, 7):  # the first one makes the graph
             gpu.operations.clear()
@@ -234,15 +221,15 @@ def count(model: transformers.PreTrainedModel) -> dict[str, int]:
             totals.append(kernels(gpu.operations))
         gpu.operations.clear()
         completion_logprobs(model.train(), rollout, 1.0, bf16=True)[0].sum().backward()
-        totals.append(kernels(gpu.operations))
     graph = Counter(function.overloadpacket.__name__ for function, *_ in decoder.graph.steps)
-    return {"graph": kernels(graph), "eager": totals[2] - totals[1], "micro_batch": totals[3]}
+    found = {"graph": kernels(graph), "eager": totals[2] - totals[1]}
+    return found | {"micro_batch": kernels(gpu.operations)}
 
 
 # --- All cases ---
 
 
-def run_case(command: list[str], limit: float, log: Path, keep: Say) -> str:
+def run_case(command: list[str], limit: float, log: Path, keep: Callable) -> str:
     """Run a command and keep its records as they come; what is wrong with its end, or "". After
     `limit` seconds it is ended with all that it has started.
     """
@@ -265,18 +252,14 @@ def run_case(command: list[str], limit: float, log: Path, keep: Say) -> str:
     finally:  # also at SIGTERM
         timer.cancel()
         end()
-    if time.perf_counter() - begun >= limit:
-        return f"not done within {limit:.0f} seconds"
-    return f"exit code {code}" if code else ""
+    late = time.perf_counter() - begun >= limit
+    return f"not done within {limit:.0f} seconds" if late else f"exit code {code}" if code else ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=" ".join(CASES))
     parser.add_argument("--out", type=Path, help="the folder of results and logs")
-    parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--do", nargs=2, help=argparse.SUPPRESS)  # a case, and a folder for models
@@ -304,7 +287,7 @@ def main() -> None:
         for name in options.cases or CASES:
             command = [sys.executable, __file__, "--do", name, folder]
             command += ["--rehearse"] * options.rehearse
-            left = options.seconds - (time.perf_counter() - begun)
+            left = 480 - (time.perf_counter() - begun)
             limit, log = 600 if options.rehearse else min(left, 90), options.out / f"{name}.log"
             if fault := run_case(command, limit, log, keep) if limit > 15 else "no time is left":
                 failed.append(name)

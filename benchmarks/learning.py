@@ -1,5 +1,4 @@
-"""What PPO, GRPO and RLOO learn by the episode and by the second: the pictures and tables of
-docs/compare.md.
+"""What PPO, GRPO and RLOO learn by the episode and by the second, for docs/compare.md.
 
   python benchmarks/learning.py --job tiny                    # 7 minutes on two CPU cores
   python benchmarks/learning.py --job updates                 # equal settings, 15 minutes
@@ -28,14 +27,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 COLOURS = {"PPO": "C0", "GRPO": "C1", "RLOO": "C2", "GRPO, LoRA": "#7b5cc4"}
 SEEDS = {"tiny": 3, "pretrained": 2, "updates": 5, "seconds": 3}
-TITLES = {
-    "tiny": "Two-digit sums, embedded model of 0.6 M parameters",
-    "pretrained": "Two-digit sums, SmolLM2-135M-Instruct",
-    "updates": "Two-digit sums, equal settings and episodes",
-    "seconds": "Two-digit sums, equal settings and seconds",
-}
-
-
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
 EPISODES = f"{EQUAL} --num_steps 60 --eval_every 10"
@@ -78,9 +69,7 @@ def train(command: str) -> tuple[list[dict], float]:
 
 
 def points_of(lines: list[dict], gb: float) -> Curve:
-    """A point at each evaluation of a run. `sampled` and `greedy` are accuracies, `kl` the mean KL
-    since the point before.
-    """
+    """A point at each evaluation of a run; its `kl` is the mean since the point before."""
     points, episodes, seconds = [], 0, 0.0
     kls = [lines[0]["objective/kl"]]  # step 0 samples from the untrained model
     for line in lines:
@@ -113,15 +102,8 @@ def at(curve: Curve, axis: str, where: np.ndarray | float, key: str = "sampled")
     return np.interp(where, [p[axis] for p in curve], [p[key] for p in curve])
 
 
-def until(curve: Curve, axis: str) -> float:
-    """Episodes or seconds until 0.9 is reached."""
-    return next((p[axis] for p in curve if p["sampled"] >= 0.9), np.nan)
-
-
 def table(curves_of: dict[str, list[Curve]]) -> str:
-    """Mean ± standard deviation over the seeds: a row per quantity, a column per command; nan where
-    not all have reached it.
-    """
+    """Mean ± standard deviation over the seeds; nan: not reached by all."""
     lines = [f"| | {' | '.join(curves_of)} |", "|---" * (len(curves_of) + 1) + "|"]
     groups = list(curves_of.values())
 
@@ -138,7 +120,8 @@ def table(curves_of: dict[str, list[Curve]]) -> str:
     for axis, digits in (("episodes", 0), ("seconds", 1)):
         ends = [[c[-1][axis] for c in curves] for curves in groups]
         add(f"{axis} of the run", digits, ends)
-        first = [[until(c, axis) for c in curves] for curves in groups]
+        high = [[[p[axis] for p in c if p["sampled"] >= 0.9] for c in x] for x in groups]
+        first = [[min(reached, default=np.nan) for reached in x] for x in high]
         add(f"{axis} to 0.90 (accuracy, sampled)", digits, first)
         least = min(map(min, ends))
         after = [[at(c, axis, least, "sampled") for c in curves] for curves in groups]
@@ -185,13 +168,14 @@ def main() -> None:
     curves_of = {}
     for job, by_name in results.items():
         curves_of[job] = {name: [run["points"] for run in by_name[name]] for name in by_name}
-        print(f"\n{TITLES[job]}\n\n{table(curves_of[job])}")
+        print(f"\n{job}\n\n{table(curves_of[job])}")
     styles = {"-": "sampled", "--": "greedy"}
-    for job, picture in (("tiny", "learning.png"), ("pretrained", "learning-pretrained.png")):
+    for job, name in (("tiny", "the embedded model"), ("pretrained", "SmolLM2-135M-Instruct")):
         lines = []
-        for name, curves in curves_of[job].items():
-            lines += [(name, style, key, curves) for style, key in styles.items()]
-        draw(picture, TITLES[job], {"episodes": lines, "seconds": lines}, styles)
+        for of_command, curves in curves_of[job].items():
+            lines += [(of_command, style, key, curves) for style, key in styles.items()]
+        picture = "learning.png" if job == "tiny" else "learning-pretrained.png"
+        draw(picture, f"Two-digit sums, {name}", {"episodes": lines, "seconds": lines}, styles)
     panels = {}
     for axis, job in (("episodes", "updates"), ("seconds", "seconds")):
         for name, curves in curves_of[job].items():  # by default PPO alone makes 8 updates

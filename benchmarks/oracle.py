@@ -63,8 +63,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.0, help="of the metrics, relative")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    before = json.loads(options.compare.read_text()) if options.compare else {}
-    found = {}
+    before, found = json.loads(options.compare.read_text()) if options.compare else {}, {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         # The embedded model with a chat template, and prompts for it.
@@ -100,14 +99,13 @@ def fingerprint(name: str) -> dict:
                 hook.remove()
             flags = ["--resume", str(folder)]
         script.main(flags)
-    files = {"weights": "model/*.safetensors", "samples": "samples.jsonl"}
-    found = {}
-    for part, pattern in files.items():
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = [{k: line[k] for k in line if not k.startswith(MACHINE)} for line in lines]
+    found = {"metrics": lines}
+    for part, pattern in {"weights": "model/*.safetensors", "samples": "samples.jsonl"}.items():
         content = b"".join(path.read_bytes() for path in sorted(folder.glob(pattern)))
         found[part] = hashlib.sha256(content).hexdigest()
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    ours = [{k: x for k, x in line.items() if not k.startswith(MACHINE)} for line in lines]
-    return {"metrics": ours} | found
+    return found
 
 
 def interrupt(optimizer: torch.optim.Optimizer, *args: object) -> None:

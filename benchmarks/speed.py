@@ -12,7 +12,6 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ import torch
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 sys.path.insert(0, str(REPOSITORY))
-from plumbing.models import fast_at_bfloat16  # noqa: E402
+from plumbing.models import fast_half  # noqa: E402
 from tasks import brevity  # noqa: E402
 
 STEPS = 3  # of each process, the first not counted
@@ -127,7 +126,7 @@ def work(job: dict) -> None:
 
 
 def measure(job: dict, rounds: int) -> dict[str, dict]:
-    """Both systems in turns: {system: medians over the steps of all rounds}."""
+    """Both systems in turns: {system: medians}."""
     runs = {"ours": [], "trl": []}
     environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"])}
     for system in [*runs] * rounds:
@@ -140,12 +139,12 @@ def measure(job: dict, rounds: int) -> dict[str, dict]:
 
 
 def medians(runs: list[dict]) -> dict[str, float]:
+    """Over the steps of all rounds of one system."""
     steps = [step for run in runs for step in run["steps"]]
-    whole = [1000 * (step["update"] + step["rollout"]) / step["tokens"] for step in steps]
     figures = {
         "tokens_per_s": [step["tokens"] / step["rollout"] for step in steps],
         "update_s": [step["update"] for step in steps],
-        "step_ms_per_token": whole,
+        "step_ms_per_token": [1e3 * (x["update"] + x["rollout"]) / x["tokens"] for x in steps],
         "peak_gb": [run["peak_gb"] for run in runs],
     }
     return {name: round(statistics.median(values), 4) for name, values in figures.items()}
@@ -156,7 +155,7 @@ def ratios(jobs: dict[str, dict]) -> str:
     columns = {"tokens_per_s": "tokens per second of rollout", "update_s": "time of update"}
     columns |= {"step_ms_per_token": "time of step, per token", "peak_gb": "peak memory"}
     lines = [f"| ours / TRL | {' | '.join(columns.values())} |", "|---" * 5 + "|"]
-    for name in JOBS.keys() & jobs.keys():
+    for name in [name for name in JOBS if name in jobs]:
         mine, other = jobs[name].values()
         cells = [f"{mine[column] / other[column]:.2f}" for column in columns]
         lines.append(f"| {JOBS[name][0]} | {' | '.join(cells)} |")
@@ -179,12 +178,11 @@ def main() -> None:
         job["kind"], model = name.split("-")
         job["asked"] = prompts(model, job["prompts"])
         job["model"] = str(REPOSITORY / "tiny") if model == "tiny" else args.chat_model
-        job["bf16"] = model == "chat" and fast_at_bfloat16(torch.device("cpu"))
+        job["bf16"] = model == "chat" and fast_half(torch.device("cpu")) == torch.bfloat16
         if job["model"] is None:
             sys.exit(f"error: {name} needs --chat_model")
         results["jobs"][name] = measure(job, args.rounds)
-        print(name, json.dumps(results["jobs"][name]), flush=True)
-        results["machine"] = {"cpu": platform.processor(), "torch": torch.__version__}
+        results["torch"] = torch.__version__
         RESULTS.write_text(json.dumps(results) + "\n")
     print(ratios(results["jobs"]))
 

@@ -3,9 +3,8 @@
 `with pretended_cuda() as gpu:` makes torch say that there is one GPU. It raises where an operation
 mixes tensors of the two devices, where a generator belongs to the other device, and where something
 waits for the device, or copies to it, while a CUDA graph is captured. A replay of a graph repeats
-its operations on the same tensors: one that was replaced since is as stale as on a GPU. `gpu.waits`
-counts what a real GPU would be waited for. Nothing shows the order of streams, memory that is used
-again too early, or how much is taken.
+its operations on the same tensors: one that was replaced since is as stale as on a GPU. Streams,
+and memory that is used again too early, aren't shown. `gpu.waits` counts what waits for the device.
 """
 
 import contextlib
