@@ -134,7 +134,7 @@ BUGS = [
     ("data._prompt_of", "template.format(**row)", "template.format(**row).strip()", "a template loses the blanks at its ends"),
     ("config.complete", "given = tiny | given", "given = given | tiny", "the embedded model's defaults beat the flags"),
     ("config.complete", "settings | {\"overwrite\": False} | given", "given | settings | {\"overwrite\": False}", "a resumed run takes no flag"),
-    ("config._check_numbers", "number > 0 if least is None", "number >= 0 if least is None", "0 is taken where it makes no sense"),
+    ("config._check_numbers", "(x <= 0 if least", "(x < 0 if least", "0 is taken where it makes no sense"),
     ("models.load_policy", "torch.bfloat16 if has_adapter and config.bf16 else torch.float32", "\"auto\"", "a checkpoint in bfloat16 trains in bfloat16"),
     ("models.eos_token_ids", "sorted(found - {None})", "sorted(filter(None, found))", "an EOS whose id is 0 is lost"),
     ("models.add_adapter", "\"lora_alpha\": 32,", "\"lora_alpha\": 2 * rank,", "alpha grows with the rank"),

@@ -63,7 +63,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --reward gsm8k", "gsm8k finds no number in 'two'", TWO.replace("2", "two")),
     # Folders
     ("ppo", "--output_dir a_run", "a_run already holds a run: --resume a_run goes on with it", ""),
-    ("ppo", "--output_dir rewards.py/new", "--output_dir rewards.py/new: ", ""),
+    ("ppo", "--output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", ""),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
     ("ppo", "--resume a_run --num_steps 8", "--num_steps: can't change on --resume", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
