@@ -39,7 +39,10 @@ def test_of_the_groups_that_are_drawn_those_that_teach_are_kept_first(
         (p, text, float("a" not in p) * i) for g in kept for i, (p, text) in enumerate(g)
     ]
     assert metrics["reward/frac_flat_groups"] == num_flat / 4 and metrics["episode"] == 8
-    assert metrics["val/sampler_kl"] < 1e-6, "prompts, padding and log-probs belong together"
+    # What is trained on: tokens, prompts, padding and log-probs belong together.
+    tokens = ["".join(line["tokens"]) for line in lines_of(job.folder / "tokens.jsonl")[:8]]
+    assert [text.removesuffix("<eos>") for text in tokens] == [text for _, text, _ in found]
+    assert metrics["val/sampler_kl"] < 1e-6
 
 
 # --- The length penalty, eq. 13, and completions that are cut ---
