@@ -503,7 +503,7 @@ def masks_of_layers(model: nn.Module, mask: Tensor, distance: Tensor) -> Tensor 
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if not window or set(kinds or ()) == {"full_attention"}:
         return mask
-    windowed = mask.masked_fill(distance <= -window, -torch.inf)
+    windowed = mask.masked_fill(columns <= column - window, -torch.inf)
     both = {"full_attention": mask, "sliding_attention": windowed}
     return both if len(set(kinds or ())) > 1 else windowed
 
