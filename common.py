@@ -495,9 +495,11 @@ def without_windows(model: nn.Module) -> PretrainedConfig:
     return config
 
 
-def masks_of_layers(model: nn.Module, mask: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
-    """An attention mask of four dimensions, with one for each kind of layer where a window hides
-    what is old. transformers takes it as it is. distance: from each column to the token's, <= 0.
+def masks_of_layers(
+    model: nn.Module, mask: Tensor, columns: Tensor, column: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """An attention mask of four dimensions for a token in `column`, or one for each kind of layer
+    where a window hides old `columns`. transformers takes it as it is.
     """
     config = base_model(model).config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
