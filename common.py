@@ -117,10 +117,7 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 def entropy_of(logprobs: Tensor) -> Tensor:
     """Entropy in nats of distributions with these log-probs: (..., V) -> (...)."""
-    # A token of probability 0 must add 0, and 0 * -inf is NaN. Where no gradient is needed, NaN is
-    # left out of the sum, which takes less memory than to make a number of -inf first.
-    if not logprobs.requires_grad:
-        return -logprobs.exp().mul_(logprobs).nansum(-1)
+    # A token of probability 0 must add 0, and 0 * -inf is NaN.
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
@@ -496,6 +493,19 @@ def without_windows(model: nn.Module) -> PretrainedConfig:
         config.layer_types = [full.get(kind, kind) for kind in kinds]
     config.sliding_window = None
     return config
+
+
+def masks_of_layers(model: nn.Module, mask: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
+    """An attention mask of four dimensions, with one for each kind of layer where a window hides
+    what is old. transformers takes it as it is. distance: from each column to the token's, <= 0.
+    """
+    config = base_model(model).config.get_text_config()
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if not window or set(kinds or ()) == {"full_attention"}:
+        return mask
+    windowed = mask.masked_fill(distance <= -window, -torch.inf)
+    both = {"full_attention": mask, "sliding_attention": windowed}
+    return both if len(set(kinds or ())) > 1 else windowed
 
 
 def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:

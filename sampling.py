@@ -21,9 +21,9 @@ from transformers import DynamicCache, StaticCache, StopStringCriteria
 from common import (
     Fault,
     Rollout,
-    base_model,
     completion_mask,
     evaluating,
+    masks_of_layers,
     model_inputs,
     rounded_copy,
     without_windows,
@@ -40,8 +40,7 @@ def sample(
     decoder: Decoder | None = None,
     **options: Any,
 ) -> Rollout:
-    """`generate` in sub-batches of at most `max_rows` completions, num_generations or more."""
-    # The completions of one prompt stay together.
+    """`generate` in sub-batches of at most `max_rows` completions; a prompt's stay together."""
     num_prompts = max(1, max_rows // num_generations)  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
     with decoder or Decoder(model) as decoder:
@@ -77,8 +76,7 @@ def generate(
     G, device = num_generations, model.device
     prompt_ids, mask = prompt_ids.to(device), prompt_mask.to(device).bool()
     # All random numbers at once, one per token: a row's draws don't depend on when others end.
-    size = (max_new_tokens, len(mask) * G)
-    uniforms = torch.rand(size, generator=generator, device=device)
+    uniforms = torch.rand(max_new_tokens, len(mask) * G, generator=generator, device=device)
     with evaluating(model):
         # Read each prompt once; keys and values are then copied for its completions.
         cache = DynamicCache(config=without_windows(model))
@@ -216,17 +214,12 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     return torch.searchsorted(cumulative, threshold, right=True), threshold
 
 
-# --- On a GPU ---
-
-
 class Decoder:
     """What decodes in the rollouts of a run: the model, or with `half` a copy whose weights are
     rounded to this type. On CUDA a step is a graph, unless `graphs` is False: launching its kernels
-    one by one takes longer than they run.
-
-    A replay repeats the same operations on the same memory. So the cache has its full size from the
-    start, a mask hides the columns that aren't filled yet, and what changes from token to token
-    lies in tensors that the graph itself moves on.
+    one by one takes longer than they run. A replay repeats the same operations on the same memory:
+    so the cache has its full size from the start, a mask hides the columns that aren't filled yet,
+    and what changes from token to token lies in tensors that the graph itself moves on.
     """
 
     def __init__(
@@ -235,7 +228,6 @@ class Decoder:
         self.trained, self.half = model, half
         self.has_graphs = graphs and model.device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.size = (0, 0)  # rows and columns of its cache
 
     @torch.no_grad()
     def __enter__(self) -> Decoder:
@@ -260,11 +252,10 @@ class Decoder:
     def start(self, cache: DynamicCache, mask: Tensor, max_new_tokens: int) -> Decoder:
         """Take over the prompts: their keys and values, and their mask (B, P)."""
         B, columns = len(mask), mask.shape[1] + max_new_tokens
-        if self.graph is None or self.size[0] != B or self.size[1] < columns:
+        if self.graph is None or len(self.mask) != B or self.mask.shape[3] < columns:
             # Their memory is free before the new ones take theirs.
             self.graph = self.cache = self.logits = None
             columns = -(-columns // 128) * 128
-            self.size = (B, columns)
             self.cache = StaticCache(config=without_windows(self.model), max_cache_len=columns)
             self.token = torch.zeros(B, 1, dtype=torch.long, device=mask.device)
             self.position, self.column = torch.zeros_like(self.token), self.token.new_zeros(1)
@@ -301,21 +292,8 @@ class Decoder:
 
     def _forward(self) -> None:
         self.mask.index_fill_(3, self.column, 0)
-        inputs = model_inputs(self.model, self.token, self._masks(), self.cache, self.position)
+        masks = masks_of_layers(self.model, self.mask, self.columns - self.column)
+        inputs = model_inputs(self.model, self.token, masks, self.cache, self.position)
         self.logits = self.model(**inputs).logits[:, -1]
         self.position.add_(1)
         self.column.add_(1)
-
-    def _masks(self) -> Tensor | dict[str, Tensor]:
-        """The mask of all layers, or of each kind of layer. transformers takes it as it is."""
-        config = base_model(self.model).config.get_text_config()
-        window, kinds = (
-            getattr(config, "sliding_window", None),
-            getattr(config, "layer_types", None),
-        )
-        kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
-        if kinds == {"full_attention"}:
-            return self.mask
-        windowed = self.mask.masked_fill(self.columns <= self.column - window, -torch.inf)
-        masks = {"full_attention": self.mask, "sliding_attention": windowed}
-        return masks if len(kinds) > 1 else windowed

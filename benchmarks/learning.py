@@ -1,317 +1,188 @@
-"""What PPO, GRPO and RLOO learn by the episode and by the second: on the embedded model with their
-own defaults and at equal settings, three seeds each, and a job for SmolLM2-135M-Instruct.
+"""What PPO, GRPO and RLOO learn by the episode and by the second, for docs/compare.md.
 
-  python benchmarks/learning.py                               # sums, embedded model, 7 minutes
+  python benchmarks/learning.py --job tiny                    # 7 minutes on two CPU cores
   python benchmarks/learning.py --job updates                 # equal settings, 15 minutes
   python benchmarks/learning.py --job seconds                 # and the same seconds, 5 minutes
-  python benchmarks/learning.py --job pretrained --model FOLDER   # sums, SmolLM2, 1.5 hours
-  python benchmarks/learning.py --draw                        # pictures and tables alone
+  python benchmarks/learning.py --job pretrained --model FOLDER   # SmolLM2, 1.5 hours
+  python benchmarks/learning.py                               # pictures and tables alone
 
-Times are those of two CPU cores; say --device cuda where there is one. Seconds are those of rollout
-and update, without evaluations; the runs alternate, so that a machine that slows down slows down
-all of them. A run that is in learning.json is not repeated: to measure a job again, take it out of
-that file. Draws the pictures of docs/compare.md and prints a table per job, of which the page has
-some rows. learning_metrics.json says how far each metric ranged in the runs of the first job.
+Seconds are those of rollout and update, without evaluations; the runs alternate, so that a machine
+that slows down slows down all of them. A run that is in learning.json is not repeated: to measure a
+job again, take it out of that file.
 """
 
 import argparse
 import json
-import shlex
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
-METRICS = Path(__file__).with_name("learning_metrics.json")
-# The first three as in tools/plot.py.
 COLOURS = {"PPO": "C0", "GRPO": "C1", "RLOO": "C2", "GRPO, LoRA": "#7b5cc4"}
-SCRIPTS = ("PPO", "GRPO", "RLOO")
-LEVEL = 0.9  # of the accuracy: when is it reached?
-
-
-@dataclass
-class Job:
-    """Commands that are compared, by name, and the flags that all of them get."""
-
-    title: str
-    commands: dict[str, str]
-    flags: str = ""
-    seeds: int = 3
-
-
+SEEDS = {"tiny": 3, "pretrained": 2, "updates": 5, "seconds": 3}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
-# "updates": the same episodes, in one update per rollout and in eight. "seconds": as many steps as
-# take the same time.
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
-EPISODES = "--num_steps 60 --eval_every 10"
-UPDATES = {
-    "1 update": "--num_epochs 1 --num_mini_batches 1",
-    "8 updates": "--num_epochs 2 --num_mini_batches 4",
-}
-JOBS = {
-    "tiny": Job(
-        "Two-digit sums, embedded model of 0.6 M parameters",
-        {
-            "PPO": "ppo.py --eval_every 4",
-            "GRPO": "grpo.py --eval_every 10",
-            "RLOO": "rloo.py --eval_every 10",
-        },
-    ),
-    "pretrained": Job(
-        "Two-digit sums, SmolLM2-135M-Instruct",
-        {
-            "PPO": "ppo.py --prompts_per_step 32 --num_mini_batches 2",
-            "GRPO": "grpo.py --prompts_per_step 8",
-            "RLOO": "rloo.py --prompts_per_step 16",
-            "GRPO, LoRA": "grpo.py --prompts_per_step 8 --lora_r 16",
-        },
-        "--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200",
-        seeds=2,
-    ),
-    "updates": Job(
-        "Two-digit sums, equal settings and episodes",
-        {
-            f"{name}, {updates}": f"{name.lower()}.py {flags}"
-            for updates, flags in UPDATES.items()
-            for name in SCRIPTS
-        },
-        f"{EQUAL} {EPISODES}",
-        seeds=5,
-    ),
-    "seconds": Job(
-        "Two-digit sums, equal settings and seconds",
-        {
-            "PPO": "ppo.py --num_steps 36 --eval_every 6",
-            "GRPO": "grpo.py --num_steps 160 --eval_every 32",
-            "RLOO": "rloo.py --num_steps 196 --eval_every 28",
-        },
-        EQUAL,
-    ),
+EPISODES = f"{EQUAL} --num_steps 60 --eval_every 10"
+ONE = f"{EPISODES} --num_epochs 1 --num_mini_batches 1"
+EIGHT = f"{EPISODES} --num_epochs 2 --num_mini_batches 4"
+SMOLLM = "--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200"
+JOBS = {  # {name: command}
+    "tiny": {
+        "PPO": "ppo.py --eval_every 4",
+        "GRPO": "grpo.py --eval_every 10",
+        "RLOO": "rloo.py --eval_every 10",
+    },
+    "pretrained": {
+        "PPO": f"ppo.py {SMOLLM} --prompts_per_step 32 --num_mini_batches 2",
+        "GRPO": f"grpo.py {SMOLLM} --prompts_per_step 8",
+        "RLOO": f"rloo.py {SMOLLM} --prompts_per_step 16",
+        "GRPO, LoRA": f"grpo.py {SMOLLM} --prompts_per_step 8 --lora_r 16",
+    },
+    "updates": {f"{name}, 1 update": f"{name.lower()}.py {ONE}" for name in ("PPO", "GRPO", "RLOO")}
+    | {f"{name}, 8 updates": f"{name.lower()}.py {EIGHT}" for name in ("PPO", "GRPO", "RLOO")},
+    "seconds": {  # as many steps as take the same time
+        "PPO": f"ppo.py {EQUAL} --num_steps 36 --eval_every 6",
+        "GRPO": f"grpo.py {EQUAL} --num_steps 160 --eval_every 32",
+        "RLOO": f"rloo.py {EQUAL} --num_steps 196 --eval_every 28",
+    },
 }
 Curve = list[dict[str, float]]  # the points of a run
 
 
-def train(command: str, flags: str, seed: int) -> list[dict]:
-    """Run a script: its metrics, a dict per step and one of the last evaluation."""
+def train(command: str) -> tuple[list[dict], float]:
+    """Run a script: its metrics, a dict per step and one of the last evaluation; peak memory."""
     with tempfile.TemporaryDirectory() as folder:
-        script, *own = shlex.split(f"{command} {flags} --seed {seed} --output_dir {folder}/r")
-        command = [sys.executable, str(REPOSITORY / script), *own]
-        subprocess.run(command, check=True, capture_output=True)
-        text = (Path(folder) / "r" / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+        command = f"{sys.executable} {REPOSITORY}/{command} --output_dir {folder}/run"
+        process = subprocess.Popen(command.split(), stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        if status:
+            sys.exit(f"{command} failed")
+        text = Path(folder, "run", "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()], used.ru_maxrss * 1024 / 1e9
 
 
-def points_of(lines: list[dict]) -> Curve:
-    """A point at each evaluation of a run. `sampled` and `greedy` are accuracies, `kl` the mean KL
-    since the point before, `gb` the peak memory so far.
-    """
-    points, episodes, seconds, gb = [], 0, 0.0, 0.0
+def points_of(lines: list[dict], gb: float) -> Curve:
+    """A point at each evaluation of a run; its `kl` is the mean since the point before."""
+    points, episodes, seconds = [], 0, 0.0
     kls = [lines[0]["objective/kl"]]  # step 0 samples from the untrained model
     for line in lines:
         if "eval/reward" in line:
-            point = {
-                "episodes": episodes,
-                "seconds": seconds,
-                "sampled": line["eval/accuracy"],
-                "greedy": line["eval/accuracy_greedy"],
-                "kl": float(np.mean(kls)),
-                "gb": gb or line["memory/peak_gb"],
-            }
+            point = {"episodes": episodes, "seconds": seconds, "kl": statistics.mean(kls), "gb": gb}
+            point |= {"sampled": line["eval/accuracy"], "greedy": line["eval/accuracy_greedy"]}
             points.append({key: round(value, 4) for key, value in point.items()})
             kls = []
         if "episode" in line:  # not in the last line, which is an evaluation alone
             episodes = line["episode"]
             seconds += line["time/rollout"] + line["time/update"]
             kls.append(line["objective/kl"])
-            gb = line["memory/peak_gb"]
     return points
 
 
-def ranges_of(runs: list[list[dict]]) -> dict[str, dict[str, float]]:
-    """Of each metric over the runs: lowest and highest at step 0, in the last third of the steps
-    and in all of them, and the median.
-    """
-    found = {}
-    for name in runs[0][0]:
-        columns = [[x[name] for x in run if x.get(name) is not None] for run in runs]
-        parts = {
-            "first": [column[0] for column in columns],
-            "late": [x for column in columns for x in column[-len(column) // 3 :]],
-            "all": [x for column in columns for x in column],
-        }
-        found[name] = {f"{k} {f.__name__}": f(x) for k, x in parts.items() for f in (min, max)}
-        found[name]["median"] = float(np.median(parts["all"]))
-    return found
-
-
-def measure(name: str, more_flags: str, results: dict[str, dict]) -> None:
+def measure(job: str, flags: str, results: dict[str, dict]) -> None:
     """Make the runs of a job that aren't in `results`, and save each."""
-    job = JOBS[name]
-    curves_of = results.setdefault(name, {command: [] for command in job.commands})
-    metrics = {command: [] for command in job.commands}
-    for seed in range(job.seeds):
-        for of_command, command in job.commands.items():
-            if len(curves_of[of_command]) > seed:
-                continue
-            lines = train(command, f"{job.flags} {more_flags}", seed)
-            metrics[of_command].append(lines)
-            points = points_of(lines)
-            curves_of[of_command].append({"points": points})
-            print(f"{of_command}, seed {seed}: {points[0]} -> {points[-1]}", flush=True)
-            RESULTS.write_text(json.dumps(results) + "\n")
-    if name == "tiny" and all(len(lines) == job.seeds for lines in metrics.values()):
-        ranges = {command.lower(): ranges_of(lines) for command, lines in metrics.items()}
-        METRICS.write_text(json.dumps(ranges) + "\n")
+    runs = results.setdefault(job, {name: [] for name in JOBS[job]})
+    for seed in range(SEEDS[job]):
+        for name, command in JOBS[job].items():
+            if len(runs[name]) == seed:
+                points = points_of(*train(f"{command} {flags} --seed {seed}"))
+                runs[name].append({"points": points})
+                print(f"{name}, seed {seed}: {points[0]} -> {points[-1]}", flush=True)
+                RESULTS.write_text(json.dumps(results) + "\n")
 
 
-def at(curve: Curve, axis: str, where: np.ndarray | float, key: str) -> np.ndarray:
+def at(curve: Curve, axis: str, where: np.ndarray | float, key: str = "sampled") -> np.ndarray:
     """The value of `key` where `axis` (episodes or seconds) has reached `where`."""
     return np.interp(where, [p[axis] for p in curve], [p[key] for p in curve])
 
 
 def table(curves_of: dict[str, list[Curve]]) -> str:
-    """Mean ± standard deviation over the seeds: a row per quantity, a column per command."""
-    every = [curve for curves in curves_of.values() for curve in curves]
-    rows = {
-        "accuracy, sampled, at the start": (3, lambda c: c[0]["sampled"]),
-        "accuracy, greedy, at the start": (3, lambda c: c[0]["greedy"]),
-        "accuracy, sampled, at the end": (3, lambda c: c[-1]["sampled"]),
-        "accuracy, greedy, at the end": (3, lambda c: c[-1]["greedy"]),
-        "KL at the end, nats per completion": (2, lambda c: c[-1]["kl"]),
-        "peak memory, GB": (2, lambda c: c[-1]["gb"]),
-    }
-    for axis, digits in (("episodes", 0), ("seconds", 1)):
-        least = min(curve[-1][axis] for curve in every)
-        rows |= {
-            f"{axis} of the run": (digits, lambda c, axis=axis: c[-1][axis]),
-            f"{axis} to {LEVEL:.2f} (accuracy, sampled)": (
-                digits,
-                lambda c, axis=axis: next((p[axis] for p in c if p["sampled"] >= LEVEL), None),
-            ),
-            f"accuracy, sampled, after {least:,.0f} {axis}": (
-                3,
-                lambda c, axis=axis, least=least: at(c, axis, least, "sampled"),
-            ),
-        }
+    """Mean ± standard deviation over the seeds; nan: not reached by all."""
     lines = [f"| | {' | '.join(curves_of)} |", "|---" * (len(curves_of) + 1) + "|"]
-    for name, (digits, value) in rows.items():
-        cells = [spread([value(curve) for curve in c], digits) for c in curves_of.values()]
+    groups = list(curves_of.values())
+
+    def add(name: str, digits: int, values: list[list[float]]) -> None:
+        cells = [f"{np.mean(x):,.{digits}f} ± {np.std(x, ddof=1):,.{digits}f}" for x in values]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+
+    for when, point in (("start", 0), ("end", -1)):
+        for key in ("sampled", "greedy"):
+            values = [[c[point][key] for c in curves] for curves in groups]
+            add(f"accuracy, {key}, at the {when}", 3, values)
+    add("KL at the end, nats per completion", 2, [[c[-1]["kl"] for c in x] for x in groups])
+    add("peak memory, GB", 2, [[c[-1]["gb"] for c in x] for x in groups])
+    for axis, digits in (("episodes", 0), ("seconds", 1)):
+        ends = [[c[-1][axis] for c in curves] for curves in groups]
+        add(f"{axis} of the run", digits, ends)
+        high = [[[p[axis] for p in c if p["sampled"] >= 0.9] for c in x] for x in groups]
+        first = [[min(reached, default=np.nan) for reached in x] for x in high]
+        add(f"{axis} to 0.90 (accuracy, sampled)", digits, first)
+        least = min(map(min, ends))
+        after = [[at(c, axis, least, "sampled") for c in curves] for curves in groups]
+        add(f"accuracy, sampled, after {least:,.0f} {axis}", 3, after)
     return "\n".join(lines)
 
 
-def spread(values: list[float | None], digits: int) -> str:
-    """Mean ± standard deviation, and of how many seeds if some have no value."""
-    known = [x for x in values if x is not None]
-    if len(known) < 2:
-        return "not reached"
-    of = "" if len(known) == len(values) else f" ({len(known)} of {len(values)})"
-    return f"{np.mean(known):,.{digits}f} ± {np.std(known, ddof=1):,.{digits}f}{of}"
-
-
-# A line of a picture: its name in COLOURS, its style, the key of a point, and the seeds' curves.
-Line = tuple[str, str, str, list[Curve]]
-
-
-def draw(
-    picture: str, title: str, panels: dict[str, tuple[str, list[Line]]], styles: dict[str, str]
-) -> None:
-    """Two panels side by side, {heading: (axis, lines)}; `styles` says what a style means."""
+def draw(picture: str, title: str, panels: dict[str, list[tuple]], styles: dict[str, str]) -> None:
+    """Two panels, {axis: [(name in COLOURS, style, key of a point, curves)]}; `styles` says what a
+    style means. Lines are means over the seeds, bands go from the lowest to the highest.
+    """
     figure = Figure(figsize=(9, 4.1), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    names = {}  # of the legend, in order
-    for panel, (heading, (axis, lines)) in zip(axes, panels.items(), strict=True):
+    axes, names = figure.subplots(1, 2, sharey=True), {}  # a set would lose the order
+    for panel, (axis, lines) in zip(axes, panels.items(), strict=True):
         for name, style, key, curves in lines:
             # The seeds have their points at the same episodes, but not at the same seconds.
             x = np.linspace(0, min(curve[-1][axis] for curve in curves), 200)
             y = np.array([at(curve, axis, x, key) for curve in curves])
-            names[name] = COLOURS[name]
+            names[name] = True
             panel.plot(x, y.mean(0), style, color=COLOURS[name], lw=1.6)
             panel.fill_between(x, y.min(0), y.max(0), color=COLOURS[name], alpha=0.12, lw=0)
-        panel.set_title(heading, fontsize=10)
         unit = {"episodes": "sampled completions", "seconds": "rollout and update"}[axis]
-        panel.set_xlabel(f"{axis} ({unit})")
-        panel.set_xlim(0, None)
-        panel.xaxis.set_major_locator(MaxNLocator(5))
-        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.set(xlabel=f"{axis} ({unit})", xlim=(0, None))
         panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("accuracy on held-out sums")
-    for name, colour in names.items():
-        axes[1].plot([], [], color=colour, label=name)
+    for name in names:
+        axes[1].plot([], [], color=COLOURS[name], label=name)
     for style, meaning in styles.items():
         axes[1].plot([], [], style, color="black", label=meaning)
-    figure.legend(loc="outside lower center", ncols=6, fontsize=9, frameon=False)
-    bands = "lines: means over the seeds; bands: lowest to highest"
-    figure.suptitle(f"{title}\n{bands}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=6)
+    figure.suptitle(f"{title}\nlines: means over the seeds; bands: lowest to highest", fontsize=11)
     figure.savefig(REPOSITORY / "docs" / picture, dpi=110)
 
 
-def draw_own_defaults(name: str, picture: str, curves_of: dict[str, list[Curve]]) -> None:
-    """A job by the episode and by the second."""
-    lines = [
-        (of_command, style, key, curves)
-        for of_command, curves in curves_of.items()
-        for key, style in (("sampled", "-"), ("greedy", "--"))
-    ]
-    panels = {f"by the {axis[:-1]}": (axis, lines) for axis in ("episodes", "seconds")}
-    draw(picture, JOBS[name].title, panels, {"-": "sampled", "--": "greedy"})
-
-
-def draw_equal(updates: dict[str, list[Curve]], seconds: dict[str, list[Curve]]) -> None:
-    """The jobs at equal settings. In the same seconds each script has its own number of updates."""
-    by_episode = [
-        (name, style, "sampled", updates[f"{name}, {number}"])
-        for name in SCRIPTS
-        for number, style in (("1 update", "--"), ("8 updates", "-"))
-    ]
-    by_second = [
-        (name, "-" if name == "PPO" else "--", "sampled", curves)
-        for name, curves in seconds.items()
-    ]
-    panels = {"the same episodes": ("episodes", by_episode)}
-    panels |= {"the same seconds": ("seconds", by_second)}
-    title = "Two-digit sums at one learning rate and KL weight, sampled"
-    styles = {"-": "8 updates per rollout", "--": "1 update per rollout"}
-    draw("learning-equal.png", title, panels, styles)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--draw", action="store_true", help="pictures and tables of learning.json")
-    parser.add_argument("--job", choices=JOBS, default="tiny")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--job", choices=JOBS, help="default: pictures and tables alone")
     parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
-    parser.add_argument("--device", help="cuda, mps or cpu; default: the first there is")
     options = parser.parse_args()
-    if options.job == "pretrained" and not options.model and not options.draw:
-        parser.error(f"--job {options.job} needs --model")
     # {job: {name of a command: [{"points": ..} per seed]}}
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not options.draw:
-        flags = f"--device {options.device} " if options.device else ""
-        if options.job == "pretrained":
-            flags += f"--model {shlex.quote(options.model)}"
-        measure(options.job, flags, results)
-    curves_of = {
-        job: {name: [run["points"] for run in runs] for name, runs in results[job].items()}
-        for job in results
-    }
-    for job, curves in curves_of.items():
-        print(f"\n{JOBS[job].title}\n\n{table(curves)}")
-    for job, picture in (("tiny", "learning.png"), ("pretrained", "learning-pretrained.png")):
-        if job in curves_of:
-            draw_own_defaults(job, picture, curves_of[job])
-    if {"updates", "seconds"} <= set(curves_of):
-        draw_equal(curves_of["updates"], curves_of["seconds"])
+    if options.job:
+        measure(options.job, f"--model {options.model}" if options.model else "", results)
+    curves_of = {}
+    for job, by_name in results.items():
+        curves_of[job] = {name: [run["points"] for run in by_name[name]] for name in by_name}
+        print(f"\n{job}\n\n{table(curves_of[job])}")
+    styles = {"-": "sampled", "--": "greedy"}
+    for job, name in (("tiny", "the embedded model"), ("pretrained", "SmolLM2-135M-Instruct")):
+        lines = []
+        for of_command, curves in curves_of[job].items():
+            lines += [(of_command, style, key, curves) for style, key in styles.items()]
+        picture = "learning.png" if job == "tiny" else "learning-pretrained.png"
+        draw(picture, f"Two-digit sums, {name}", {"episodes": lines, "seconds": lines}, styles)
+    panels = {}
+    for axis, job in (("episodes", "updates"), ("seconds", "seconds")):
+        for name, curves in curves_of[job].items():  # by default PPO alone makes 8 updates
+            style = "-" if "8" in name or name == "PPO" else "--"
+            panels.setdefault(axis, []).append((name.split(",")[0], style, "sampled", curves))
+    styles = {"-": "8 updates per rollout", "--": "1 update per rollout"}
+    draw("learning-equal.png", "Two-digit sums at equal settings, sampled", panels, styles)
 
 
 if __name__ == "__main__":

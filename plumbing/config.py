@@ -219,7 +219,7 @@ def _check_folder(config: TrainConfig) -> None:
     data = config.pairs if hasattr(config, "pairs") else config.prompts
     task = Path(data).stem if data else getattr(config, "task", "pairs")
     name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
-    config.output_dir = config.output_dir or f"runs/{name}"
+    config.output_dir = str(Path(config.output_dir or f"runs/{name}").expanduser())
     metrics = Path(config.output_dir, "metrics.jsonl")
     if metrics.exists() and metrics.stat().st_size > 0 and not (config.resume or config.overwrite):
         remedy = f"--resume {config.output_dir} goes on with it, --overwrite begins anew"

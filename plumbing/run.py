@@ -51,7 +51,8 @@ class Run:
         generators: list[torch.Generator] = (),
     ) -> None:
         self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
-        self.generators, self.folder = list(generators), Path(config.output_dir)
+        # Absolute: a reward may change the working directory.
+        self.generators, self.folder = list(generators), Path(config.output_dir).absolute()
         self.step, self.saved_step = 0, None  # at hand; of the checkpoint
         self.history, self.warned = [], set()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
@@ -78,7 +79,7 @@ class Run:
         size = sum(p.numel() for p in self._weights().values()) / 1e6
         what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
         print(f"{config.script}: {size:.1f} M weights train on {config.device}, {what}")
-        print(f"It writes to {self.folder}")
+        print(f"It writes to {config.output_dir}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -101,9 +102,12 @@ class Run:
             self.laps, self.lap_started = {}, time.perf_counter()
             yield step
             self.bar.update()
-            if (step + 1) % self.config.save_every == 0 or step + 1 == last:
+            if (step + 1) % self.config.save_every == 0 and step + 1 < last:
                 self._note_state(step + 1)
                 self.save()
+        if last > 0:
+            self._note_state(last)
+            self.save()
         self._evaluate(last, evaluate)
         self._write_metrics(last, self.evaluated)
         self.bar.close()
@@ -208,23 +212,33 @@ class Run:
         }
 
     def save(self) -> None:
-        """Write model/ and checkpoint.pt, each complete before it takes its name. Raises Fault."""
-        model, new = self.folder / "model", self.folder / "model.new"
+        """Write model/ and checkpoint.pt, each complete before it takes its name: where one can't
+        be written, the other one is. Raises Fault.
+        """
+        faults = []
+        for name, write in (("model", self._write_model), ("checkpoint.pt", self._write_state)):
+            new, old = self.folder / f"{name}.new", self.folder / name
+            try:
+                write(new)
+                if old.is_dir():
+                    shutil.rmtree(old)
+                new.replace(old)
+            except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
+                faults.append(f"{new} can't be written ({e})")
+                new.unlink() if new.is_file() else shutil.rmtree(new, ignore_errors=True)
+            else:
+                self.saved_step = self.step if name == "checkpoint.pt" else self.saved_step
+        if faults:
+            raise Fault("; ".join(faults) + ": is the disk full?")
+
+    def _write_model(self, folder: Path) -> None:
+        next(iter(self.models.values())).save_pretrained(folder)
+        self.data.tokenizer.save_pretrained(folder)
+
+    def _write_state(self, file: Path) -> None:
         state = {"step": self.step, "first_metrics": self.first_metrics} | self.random_state
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
-        try:
-            next(iter(self.models.values())).save_pretrained(new)
-            self.data.tokenizer.save_pretrained(new)
-            shutil.rmtree(model, ignore_errors=True)
-            new.rename(model)
-            # Last: where the model can't be written, the steps before it are run again.
-            new = self.folder / "checkpoint.new"
-            torch.save(state, new)
-            new.replace(self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
-            (self.folder / "checkpoint.new").unlink(missing_ok=True)
-            raise Fault(f"{new} can't be written ({e}): is the disk full?") from e
-        self.saved_step = self.step
+        torch.save(state, file)
 
     def _resume(self) -> None:
         """Go on from the checkpoint, and forget what the run wrote after it."""
@@ -259,7 +273,7 @@ class Run:
         ended = f"The run ended in step {self.step}"
         if self.saved_step is None:
             return f"{ended}; nothing is saved."
-        return f"{ended}: --resume {self.folder} goes on from step {self.saved_step}."
+        return f"{ended}: --resume {self.config.output_dir} goes on from step {self.saved_step}."
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -2,11 +2,9 @@
 
 `with pretended_cuda() as gpu:` makes torch say that there is one GPU. It raises where an operation
 mixes tensors of the two devices, where a generator belongs to the other device, and where something
-waits for the device, or copies to it, while a CUDA graph is captured. A captured graph is the list
-of its operations: a replay repeats them on the same tensors, so a tensor that was replaced since is
-as stale as on a GPU. `gpu.waits` counts what would make the CPU wait for a real GPU, by name.
-
-It can't show the order of streams, memory that is used again too early, or how much is taken.
+waits for the device, or copies to it, while a CUDA graph is captured. A replay of a graph repeats
+its operations on the same tensors: one that was replaced since is as stale as on a GPU. Streams,
+and memory that is used again too early, aren't shown. `gpu.waits` counts what waits for the device.
 """
 
 import contextlib
@@ -23,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 # Operations whose kernel for CUDA has to know a number that is on the device.
-WAITING = [aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.bincount]
-WAITING += [aten.unique_dim, aten._unique2, aten.unique_consecutive]
+WAITING = [aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2]
 INDEXING = [aten.index, aten.index_put, aten.index_put_]
 
 
@@ -47,34 +44,12 @@ def fresh(result, args, kwargs):
     return [x for x in tensors_in(result) if x.untyped_storage()._cdata not in known]
 
 
-def written(function, args, kwargs):
-    """The tensors that an operation writes into."""
-    named = [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs]
-    named += zip(function._schema.arguments, args)
-    return tensors_in([x for a, x in named if a.alias_info is not None and a.alias_info.is_write])
-
-
-class Device:
-    """The state of the pretended GPU."""
-
-    def __init__(self):
-        self.waits, self.replays = Counter(), 0
-        self.graph = None  # that is being captured
-        self.asked_for = False  # by the function of torch that is running
-
-    def wait(self, name):
-        if self.graph is not None:
-            self.graph.is_invalid = True
-            raise RuntimeError(f"{name}: not permitted while a CUDA graph is captured")
-        self.waits[name] += 1
-
-
 class Graph:
     """torch.cuda.CUDAGraph: what was done while it was captured, and the tensors it was done to."""
 
     def __init__(self, gpu):
         self.gpu, self.steps, self.is_invalid = gpu, [], False
-        self.before = []  # tensors that were written into, each with its values before
+        self.before = {}  # the memory that was given to an operation, and a copy of it
 
     @contextlib.contextmanager
     def capture(self):
@@ -85,8 +60,8 @@ class Graph:
             self.gpu.graph = None
             # On a GPU capturing runs nothing: what was there is as it was, the rest holds nothing.
             with _disable_current_modes(), torch.no_grad():
-                for tensor, values in reversed(self.before):
-                    tensor.copy_(values)
+                for memory, before in self.before.values():
+                    memory.copy_(before)
                 for x in tensors_in([made for *_, made in self.steps]):
                     x.fill_(torch.nan if x.is_floating_point() else 0)
             if self.is_invalid:
@@ -101,8 +76,76 @@ class Graph:
                     old.copy_(now)
 
 
+class Device(TorchFunctionMode):
+    """The pretended GPU. As a mode: what is called from Python, the device that it asks for, and
+    where tensors say they are.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.replays = Counter(), 0
+        self.operations = Counter()  # on the device, without replays
+        self.graph = None  # that is being captured
+        self.asked_for = False  # by the function of torch that is running
+
+    def wait(self, name):
+        if self.graph is not None:
+            self.graph.is_invalid = True
+            raise RuntimeError(f"{name}: not permitted while a CUDA graph is captured")
+        self.waits[name] += 1
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function.__name__ == "__get__":  # shape, dtype, grad ...
+            if function == Tensor.device.__get__ and is_there(args[0]):
+                return CUDA
+            return is_there(args[0]) if function == Tensor.is_cuda.__get__ else function(*args)
+        if function in (Tensor.to, Tensor.cpu):
+            return self.moved(*args, *([CPU] if function is Tensor.cpu else []), **kwargs)
+        if function is Tensor.__deepcopy__ and is_there(args[0]):  # of a buffer
+            return args[1].setdefault(id(args[0]), args[0].clone())
+        if function is Tensor.tolist and is_there(args[0]):
+            self.wait("tolist")
+        device, generator = kwargs.get("device"), kwargs.get("generator")
+        if device is None:
+            on_device = any(map(is_there, tensors_in(args, *kwargs.values())))
+        else:
+            on_device = torch.device(device).type == "cuda"
+            kwargs["device"] = CPU if on_device else device
+        if generator is not None and (generator.device.type == "cuda") != on_device:
+            raise RuntimeError(f"{function.__name__}: a generator for {generator.device}")
+        outer, self.asked_for = self.asked_for, on_device
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.asked_for = outer
+        if function is scaled_dot_product_attention and on_device:  # CUDA's kernel has this layout
+            result = result.transpose(1, 2).contiguous().transpose(1, 2)
+        if function is torch.tensor and on_device and result.numel() > 0:
+            self.wait("torch.tensor")
+        for x in tensors_in(result) if device is not None else ():
+            x.untyped_storage().on_device = on_device
+        return result
+
+    def moved(self, tensor, *args, copy=False, **kwargs):
+        if args and isinstance(args[0], Tensor):
+            args = args[0].device, args[0].dtype
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        was = is_there(tensor)
+        on_device = was if device is None else device.type == "cuda"
+        if on_device != was:
+            self.wait("from the device" if was else "to the device")
+        result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy or on_device != was)
+        result.untyped_storage().on_device = on_device
+        return result
+
+
 class Operations(TorchDispatchMode):
     """Every operation, those of the backward pass as well."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         gpu, kwargs = self.gpu, kwargs or {}
@@ -110,10 +153,12 @@ class Operations(TorchDispatchMode):
         on_device = any(map(is_there, given)) or (not given and gpu.asked_for)
         if given and on_device:
             self.check(function, args, given)
-        if gpu.graph is not None:
-            gpu.graph.before += [(x, x.clone()) for x in written(function, args, kwargs)]
+        for memory in [x.untyped_storage() for x in given] if gpu.graph is not None else ():
+            if memory._cdata not in gpu.graph.before:
+                gpu.graph.before[memory._cdata] = memory, memory.clone()
         result = function(*args, **kwargs)
         made = fresh(result, args, kwargs)
+        gpu.operations[function.overloadpacket.__name__] += on_device
         for x in made if on_device else ():
             x.untyped_storage().on_device = True
         if gpu.graph is not None:
@@ -138,57 +183,6 @@ class Operations(TorchDispatchMode):
             gpu.wait("mask as index")
 
 
-class Functions(TorchFunctionMode):
-    """What is called from Python: the device that it asks for, and where tensors say they are."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        gpu, kwargs = self.gpu, dict(kwargs or {})
-        if function.__name__ == "__get__":  # shape, dtype, grad ...
-            if function == Tensor.device.__get__ and is_there(args[0]):
-                return CUDA
-            return is_there(args[0]) if function == Tensor.is_cuda.__get__ else function(*args)
-        if function in (Tensor.to, Tensor.cpu):
-            return self.moved(*args, *([CPU] if function is Tensor.cpu else []), **kwargs)
-        if function is Tensor.__deepcopy__ and is_there(args[0]):  # of a buffer
-            return args[1].setdefault(id(args[0]), args[0].clone())
-        if function is Tensor.tolist and is_there(args[0]):
-            gpu.wait("tolist")
-        if function is Tensor.numpy and is_there(args[0]):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        device, generator = kwargs.get("device"), kwargs.get("generator")
-        if device is None:
-            on_device = any(map(is_there, tensors_in(args, *kwargs.values())))
-        else:
-            on_device = torch.device(device).type == "cuda"
-            kwargs["device"] = CPU if on_device else device
-        if generator is not None and (generator.device.type == "cuda") != on_device:
-            raise RuntimeError(f"{function.__name__}: a generator for {generator.device}")
-        outer, gpu.asked_for = gpu.asked_for, on_device
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            gpu.asked_for = outer
-        if function is scaled_dot_product_attention and on_device:  # CUDA's kernel has this layout
-            result = result.transpose(1, 2).contiguous().transpose(1, 2)
-        if function is torch.tensor and on_device and result.numel() > 0:
-            gpu.wait("torch.tensor")
-        for x in tensors_in(result) if device is not None else ():
-            x.untyped_storage().on_device = on_device
-        return result
-
-    def moved(self, tensor, *args, copy=False, **kwargs):
-        if args and isinstance(args[0], Tensor):
-            args = args[0].device, args[0].dtype
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        was = is_there(tensor)
-        on_device = was if device is None else device.type == "cuda"
-        if on_device != was:
-            self.gpu.wait("from the device" if was else "to the device")
-        result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy or on_device != was)
-        result.untyped_storage().on_device = on_device
-        return result
-
-
 class Generator(torch.Generator):
     """It says on which device it is; its numbers are those of the CPU."""
 
@@ -201,21 +195,16 @@ class Generator(torch.Generator):
         self.device = torch.device(device)
 
 
-ANSWERS = {"is_available": True, "device_count": 1, "current_device": 0, "set_device": None}
-ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "get_device_name": "none"}
+ANSWERS = {"is_available": True, "device_count": 1, "set_device": None, "empty_cache": None}
+ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "manual_seed_all": None}
 ANSWERS |= {"mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0}
-ANSWERS |= {"max_memory_allocated": 0, "reset_peak_memory_stats": None, "manual_seed_all": None}
-ANSWERS |= {"get_rng_state_all": [], "set_rng_state_all": None, "empty_cache": None}
+ANSWERS |= {"max_memory_allocated": 0, "get_rng_state_all": [], "set_rng_state_all": None}
 
 
 @contextlib.contextmanager
 def pretended_cuda():
     """torch with one GPU: gives its Device."""
-    gpu, autocast, grouped = Device(), torch.autocast, clip_grad._group_tensors_by_device_and_dtype
-
-    def groups(lists):
-        found = grouped(lists).items()
-        return {(x[0][0].device, dtype): (x, places) for (_, dtype), (x, places) in found}
+    gpu, autocast = Device(), torch.autocast
 
     class CUDAGraph(Graph):  # a class, for transformers has it in type annotations
         def __init__(self):
@@ -229,14 +218,11 @@ def pretended_cuda():
         (torch.cuda, "CUDAGraph", CUDAGraph),
         (torch.cuda, "graph", lambda graph: graph.capture()),
         (torch, "Generator", Generator),
+        (clip_grad, "_has_foreach_support", lambda *args: False),
         (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
         (torch, "is_autocast_enabled", lambda kind, ask=torch.is_autocast_enabled: ask("cpu")),
-        (clip_grad, grouped.__name__, groups),
     ]
     with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(mock.patch.object(*patch))
-        for mode in (Functions(), Operations()):
-            mode.gpu = gpu
-            stack.enter_context(mode)
+        for context in (*(mock.patch.object(*patch) for patch in patches), gpu, Operations(gpu)):
+            stack.enter_context(context)
         yield gpu

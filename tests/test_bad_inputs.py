@@ -23,14 +23,14 @@ FILES = {
 }
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 BAD = [  # (script, flags, part of the line, given.jsonl)
-    ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1; is it --kl_coef?", ""),
-    ("ppo", "-zzzz", "unknown flag -zzzz; see --help", ""),
+    ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: is it --kl_coef?", ""),
+    ("ppo", "-zzzz", "unknown flag -zzzz: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
     ("ppo", "--reward_weights 1 nan", "--reward_weights nan: must be a finite number", ""),
     ("ppo", "--temperature 0.0009", "--temperature 0.0009: must be a finite number from 0.001", ""),
-    ("ppo", "--device cuda:99", "--device cuda:99: this torch can't use it here", ""),
-    ("grpo", "--num_generations 1", "--num_generations 1: must be 2 or more", ""),
+    ("ppo", "--device cuda:99", "--device cuda:99: ", ""),
+    ("grpo", "--num_generations 1", "so give 2 or more", ""),
     ("ppo", "--prompts_per_step 12 --num_mini_batches 5", "must divide the 12 completions", ""),
     ("ppo", "--eval_generations 300", "must hold the completions of a prompt", ""),
     # Models
@@ -63,7 +63,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --reward gsm8k", "gsm8k finds no number in 'two'", TWO.replace("2", "two")),
     # Folders
     ("ppo", "--output_dir a_run", "a_run already holds a run: --resume a_run goes on with it", ""),
-    ("ppo", "--output_dir rewards.py/new", "--output_dir rewards.py/new: ", ""),
+    ("ppo", "--output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", ""),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
     ("ppo", "--resume a_run --num_steps 8", "--num_steps: can't change on --resume", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),

@@ -90,14 +90,14 @@ def test_an_adapter_takes_ten_times_the_learning_rate_unless_it_is_given(tmp_pat
     assert parse("ppo", "--lora_r 4 --learning_rate 3e-6")["learning_rate"] == 3e-6
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_half_precision_is_chosen_by_the_device_unless_it_is_given(fast, monkeypatch):
-    monkeypatch.setattr(plumbing.config, "fast_at_bfloat16", lambda device: fast)
-    monkeypatch.setattr(plumbing.config, "fast_at_float16", lambda device: True)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16, None])
+def test_half_precision_is_that_of_the_device_unless_it_is_given(half, monkeypatch):
+    monkeypatch.setattr(plumbing.config, "fast_half", lambda device: half)
+    is_bf16, is_fp16 = half is torch.bfloat16, half is torch.float16
     for flags, expected in (
-        ("--model x/y", (fast, not fast)),  # decoding in float16 where bfloat16 is slow
+        ("--model x/y", (is_bf16, is_fp16)),
         ("--model x/y --bf16 false", (False, None)),
-        ("--model x/y --fp16 false", (fast, False)),
+        ("--model x/y --fp16 false", (is_bf16, False)),
         ("", (False, None)),  # the embedded model is too small to gain
     ):
         config = parse("ppo", flags)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from pretended_cuda import CUDA, Generator, pretended_cuda
-from small import computed, reward_model_job, small_gpt2
+from small import computed, small_gpt2
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import grpo
@@ -13,78 +13,48 @@ import ppo
 import rloo
 from common import Fault
 from plumbing import models
-from plumbing.run import Run
 from sampling import Decoder, sample
 
-OF_GRPO = {"num_mini_batches": 2, "micro_batch_tokens": 40}
-OF_PPO = {"lora_r": 2, "num_epochs": 2, "micro_batch_tokens": 80}
-slow = pytest.mark.slow
+RUNS = {  # the updates of a step, and flags
+    grpo: (2, {"num_mini_batches": 2, "micro_batch_tokens": 40}),
+    ppo: (2, {"num_epochs": 2, "micro_batch_tokens": 80, "lora_r": 2}),
+    rloo: (1, {"gradient_checkpointing": True}),
+}
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        (grpo, OF_GRPO),
-        pytest.param(ppo, OF_PPO, marks=slow),
-        pytest.param(rloo, {"gradient_checkpointing": True}, marks=slow),
-    ],
-)
+@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.__name__)
 def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
-    script, flags, make_job, monkeypatch
-):
-    flags |= {"num_steps": 2, "eval_every": 2, "max_new_tokens": 12, "save_every": 1}
-    run, log = make_job(script), Run.log
-    expected = computed(run(**flags)), (run.folder / "samples.jsonl").read_text()
-
-    def stop(self, step, *args, **more):
-        log(self, step, *args, **more)
-        if step == 1:
-            raise KeyboardInterrupt
-
-    with pretended_cuda() as gpu:
-        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-            m.setattr(Run, "log", stop)
-            run(**flags, device="cuda")
-        lines = computed(run(**flags, device="cuda", resume=run.folder))
-    for line in expected[0] + lines:  # tensors of other shapes round otherwise in decoding
-        line.pop("val/sampler_kl", None), line.pop("objective/entropy", None)
-    assert (lines, (run.folder / "samples.jsonl").read_text()) == expected
-    assert len([x for x in lines if "eval/reward" in x]) == 2 and lines[0]["grad_norm"] > 0
-    assert gpu.replays > 40
-
-
-@slow
-def test_training_a_reward_model_on_the_device_equals_the_cpu(tmp_path):
-    job, flags = reward_model_job(tmp_path), {"center_rewards_coef": 0.1, "num_steps": 4}
-    expected = computed(job(**flags))
-    with pretended_cuda():
-        found = computed(job(**flags, device="cuda"))
-    for line, other in zip(found, expected, strict=True):
-        assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("script", [ppo, grpo, rloo], ids=lambda script: script.__name__)
-def test_the_cache_is_cleared_between_the_phases_of_a_step_and_a_rollout_hardly_waits(
     script, make_job, monkeypatch
 ):
-    order, waits, sample = [], [], script.sample
+    """And the cache is cleared between the phases of a step."""
+    updates, flags = RUNS[script]
+    flags |= {"num_steps": 2, "eval_every": 2, "max_new_tokens": 12, "save_every": 1}
+    run, sample, order = make_job(script), script.sample, []
+    expected = computed(run(**flags)), (run.folder / "samples.jsonl").read_text()
 
     def noted(*args, **options):
         order.append("sample")
-        gpu.waits.clear()
-        rollout = sample(*args, **options)
-        waits.append(gpu.waits.total())
-        return rollout
+        return sample(*args, **options)
 
+    def clear():
+        order.append("clear")
+        if order.count("clear") == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "sample", noted)
     with pretended_cuda() as gpu:
+        monkeypatch.setattr(torch.cuda, "empty_cache", clear)
         hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
-        monkeypatch.setattr(script, "sample", noted)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("clear"))
-        flags = {"num_mini_batches": 1, "num_epochs": 1, "rollout_batch_size": 8}
-        make_job(script)(device="cuda", num_steps=2, max_new_tokens=24, **flags)
+        with pytest.raises(KeyboardInterrupt):
+            run(**flags, device="cuda")
+        lines = computed(run(**flags, device="cuda", resume=run.folder))
         hook.remove()
-    assert order == ["clear", *(2 * ["sample", "clear", "update", "clear"])]
-    assert max(waits) < 12, "for 24 tokens"
+    step = ["sample", "clear", *(updates * ["update"]), "clear"]
+    assert order == ["clear", *step, *step, "clear", *step]  # the first to fit a micro-batch
+    for line in expected[0] + lines:  # tensors of other shapes round otherwise in decoding
+        line.pop("val/sampler_kl", None), line.pop("objective/entropy", None)
+    assert (lines, (run.folder / "samples.jsonl").read_text()) == expected
+    assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
 
 
 def test_a_forward_pass_that_cannot_be_captured_is_a_fault_that_names_the_flag():
@@ -95,13 +65,12 @@ def test_a_forward_pass_that_cannot_be_captured_is_a_fault_that_names_the_flag()
     def wait(module, inputs, output):
         output.sum().item()
 
-    with pretended_cuda() as gpu:
+    with pretended_cuda():
         model = small_gpt2().eval().to("cuda")
         model.transformer.ln_f.register_forward_hook(wait)
         with pytest.raises(Fault, match=r"--cuda_graphs false \(_local_scalar_dense"):
             sample(model, prompts, prompts > 0, **options)
         sample(model, prompts, prompts > 0, decoder=Decoder(model, graphs=False), **options)
-    assert gpu.replays == 0
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
@@ -112,7 +81,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
     def tried(config, trained, num_rows, prompt_length):
         sizes.append(num_rows)
         if num_rows > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError
         one_pass(config, trained, num_rows, prompt_length)
 
     monkeypatch.setattr(models, "_one_pass", tried)
@@ -133,26 +102,21 @@ def test_the_device_is_as_strict_as_a_real_one():
             lambda: x + on_cpu,
             lambda: on_cpu[x.long()],
             lambda: torch.rand(2, device="cuda", generator=Generator("cpu")),
-            lambda: x.detach().numpy(),
         ):
-            with pytest.raises((RuntimeError, TypeError), match=r"on the CPU|generator|numpy"):
+            with pytest.raises(RuntimeError, match=r"on the CPU|generator"):
                 wrong()
         assert not gpu.waits
         x.sum().item(), x.tolist(), x.cpu(), x[x > 1], x[torch.tensor([0])], x.nonzero()
         assert gpu.waits.total() == 6
-
-
-def test_a_graph_of_the_device_repeats_its_operations_on_the_same_tensors():
-    with pretended_cuda():
-        x, graph = torch.arange(3.0, device="cuda"), torch.cuda.CUDAGraph()
+        y, graph = x.detach().clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            doubled = 2 * x
-            x += 1
-        assert doubled.cpu().isnan().all() and x.tolist() == [0, 1, 2], "capturing runs nothing"
+            doubled = 2 * y
+            y += 1
+        assert doubled.cpu().isnan().all() and y.tolist() == [0, 1, 2], "capturing runs nothing"
         graph.replay(), graph.replay()
         assert doubled.tolist() == [2, 4, 6]
-        x = x + 1
+        y = y + 1
         graph.replay()
         assert doubled.tolist() == [4, 6, 8], "a tensor that was replaced is stale"
         with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(graph):
-            x.sum().item()
+            y.sum().item()

@@ -19,7 +19,7 @@ import grpo
 import plumbing.data
 import ppo
 import rloo
-from plumbing.run import read_lines, run_main
+from plumbing.run import Run, read_lines, run_main
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 4
 --prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2
@@ -107,8 +107,9 @@ ENDS = {  # what raises at which call, exit code, a part of what is said, where 
     "update": (ppo, "policy_loss", 8, KeyboardInterrupt(), 130, "interrupted", 2),
     "memory": (ppo, "masked_whiten", 4, MEMORY, 1, "lower --micro_batch_tokens", 3),
     "reward": (plumbing.data, "call_reward", 8, ValueError("verdict"), 1, "verdict", 3),
-    "state": (torch, "save", 2, SPACE, 1, "checkpoint.new can't be written ([Errno 28]", 2),
-    "model": (Path, "rename", 2, SPACE, 1, "model.new can't be written ([Errno 28]", 2),
+    "state": (torch, "save", 2, SPACE, 1, "checkpoint.pt.new can't be written ([Errno 28]", 2),
+    # The checkpoint is written all the same.
+    "model": (Run, "_write_model", 2, SPACE, 1, "model.new can't be written ([Errno 28]", 4),
 }
 
 
