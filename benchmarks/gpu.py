@@ -180,8 +180,8 @@ def rollouts(name: str, folder: Path, small: bool, say: Callable) -> None:
 
         say({"rows": rows, "ours": round(rows * T / seconds(ours))})
         cache = sum(x.nbytes for layer in decoder.cache.layers for x in (layer.keys, layer.values))
-        floor = T * (cache * (P + T / 2) / decoder.size[1] + 2 * model.num_parameters()) / bandwidth
-        say({"rows": rows, "what the bandwidth allows": round(rows * T / floor)})
+        read = cache * (P + T / 2) / decoder.mask.shape[3] + 2 * model.num_parameters()  # a token
+        say({"rows": rows, "what the bandwidth allows": round(rows * bandwidth / read)})
         say({"rows": rows, "model.generate": round(rows * T / seconds(generate, 1))})
 
 
