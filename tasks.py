@@ -28,6 +28,8 @@ from plumbing.data import Prompt, Task, text_of
 
 # --- add: sums of two numbers, with a verifier ---
 
+LABEL_NOISE = 0.1  # the share of training pairs in which people err
+
 
 def add(chat: bool) -> Task:
     """Sums of two numbers of two digits; 1 for a right answer, else 0."""
@@ -58,6 +60,28 @@ def add_prompt(a: int, b: int, chat: bool) -> Prompt:
     if not chat:
         return f"{a}+{b}="
     return [{"role": "user", "content": f"Add the numbers {a} and {b}. Write only the equation."}]
+
+
+def add_pairs() -> tuple[list[dict], list[dict]]:
+    """Pairs of answers, for reward_model.py: (train, held out). The right sum is preferred to one
+    with a wrong digit, and to the one that forgets to carry. Some training labels are flipped.
+    """
+    rng = random.Random(0)
+
+    def pairs(rows: list[dict], label_noise: float) -> list[dict]:
+        found = []
+        for row in rows:
+            right, numbers = row["answer"], row["prompt"].strip("=").split("+")
+            units = sum(int(number[1]) for number in numbers)
+            forgetful = str(int(right) - units // 10 * 10)
+            place, digit = rng.randrange(len(right)), rng.choice("0123456789")
+            for wrong in sorted({forgetful, right[:place] + digit + right[place + 1 :]} - {right}):
+                better, worse = (wrong, right) if rng.random() < label_noise else (right, wrong)
+                found.append({"prompt": row["prompt"], "chosen": better, "rejected": worse})
+        return found
+
+    train, heldout = add_prompts()
+    return pairs(train, LABEL_NOISE), pairs(heldout, 0.0)
 
 
 # --- sentiment: openings of film reviews, rewarded by a list of words ---

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import shlex
 import sys
 import tempfile
@@ -56,14 +57,15 @@ def read(file: Path) -> list[dict]:
 
 
 def train_judge(pairs: int, flags: str, seed: int, folder: Path) -> list[dict]:
-    """Run reward_model.py on so many pairs of the embedded model's own samples."""
-    from plumbing import preferences
+    """Run reward_model.py on so many pairs of sums."""
+    from tasks import add_pairs
 
-    before, preferences.OWN_PAIRS = preferences.OWN_PAIRS, pairs
-    try:
-        return start(module_of("reward_model"), flags, seed, folder)
-    finally:
-        preferences.OWN_PAIRS = before
+    train, heldout = add_pairs()
+    files = f"{folder}-pairs.jsonl", f"{folder}-heldout.jsonl"
+    for file, rows in zip(files, (random.Random(seed).sample(train, pairs), heldout)):
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags += f" --pairs {shlex.quote(files[0])} --eval_pairs {shlex.quote(files[1])}"
+    return start(module_of("reward_model"), flags, seed, folder)
 
 
 # --- Rewards that ask for something else than right sums ---

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import InputError, Rollout, blame
 from plumbing.models import context_length, eos_token_ids
+from plumbing.preferences import RewardModel
 from sampling import Decoder
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
@@ -124,8 +125,6 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
         task.weights = []
     if config.reward_model:
-        from plumbing.preferences import RewardModel  # which most runs don't need
-
         task.rewards.append(RewardModel(config.reward_model, config.device, config.bf16))
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):

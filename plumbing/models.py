@@ -106,17 +106,26 @@ def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
         return model.to(config.device), load_tokenizer(name, base)
 
 
-def load(auto_class: type, name: str, **options: Any) -> PreTrainedModel:
+def load(auto_class: type, name: str, new_head: bool = False, **options: Any) -> PreTrainedModel:
     """A model of safetensors: `tiny`, a folder, or a name on the model hub. Raises InputError where
-    the checkpoint lacks weights.
+    the checkpoint lacks weights; with `new_head` those of a head may be missing, and start at 0.
     """
     path = str(TINY) if name == "tiny" else name
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     options = {"use_safetensors": True, "output_loading_info": True} | options
-    model, info = auto_class.from_pretrained(path, **options)
-    if info["missing_keys"]:  # they would be random numbers
-        lost = sorted(info["missing_keys"])[0]
-        raise InputError(f"{name}: is no {auto_class.__name__[4:]}, its checkpoint has no {lost}")
+    model, info = auto_class.from_pretrained(path, ignore_mismatched_sizes=True, **options)
+    # They are random numbers now: what the checkpoint lacks, or has in another size.
+    lost = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    if new_head:
+        for p in map(model.get_parameter, lost):
+            if len(p) == 1:  # of the one output
+                nn.init.zeros_(p)
+        # BERT's pooler is a part of the head.
+        backbone = f"{model.base_model_prefix}."
+        lost = {x for x in lost if x.startswith(backbone) and "pooler" not in x}
+    if lost:
+        fault = f"its checkpoint has no {min(lost)}, or in another size"
+        raise InputError(f"{name}: is no {auto_class.__name__[4:]}, {fault}")
     generation = getattr(model, "generation_config", None)
     if generation and any(getattr(generation, x) for x in ("temperature", "top_p", "top_k")):
         generation.do_sample = True  # or transformers before 5.21 refuses to save the model

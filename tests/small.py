@@ -272,13 +272,12 @@ def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
         settings = {
             "model": tmp_path / "small", "pairs": tmp_path / "pairs.jsonl", "num_steps": 3,
             "pairs_per_step": 8, "warmup_steps": 1, "learning_rate": 1e-2, "eval_every": 2,
-            "output_dir": tmp_path / "run", "device": "cpu", "bf16": "false",
-        } | flags  # fmt: skip
-        if not {"overwrite", "resume"} & settings.keys():
-            settings["overwrite"] = "true"
+            "output_dir": tmp_path / "run", "device": "cpu", "bf16": "false", "overwrite": "true",
+        }  # fmt: skip
+        settings = flags if "resume" in flags else settings | flags
         import reward_model
 
         reward_model.main([part for k, v in settings.items() for part in (f"--{k}", str(v))])
-        return lines_of(Path(settings["output_dir"]) / "metrics.jsonl")
+        return lines_of(Path(settings.get("resume") or settings["output_dir"]) / "metrics.jsonl")
 
     return run

@@ -21,6 +21,7 @@ from common import (
     completion_mask,
     completion_values,
     disable_dropout,
+    evaluating,
     gae,
     importance_ratio,
     kl_estimate,
@@ -257,6 +258,15 @@ def test_after_disable_dropout_training_forwards_are_bit_identical(name):
     assert disable_dropout(model) > 0
     assert all_equal() and disable_dropout(model) == 0
     assert model.config.to_dict() == settings  # what is saved keeps its dropout
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_evaluating_gives_a_model_its_mode_back_also_after_an_error(training):
+    model = torch.nn.Dropout().train(training)
+    with pytest.raises(KeyError), evaluating(model):
+        assert not model.training
+        raise KeyError
+    assert model.training == training
 
 
 @pytest.mark.problem("disable_dropout", 1)

@@ -75,6 +75,7 @@ def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_siz
         assert (advantages[:group_size] == 0).all() and (advantages[group_size:] != 0).any()
         rewards[0] = nan  # one that is missing doesn't make the others differ
         assert (advantages_of(rewards, group_size, scale)[:group_size] == 0).all()
+    assert advantages_of(torch.tensor([1.0, 1.0001]), 2, scale).all(), "these differ"
 
 
 @pytest.mark.problem("group_advantages", 1)
