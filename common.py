@@ -495,15 +495,17 @@ def without_windows(model: nn.Module) -> PretrainedConfig:
     return config
 
 
-def masks_of_layers(model: nn.Module, mask: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
-    """An attention mask of four dimensions, with one for each kind of layer where a window hides
-    what is old. transformers takes it as it is. distance: from each column to the token's, <= 0.
+def masks_of_layers(
+    model: nn.Module, mask: Tensor, columns: Tensor, column: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """An attention mask of four dimensions for a token in `column`, or one for each kind of layer
+    where a window hides old `columns`. transformers takes it as it is.
     """
     config = base_model(model).config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if not window or set(kinds or ()) == {"full_attention"}:
         return mask
-    windowed = mask.masked_fill(distance <= -window, -torch.inf)
+    windowed = mask.masked_fill(columns <= column - window, -torch.inf)
     both = {"full_attention": mask, "sliding_attention": windowed}
     return both if len(set(kinds or ())) > 1 else windowed
 

@@ -292,7 +292,7 @@ class Decoder:
 
     def _forward(self) -> None:
         self.mask.index_fill_(3, self.column, 0)
-        masks = masks_of_layers(self.model, self.mask, self.columns - self.column)
+        masks = masks_of_layers(self.model, self.mask, self.columns, self.column)
         inputs = model_inputs(self.model, self.token, masks, self.cache, self.position)
         self.logits = self.model(**inputs).logits[:, -1]
         self.position.add_(1)

@@ -1,7 +1,5 @@
-"""Flags: from the command line to a Config that is complete and makes sense.
-
-The fields of a Config are the flags. A script's Config adds its own to those of RunConfig, and its
-TINY says what the embedded model has otherwise.
+"""Flags: from the command line to a Config, whose fields they are, complete and checked. A script's
+Config adds its own to those of RunConfig, and its TINY says what the embedded model has otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ import dataclasses
 import difflib
 import json
 import math
-import re
-import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +48,7 @@ class TrainConfig:
     gradient_checkpointing: bool = flag(False, "less memory, more time")
     bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
-    seed: int = flag(0, "of every random draw", least=0, most=2**63 - 2)
+    seed: int = flag(0, "of every random draw", least=0)
     output_dir: str | None = flag(None, "default: runs/<script>-<model>-<task>-s<seed>")
     overwrite: bool = flag(False, "begin anew in a folder that holds a run, which is lost")
     resume: str | None = flag(None, "go on with the run in this folder, with its settings")
@@ -100,20 +96,16 @@ class RunConfig(TrainConfig):
     def check(self) -> None:
         group, most = self.num_generations, self.rollout_batch_size
         if group < self.smallest_group:
-            why = "a completion is compared with the others of its prompt"
-            raise InputError(f"--num_generations {group}: {why}, so give 2 or more")
+            raise InputError(f"--num_generations {group}: they are compared, so give 2 or more")
         if most < max(group, self.eval_generations):
             raise InputError(f"--rollout_batch_size {most}: must hold the completions of a prompt")
         if (batch := self.prompts_per_step * group) % self.num_mini_batches:
-            what = f"the {batch} completions of a step (prompts_per_step * num_generations)"
-            raise InputError(f"--num_mini_batches {self.num_mini_batches}: must divide {what}")
-        if "" in self.stop:
-            raise InputError("--stop '': an empty string would end every completion")
+            raise InputError(f"--num_mini_batches: must divide the {batch} completions of a step")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise InputError(re.sub(r"^argument (--\w+)", r"\1", message))
+        raise InputError(message)
 
 
 def parse_flags(
@@ -174,8 +166,8 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[
 
 def _argument(kind: Any) -> dict[str, Any]:
     """What argparse has to know of a flag whose field has this type."""
-    inner = [part for part in typing.get_args(kind) if part is not types.NoneType]
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
+    inner = typing.get_args(kind)
+    if type(None) in inner:  # X | None
         return _argument(inner[0])
     if typing.get_origin(kind) is list:
         return _argument(inner[0]) | {"nargs": "+"}
@@ -196,7 +188,7 @@ def _check_numbers(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
         value, (least, most) = getattr(config, field.name), field.metadata["bounds"]
         for x in value if isinstance(value, list) else [value]:
-            if isinstance(x, bool) or not isinstance(x, (int, float)):
+            if type(x) not in (int, float):
                 continue
             if not math.isfinite(x) or (x <= 0 if least is None else not least <= x <= most):
                 rule = "above 0" if least is None else f"from {least} to {most}"
@@ -215,8 +207,7 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
 def _check_folder(config: TrainConfig) -> None:
     """Fill in --output_dir. Raises InputError, before a model is loaded, where it holds a run."""
     model = Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
-    # The pairs of a reward model, the prompts of the others.
-    data = config.pairs if hasattr(config, "pairs") else config.prompts
+    data = getattr(config, "pairs", None) or getattr(config, "prompts", None)
     task = Path(data).stem if data else getattr(config, "task", "pairs")
     name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
     config.output_dir = str(Path(config.output_dir or f"runs/{name}").expanduser())

@@ -1,6 +1,4 @@
-"""Prompts and rewards: a Task reads prompts, makes tokens of them, and has the texts that follow
-scored.
-"""
+"""Prompts and rewards: a Task makes tokens of prompts, and scores the texts that follow them."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import io
 import json
 import math
 import random
-import string
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -60,20 +58,17 @@ class Task:
         return prompt_batch(self.train, step, size, self.seed)
 
     def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
-        """The tokens of N prompts: (ids, mask), each (N, P), on the CPU, padded on the left, so
-        completions start at P.
-        """
+        """The tokens of N prompts: (ids, mask), each (N, P), on the CPU, padded on the left."""
         prompts = [row["prompt"] for row in rows]
-        new = [prompt for prompt in prompts if str(prompt) not in self.tokens]
-        self.tokens |= zip(map(str, new), prompt_tokens(self.tokenizer, new))
+        if new := [prompt for prompt in prompts if str(prompt) not in self.tokens]:
+            self.tokens |= zip(map(str, new), prompt_tokens(self.tokenizer, new))
         return pad_rows([self.tokens[str(prompt)] for prompt in prompts], "left")
 
     def score(
         self, rows: list[dict], rollout: Rollout, every: bool = False
     ) -> tuple[Tensor, list[str]]:
-        """Score a rollout of G completions for each of N prompts: (scores (N*G,), texts). The
-        rewards are added with their weights; one that is None is left out of the sum. Where all are
-        None, the score is NaN, or with `every` an InputError.
+        """Score G completions for each of N prompts: (scores (N*G,), texts). A score is the sum of
+        the weighted rewards that aren't None; where all are, NaN, or with `every` an InputError.
         """
         texts, ids = decode(self.tokenizer, rollout, self.eos_token_ids), completion_ids(rollout)
         scores = torch.stack([call_reward(r, rows, texts, ids) for r in self.rewards], dim=1)
@@ -85,9 +80,7 @@ class Task:
         return total.to(rollout.tokens.device), texts
 
     def verify(self, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
-        """What the verifier says of G completions for each of N prompts: (N, G), NaN for None; None
-        if the task has no verifier.
-        """
+        """What the verifier says of G completions for each of N prompts: (N, G), NaN for None."""
         if self.verifier is None:
             return None
         return call_reward(self.verifier, rows, texts, completion_ids(rollout)).view(len(rows), -1)
@@ -99,8 +92,7 @@ def load_task(
     """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError."""
     if config.task not in tasks.TASKS:
         raise InputError(f"--task {config.task}: choose from {', '.join(tasks.TASKS)}")
-    chat = tokenizer.chat_template is not None
-    task = tasks.TASKS[config.task](chat)
+    task = tasks.TASKS[config.task](tokenizer.chat_template is not None)
     task.tokenizer, task.seed = tokenizer, config.seed
     task.eos_token_ids = eos_token_ids(policy, tokenizer)
     if config.prompts:
@@ -115,7 +107,7 @@ def load_task(
         for rows in (task.train, task.heldout)
     )
     _load_rewards(config, task, tasks)
-    _check_prompts(config, task, policy, chat)
+    _check_prompts(config, task, policy)
     return task
 
 
@@ -135,20 +127,18 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
         task.verifier = load_reward(spec, tasks.REWARDS)
     for verifier in {task.verifier, *task.rewards} & {*tasks.VERIFIERS.values()}:
         # Now, not when its row is due: an answer that isn't there, or can't be read.
-        rows = task.train + task.heldout
-        if any(row.get("answer") is None for row in rows):
-            raise InputError(f"the reward {verifier.__name__} needs a column answer in each row")
-        verifier([""] * len(rows), answer=[row["answer"] for row in rows])
+        with blame(f"the reward {verifier.__name__} needs a column answer in each row"):
+            answers = [row["answer"] for row in task.train + task.heldout]
+            verifier([""] * len(answers), answer=answers)
 
 
-def _check_prompts(config: Any, task: Task, policy: PreTrainedModel, chat: bool) -> None:
+def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
     """Turn all prompts into tokens, and check that they suit the model. Raises InputError."""
-    rows = task.train + task.heldout
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
-    if isinstance(rows[0]["prompt"], str) and chat:
+    if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
         print('The prompts are plain text, without the chat template: --system_prompt "" adds it.')
-    task.encode(rows)
+    task.encode(task.train + task.heldout)
     longest = max(task.tokens.values(), key=len)
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
@@ -196,10 +186,9 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
     with blame(f"a row of the prompts, {str(row)[:60]}"):
-        columns = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-        # A column alone may hold messages.
-        alone = template == f"{{{columns[0]}}}"
-        prompt = row[columns[0]] if alone else template.format(**row)
+        column = template[1:-1]
+        is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
+        prompt = row[column] if is_alone else template.format(**row)
         if system is not None and isinstance(prompt, str):
             before = [{"role": "system", "content": system}] if system else []
             prompt = [*before, {"role": "user", "content": prompt}]
@@ -210,8 +199,8 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
 
 
 def split_rows(rows: list[dict], key: Callable[[dict], Any] = str) -> tuple[list[dict], list[dict]]:
-    """(train, held out): a tenth of the rows, at most 512, is held out. Fewer than ten rows are all
-    trained on and evaluated. No `key` is on both sides, unless every held-out one would be.
+    """(train, held out): a tenth, at most 512, is held out; of fewer than ten rows, all are on both
+    sides. Else no `key` is on both sides, unless every held-out one would be.
     """
     rows = list(rows)
     random.Random(0).shuffle(rows)
@@ -241,14 +230,10 @@ def _order(seed: int, number: int, num_rows: int) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
-    """The token ids of prompts, after which a completion follows: all text, or all messages in the
-    tokenizer's chat template. Raises InputError.
-    """
-    if not prompts:
-        return []
+    """The token ids of prompts, all text or all messages, to be completed. Raises InputError."""
     is_chat = isinstance(prompts[0], list)
     with blame("the prompts can't be turned into tokens"):
-        texts = [in_template(tokenizer, p) if is_chat else p for p in prompts]
+        texts = prompts if not is_chat else [_in_template(tokenizer, p) for p in prompts]
         # The template writes BOS itself.
         options = {"add_special_tokens": not is_chat, "return_special_tokens_mask": True}
         found = tokenizer(texts, **options)
@@ -262,26 +247,21 @@ def prompt_tokens(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]
     return rows
 
 
-def in_template(tokenizer: Tokenizer, messages: list[dict], goes_on: bool = True) -> str:
-    """Chat messages as text. Where it goes on, the assistant's turn begins at the end, or is
-    continued where the last message is the assistant's.
-    """
+def _in_template(tokenizer: Tokenizer, messages: list[dict]) -> str:
+    """Chat messages as text, where the assistant's turn begins, or goes on if the last is its."""
     if tokenizer.chat_template is None:
         raise InputError("the prompts are chat messages, and the model has no chat template")
-    begun = goes_on and messages[-1]["role"] == "assistant"
-    turn = {"add_generation_prompt": goes_on and not begun, "continue_final_message": begun}
+    begun = messages[-1]["role"] == "assistant"
+    turn = {"add_generation_prompt": not begun, "continue_final_message": begun}
     return tokenizer.apply_chat_template(messages, tokenize=False, **turn)
 
 
 def pad_rows(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
     """Rows of ids, padded on the "left" or "right" to the longest row: (ids, mask), each (B, L)."""
-    width = max(map(len, rows))
-    tokens = torch.full((len(rows), width), PADDING)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        columns = slice(width - len(row), None) if side == "left" else slice(len(row))
-        tokens[i, columns], mask[i, columns] = torch.tensor(row), True
-    return tokens, mask
+    options = {"batch_first": True, "padding_side": side}
+    tokens = pad_sequence([torch.tensor(row) for row in rows], padding_value=PADDING, **options)
+    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    return tokens, pad_sequence(real, **options)
 
 
 def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -289,6 +269,7 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
     # A stop string that is a token of its own, "<|im_end|>" say, is another EOS.
     added = tokenizer.get_added_vocab()
     strings = [text for text in config.stop if text not in added]
+    ids = [added[text] for text in config.stop if text in added]
     half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
     with blame(f"--stop {strings}"):
         stop = StopStringCriteria(tokenizer, strings) if strings else None
@@ -297,8 +278,7 @@ def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer)
         "max_rows": config.rollout_batch_size,
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
-        "eos_token_ids": eos_token_ids(policy, tokenizer)
-        + [added[x] for x in config.stop if x in added],
+        "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "decoder": Decoder(policy, half, config.cuda_graphs),
@@ -317,12 +297,11 @@ def decode(tokenizer: Tokenizer, rollout: Rollout, eos_token_ids: list[int]) -> 
     """The text of each completion, B strings, without EOS and padding, with its stop string."""
     length, texts = rollout.completion_mask.shape[1], []
     prompts, real = rollout.tokens[:, :-length].tolist(), rollout.attention_mask.tolist()
-    text_of_ids = functools.cache(lambda ids: tokenizer.decode(list(ids)))
     for row, mask, ids in zip(prompts, real, completion_ids(rollout), strict=True):
         # With the prompt in front: some tokenizers drop the space before the first word.
-        prompt = tuple(i for i, is_real in zip(row, mask) if is_real)
+        prompt = [i for i, is_real in zip(row, mask) if is_real]
         ids = ids[:-1] if ids[-1] in eos_token_ids else ids
-        text, before = tokenizer.decode([*prompt, *ids]), text_of_ids(prompt)
+        text, before = tokenizer.decode(prompt + ids), tokenizer.decode(prompt)
         # A character whose bytes begin in the prompt changes its text.
         texts.append(text[len(before) :] if text.startswith(before) else tokenizer.decode(ids))
     return texts
@@ -348,9 +327,8 @@ def load_reward(spec: str, ready_made: dict[str, RewardFunction]) -> RewardFunct
 
 @functools.cache
 def _import(file: Path) -> ModuleType:
-    """Import a file, once for all its functions: it may load a model. Under its own name, and with
-    its folder in the path: so it can import its neighbours, and a pool can import it.
-    """
+    """Import a file, once for all its functions: it may load a model."""
+    # Its folder is in the path, and its name its own: a pool can import it and its neighbours.
     sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
@@ -380,8 +358,8 @@ def call_reward(
     with blame(f"the reward {name} must return a list of numbers or None"):
         values = list(values)
         scores = torch.tensor([math.nan if x is None else float(x) for x in values])
-        unknown = torch.tensor([x is None for x in values])
-    if len(scores) != len(texts) or not (scores.isfinite() | unknown).all():
-        wrong = f"{len(scores)} values, {int((~scores.isfinite() & ~unknown).sum())} not finite"
+    num_bad = sum(x is not None and not math.isfinite(s) for x, s in zip(values, scores.tolist()))
+    if len(scores) != len(texts) or num_bad > 0:
+        wrong = f"{len(scores)} values, {num_bad} not finite"
         raise InputError(f"the reward {name} returned {wrong}, for {len(texts)} completions")
     return scores

@@ -31,9 +31,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.sums, self.counts = {}, {}  # name -> sum, and over how many elements
-        self.shares: set[str] = set()
         self.known: Metrics = {}  # those that are single numbers
-        self.num_mini_batches = 0
         self.num_tokens = 0  # for the speed
 
     def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
@@ -47,32 +45,67 @@ class Totals:
     def add_share(self, name: str, x: Tensor) -> None:
         """Add a micro-batch's share of a number of the minibatch: the mean is over minibatches."""
         self.sums[name] = self.sums.get(name, 0) + x.detach().float()
-        self.shares.add(name)
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
         """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite: a
         step with it would destroy the weights.
         """
         if not grad_norm.isfinite():
-            others = "bfloat16 (--bf16 false), huge rewards, a faulty kernel of this PyTorch"
-            remedy = f"lower --learning_rate; other causes: {others}"
+            remedy = "lower --learning_rate; other causes: bfloat16 (--bf16 false), huge rewards"
             raise Fault(f"the gradient is {grad_norm}: {remedy}")
         self.add("grad_norm", grad_norm)
-        self.num_mini_batches += 1
-        self.counts |= dict.fromkeys(
-            self.shares, torch.ones_like(grad_norm) * self.num_mini_batches
-        )
 
     def results(self) -> Metrics:
         """The mean under each name; 0 of nothing. Waits for the device."""
+        num_mini_batches = self.counts.get("grad_norm")  # what a sum of shares is over
+        counts = [self.counts.get(name, num_mini_batches) for name in self.sums]
         # One transfer: each one waits until the device has done all its work.
-        pairs = [torch.stack([x, self.counts[name].float()]) for name, x in self.sums.items()]
+        pairs = [torch.stack([x, n.float()]) for x, n in zip(self.sums.values(), counts)]
         numbers = torch.stack(pairs).tolist()
         return self.known | {n: x / max(1, c) for n, (x, c) in zip(self.sums, numbers)}
 
 
+def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
+    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
+    now, found = history[-1], []
+    kl, last = now["objective/kl"], [m["objective/kl"] for m in history[-10:]]
+    if len(last) == 10 and all(x is not None and math.isfinite(x) for x in last):
+        # The sampled KL may be negative by chance; its mean over ten steps hardly.
+        error = statistics.stdev(last) / len(last) ** 0.5
+        if statistics.mean(last) < -0.02 - 4 * error:
+            text = "the KL is negative beyond chance: the samples are of another distribution;"
+            found += [("negative KL", f"{text} look at temperature, top_k and dropout")]
+    # Judged per token as well: 10 nats are much for 24 tokens and little for 500.
+    if kl is not None and kl > 10 and now.get("objective/kl_token", math.inf) > 0.1:
+        text = f"the KL is {kl:.0f}: what the reward doesn't measure is lost;"
+        found += [("large KL", f"{text} raise --kl_coef or lower --learning_rate")]
+    deviation = now["val/ratio_max_dev_first"]
+    if deviation > (0.5 if bf16 else 0.01):
+        text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
+        found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
+    sampler_kl = now.get("val/sampler_kl", 0)
+    if sampler_kl > (0.01 if bf16 else 0.001):  # rounding explains less
+        text = f"sampling and training differ by {sampler_kl:.2g} nats per token, beyond rounding:"
+        found += [("sampler", f"{text} leave dropout off, try --bf16 false, another transformers")]
+    flat = now.get("reward/frac_flat_groups", 0)
+    if flat > 0.5:
+        text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
+        found += [("flat groups", f"{text} prompts too easy or hard, or low --num_generations")]
+    truncated = now["length/truncated_frac"]
+    if truncated > 0.5:
+        text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
+        found += [("truncated", f"{text} the reward means unfinished text")]
+    last = history[-5:]
+    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
+        text = "the mean reward has been the same for five steps: is the reward function constant?"
+        found += [("constant reward", f"{text} --num_steps 0 shows what it gives")]
+    return found
+
+
 class Meter(Totals):
     """The metrics of a rollout and of the update that learns from it."""
+
+    warnings = staticmethod(warnings_about)
 
     def __init__(self, rollout: Rollout) -> None:
         super().__init__()
@@ -104,17 +137,15 @@ class Meter(Totals):
         logprobs, old_logprobs, entropy and mask (rows, T); ratio and clipped (rows, T), or (rows,)
         where a completion has one ratio.
         """
-        used = mask if ratio.dim() == 2 else mask.any(1)
-        of_rows = {"old_logprobs": old_logprobs.masked_fill(~self.rollout.completion_mask[rows], 0)}
-        of_rows |= {
-            name: x.detach().to(ratio.dtype).masked_fill(~used, torch.nan)
-            for name, x in (("ratio", ratio), ("clipped", clipped))
+        unused = ~mask if ratio.dim() == 2 else ~mask.any(1)
+        of_rows = {
+            "old_logprobs": old_logprobs,
+            "ratio": ratio.detach().masked_fill(unused, torch.nan),
+            "clipped": clipped.to(ratio.dtype).masked_fill(unused, torch.nan),
         }
         for name, x in of_rows.items():
-            if name not in self.last_pass:
-                whole = (len(self.rollout.tokens), *x.shape[1:])
-                self.last_pass[name] = x.new_full(whole, torch.nan)
-            self.last_pass[name][rows] = x
+            unknown = x.new_full((len(self.rollout.tokens), *x.shape[1:]), torch.nan)
+            self.last_pass.setdefault(name, unknown)[rows] = x
         self.add("policy/approxkl_avg", 0.5 * (logprobs - old_logprobs) ** 2, mask)
         self.add("policy/entropy_avg", entropy, mask)
         where = mask if ratio.dim() == 2 else None
@@ -123,8 +154,8 @@ class Meter(Totals):
         # Decoding may round otherwise than the training forward: KL(sampler || old policy).
         sampled = self.rollout.logprobs[rows]
         self.add("val/sampler_kl", kl_estimate(sampled, old_logprobs, "k3"), mask)
-        if self.num_mini_batches == 0:
-            off = (ratio.detach() - 1).abs().masked_fill(~used, 0).max().float()
+        if "grad_norm" not in self.sums:  # in the first minibatch
+            off = (ratio.detach() - 1).abs().masked_fill(unused, 0).max().float()
             name = "val/ratio_max_dev_first"
             self.sums[name] = torch.maximum(self.sums.get(name, off), off)
             self.counts[name] = torch.ones_like(off)
@@ -134,12 +165,11 @@ class Meter(Totals):
         (B, T), unknown where kl_coef is 0, for then there is no reference.
         """
         mask = self.rollout.completion_mask
-        per_row = torch.zeros_like(scores)
-        if kl_coef > 0:
-            per_row = kl.masked_fill(~mask, 0).sum(1)
         if kl_coef == 0:
+            per_row = torch.zeros_like(scores)
             self.known |= {"objective/kl": None, "objective/kl_token": None}
         else:
+            per_row = kl.masked_fill(~mask, 0).sum(1)
             self.add("objective/kl", per_row.mean())
             self.add("objective/kl_token", masked_mean(kl, mask))
         self.add("objective/entropy", masked_mean(-self.rollout.logprobs, mask))  # of the sample
@@ -149,8 +179,7 @@ class Meter(Totals):
 
     def groups(self, scores: Tensor, num_generations: int) -> None:
         """Of scores (B,), NaN left out: their standard deviation within a group, averaged over the
-        groups, and the share of groups whose scores are all the same, which teach nothing but the
-        KL.
+        groups, and the share of groups whose scores are all the same.
         """
         groups = scores.view(-1, num_generations)
         flat, num_known = is_flat(groups), (~groups.isnan()).sum(1, keepdim=True)
@@ -169,57 +198,12 @@ class Meter(Totals):
             f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s"
         )
 
-    @staticmethod
-    def warnings(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
-        return warnings_about(history, bf16)
-
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are constant."""
     known, errors = returns[mask], (returns - values)[mask]
     explained = 1 - errors.var() / known.var()
     return torch.where(known.amax() > known.amin(), explained, 0.0)
-
-
-def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
-    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
-    now, found = history[-1], []
-    kl, last = now["objective/kl"], [m["objective/kl"] for m in history[-10:]]
-    if len(last) == 10 and all(x is not None and math.isfinite(x) for x in last):
-        # The sampled KL may be negative by chance; its mean over ten steps hardly.
-        error = statistics.stdev(last) / len(last) ** 0.5
-        if statistics.mean(last) < -0.02 - 4 * error:
-            text = "the KL is negative beyond chance: samples and log-probs are of two"
-            remedy = "distributions; look at temperature, top_k and dropout"
-            found += [("negative KL", f"{text} {remedy}")]
-    # Judged per token as well: 10 nats are much for 24 tokens and little for 500.
-    if kl is not None and kl > 10 and now.get("objective/kl_token", math.inf) > 0.1:
-        text = f"the KL is {kl:.0f}: the policy has left the reference, and what the reward"
-        remedy = "doesn't measure is lost; raise --kl_coef or lower --learning_rate"
-        found += [("large KL", f"{text} {remedy}")]
-    deviation = now["val/ratio_max_dev_first"]
-    if deviation > (0.5 if bf16 else 0.01):
-        text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
-        found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
-    sampler_kl = now.get("val/sampler_kl", 0)
-    if sampler_kl > (0.01 if bf16 else 0.001):  # rounding explains less
-        text = f"sampling and training differ by {sampler_kl:.2g} nats per token, and should by"
-        remedy = "rounding alone: leave dropout off, try --bf16 false or another transformers"
-        found += [("sampler", f"{text} {remedy}")]
-    flat = now.get("reward/frac_flat_groups", 0)
-    if flat > 0.5:
-        text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
-        remedy = "prompts solved already or too hard, or too few generations (--num_generations)"
-        found += [("flat groups", f"{text} {remedy}")]
-    truncated = now["length/truncated_frac"]
-    if truncated > 0.5:
-        text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
-        found += [("truncated", f"{text} the reward means unfinished text")]
-    last = history[-5:]
-    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
-        text = "the mean reward has been the same for five steps: is the reward function constant?"
-        found += [("constant reward", f"{text} --num_steps 0 shows what it gives")]
-    return found
 
 
 # --- Evaluation ---
@@ -245,79 +229,69 @@ def evaluate(
     """
     rows = task.heldout[: config.num_eval_prompts]
     metrics, K = {}, config.eval_generations
-    for kind, options in (
-        ("", {"num_generations": K}),
-        ("_greedy", {"num_generations": 1, "top_k": 1}),
-    ):
+    greedy, sampled = {"num_generations": 1, "top_k": 1}, {"num_generations": K}
+    for kind, options in (("_greedy", greedy), ("", sampled)):  # the second is shown
         # The random numbers are the same every time and not those of training: two evaluations
         # differ by the policy alone, and evaluating more often changes no run.
         generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         options = sampling | {"generator": generator} | options
         rollout = sample(policy, *task.encode(rows), **options)
-        found, texts = task.score(rows, rollout)
-        verdicts = task.verify(rows, texts, rollout)  # (N, K)
-        known = found[~found.isnan()]
+        scores, texts = task.score(rows, rollout)
+        known = scores[~scores.isnan()]
         metrics[f"eval/reward{kind}"] = known.mean().item() if len(known) else None
-        right = None
-        if verdicts is not None:
-            judged = ~verdicts.isnan().any(1)  # prompts that have all their verdicts
-            right = verdicts[judged] if judged.any() else None
-        metrics[f"eval/accuracy{kind}"], error = mean_and_error(right)
-        if not kind:
-            metrics["eval/accuracy_se"] = error
-            if K > 1:
-                at_k = None if right is None else (right > 0).any(1).double().mean().item()
-                metrics["eval/pass_at_k"] = at_k
-            records, lines = sample_records(
-                [row for row in rows for _ in range(K)], texts, found.tolist()
-            )
-    names = ["eval/reward"]
-    if metrics["eval/accuracy"] not in (None, metrics["eval/reward"]):
+        verdicts = task.verify(rows, texts, rollout)  # (N, K), or None
+        # Of the prompts that have all their verdicts.
+        right = torch.empty(0, K) if verdicts is None else verdicts[~verdicts.isnan().any(1)]
+        metrics[f"eval/accuracy{kind}"], metrics["eval/accuracy_se"] = mean_and_error(right)
+    if K > 1:
+        metrics["eval/pass_at_k"], _ = mean_and_error((right > 0).any(1, keepdim=True))
+    records, lines = sample_records(rows, texts, scores)
+    names, accuracy, reward = ["eval/reward"], metrics["eval/accuracy"], metrics["eval/reward"]
+    # A verifier that is the reward itself says the same, but for rounding.
+    if accuracy is not None and (reward is None or abs(accuracy - reward) > 1e-6):
         names += ["eval/accuracy"]
     if metrics.get("eval/pass_at_k") is not None:
         names += ["eval/pass_at_k"]
-    return Evaluation(metrics, names, records, lines[::K])
+    return Evaluation(metrics, names, records, lines)
 
 
-def mean_and_error(right: Tensor | None) -> tuple[float | None, float | None]:
-    """Of (N, K) verdicts the mean, which is pass@1, and its standard error over the prompts.
-
-    The K completions of a prompt are alike: so each prompt counts once, as the mean of its K.
+def mean_and_error(right: Tensor) -> tuple[float | None, float | None]:
+    """Of (N, K) verdicts the mean, which is pass@1, and its standard error over the prompts; None
+    of nothing. The K completions of a prompt are alike: so each prompt counts once, as their mean.
     """
-    if right is None:
+    if len(right) == 0:
         return None, None
     means = right.double().mean(1)
-    error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(math.nan)
-    return means.mean().item(), error.item()
+    return means.mean().item(), (means.std() / len(means) ** 0.5).item()
 
 
 def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> str:
     """The named metrics, sampled and greedy, each beside what it was before the training."""
     parts = []
-    for name in names:
-        for key in (name, f"{name}_greedy"):
-            if key in metrics:
-                now, was = (
-                    "unknown" if x[key] is None else f"{x[key]:.3f}" for x in (metrics, first)
-                )
-                title = name if key == name else "greedy"
-                parts.append(f"{title} {now}" + (f" (was {was})" if step > 0 else ""))
+    for key in [key for name in names for key in (name, f"{name}_greedy") if key in metrics]:
+        now, was = ("unknown" if x[key] is None else f"{x[key]:.3f}" for x in (metrics, first))
+        title = "greedy" if key.endswith("_greedy") else key
+        parts.append(f"{title} {now}" + (f" (was {was})" if step > 0 else ""))
     return ", ".join(parts)
 
 
 def sample_records(
-    rows: list[dict], texts: list[str], scores: list[float]
+    prompts: list[dict], texts: list[str], scores: Tensor
 ) -> tuple[list[dict], list[str]]:
-    """B completions as records for samples.jsonl, and as lines to print."""
+    """G completions of each prompt as records for samples.jsonl, and the first of each as a line
+    to print.
+    """
     records, lines = [], []
-    for row, text, value in zip(rows, texts, scores, strict=True):
+    G = len(texts) // len(prompts)
+    for i, (text, value) in enumerate(zip(texts, scores.tolist(), strict=True)):
+        prompt = prompts[i // G]["prompt"]
         finite = value if math.isfinite(value) else None
-        records.append({"prompt": row["prompt"], "completion": text, "score": finite})
-        prompt = " ".join(text_of(row["prompt"]).split())
-        prompt = prompt if len(prompt) <= 45 else f"... {prompt[-41:]}"
-        line = textwrap.shorten(f"{prompt} -> {text}", 90, placeholder=" ...")
+        records.append({"prompt": prompt, "completion": text, "score": finite})
+        shown = " ".join(text_of(prompt).split())
+        shown = shown if len(shown) <= 45 else f"... {shown[-41:]}"
+        line = textwrap.shorten(f"{shown} -> {text}", 90, placeholder=" ...")
         lines.append(f"  {value:5.2f}  {line}")
-    return records, lines
+    return records, lines[::G]
 
 
 # --- Curves ---

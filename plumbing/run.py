@@ -53,11 +53,10 @@ class Run:
         self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
         # Absolute: a reward may change the working directory.
         self.generators, self.folder = list(generators), Path(config.output_dir).absolute()
-        self.step, self.saved_step = 0, None  # at hand; of the checkpoint
+        self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
         self.history, self.warned = [], set()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
-        self.weights_moved = False  # in the step at hand
         optimizer.register_step_pre_hook(self._note_move)
         if config.device.startswith("cuda") and hasattr(data, "tokens"):
             longest = max(map(len, data.tokens.values()))
@@ -66,23 +65,20 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             # First: one that is missing must not cost the run that --overwrite replaces.
             self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
-            if config.resume:
-                self._resume()
-            else:
+            kept = self._resume() if config.resume else {}
+            if not config.resume:
                 (self.folder / "checkpoint.pt").unlink(missing_ok=True)
-            mode = "a" if config.resume else "w"
             # Half a surrogate pair has no bytes: it is written as \ud800.
             options = {"encoding": "utf-8", "errors": "backslashreplace"}
-            self.files = {name: self._path(name).open(mode, **options) for name in FILES}
+            self.files = {x: (self.folder / f"{x}.jsonl").open("w", **options) for x in FILES}
+            for name, records in kept.items():
+                self._write(name, records)
             settings = json.dumps({"script": config.script} | asdict(config), indent=2)
             (self.folder / "config.json").write_text(settings + "\n", encoding="utf-8")
         size = sum(p.numel() for p in self._weights().values()) / 1e6
         what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
         print(f"{config.script}: {size:.1f} M weights train on {config.device}, {what}")
         print(f"It writes to {config.output_dir}")
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.jsonl"
 
     def _note_move(self, *args: object) -> None:
         self.weights_moved = True
@@ -91,22 +87,21 @@ class Run:
         """The numbers of the steps that are left, for `for step in run.steps(...)`.
 
         Evaluates before every eval_every-th step and after the last. When the loop asks for the
-        next step, the one before is over, and its checkpoint is written if it is due.
+        next step, the one before is over, and saved if a checkpoint is due.
         """
         Run.active, last, first = self, self.config.num_steps, self.step
         self.bar = tqdm(total=last, initial=first, desc=self.config.script, dynamic_ncols=True)
+        self._note_state(first)
         for step in range(first, last):
-            self._note_state(step)
             if step % self.config.eval_every == 0:
                 self._evaluate(step, evaluate)
             self.laps, self.lap_started = {}, time.perf_counter()
             yield step
             self.bar.update()
+            self._note_state(step + 1)
             if (step + 1) % self.config.save_every == 0 and step + 1 < last:
-                self._note_state(step + 1)
                 self.save()
         if last > 0:
-            self._note_state(last)
             self.save()
         self._evaluate(last, evaluate)
         self._write_metrics(last, self.evaluated)
@@ -129,22 +124,19 @@ class Run:
         metrics |= self.laps | more
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["tokens_per_second"] = meter.num_tokens / sum(self.laps.values())
-        on_cuda = self.config.device.startswith("cuda")
-        metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_cuda else None
+        metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 or None
         self._write_metrics(step, metrics)
         self.history.append(metrics)
         self.evaluated = {}
         # Rounding explains thousandths. Dropout, where it is left on, explains more.
         off = metrics.get("val/sampler_kl", 0)
         if len(self.history) == 1 and off > 0.3 and self.config.disable_dropout:
-            fault = (
-                f"sampling and training differ by {off:.2g} nats per token, and should by rounding"
-            )
-            raise Fault(f"{fault} alone: --model {self.config.model} can't be trained here")
+            fault = f"sampling and training differ by {off:.2g} nats per token, beyond rounding"
+            raise Fault(f"{fault}: --model {self.config.model} can't be trained here")
         for name, text in meter.warnings(self.history, self.config.bf16):
             if name not in self.warned:
                 self.warned.add(name)
-                self._write("warnings", [{"step": step, "text": text}])
+                self._write("warnings", [{"text": text}], step=step)
                 tqdm.write(f"warning, step {step}: {text}")
         self.bar.set_postfix_str(meter.progress(metrics))
 
@@ -162,24 +154,25 @@ class Run:
         """
         if step % self.config.eval_every:
             return
-        G = len(texts) // len(prompts)
-        rows = [row for row in prompts for _ in range(G)]
-        records, lines = sample_records(rows, texts, scores.tolist())
-        self._write("samples", [{"step": step, "split": "train"} | x for x in records])
-        tqdm.write("\n".join([f"step {step}: samples from training", *lines[::G][:4]]))
+        records, lines = sample_records(prompts, texts, scores)
+        self._write("samples", records, step=step, split="train")
+        tqdm.write("\n".join([f"step {step}: samples from training", *lines[:4]]))
         policy = next(iter(self.models.values()))
         some = slice(8)  # completions
-        columns = {name: x[some] for name, x in columns.items() if x is not None}
         with evaluating(policy):
-            columns["new_logprobs"] = rollout_logprobs(policy, rollout[some], self.config)
-        records = token_records(self.data.tokenizer, rollout[some], rows, scores, columns)
-        self._write("tokens", [{"step": step, "split": "train"} | x for x in records])
+            new_logprobs = rollout_logprobs(policy, rollout[some], self.config)
+        columns = {name: x[some] for name, x in columns.items() if x is not None}
+        columns |= {"score": scores[some], "new_logprobs": new_logprobs}
+        details = token_records(self.data.tokenizer, rollout[some], columns)
+        for record, sample in zip(details, records):
+            record["prompt"] = text_of(sample["prompt"])[-500:]
+        self._write("tokens", details, step=step, split="train")
 
     def _evaluate(self, step: int, evaluate: Callable[[], Evaluation]) -> None:
         found = evaluate()
         self.evaluated = found.metrics
         self.first_metrics = self.first_metrics or found.metrics
-        self._write("samples", [{"step": step, "split": "heldout"} | x for x in found.records])
+        self._write("samples", found.records, step=step, split="heldout")
         title = headline(step, found.headline, found.metrics, self.first_metrics)
         shown = found.lines[: 4 if self.config.num_steps else 20]
         tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print tears the bar
@@ -187,13 +180,13 @@ class Run:
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they become null.
         finite = {k: x if x is not None and math.isfinite(x) else None for k, x in metrics.items()}
-        self._write("metrics", [{"step": step} | finite])
+        self._write("metrics", [finite], step=step)
         for track in self.trackers:
             track({name: x for name, x in finite.items() if x is not None}, step)
 
-    def _write(self, name: str, records: list[dict]) -> None:
+    def _write(self, name: str, records: list[dict], **first: Any) -> None:
         for record in records:
-            self.files[name].write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.files[name].write(json.dumps(first | record, ensure_ascii=False) + "\n")
         self.files[name].flush()
 
     # --- Checkpoints ---
@@ -240,8 +233,8 @@ class Run:
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, file)
 
-    def _resume(self) -> None:
-        """Go on from the checkpoint, and forget what the run wrote after it."""
+    def _resume(self) -> dict[str, list[dict]]:
+        """Take up the state of the checkpoint. Returns the records of each file up to it."""
         if not (self.folder / "checkpoint.pt").exists():
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
         state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
@@ -251,14 +244,11 @@ class Run:
         for generator, its_state in zip(self.generators, state["generators"], strict=True):
             generator.set_state(its_state)
         torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"])
         self.step = self.saved_step = state["step"]
         self.first_metrics = state["first_metrics"]
-        for name in FILES:
-            kept = [x for x in read_lines(self._path(name)) if x["step"] < self.step]
-            text = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in kept)
-            self._path(name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        written = {name: read_lines(self.folder / f"{name}.jsonl") for name in FILES}
+        return {name: [x for x in written[name] if x["step"] < self.step] for name in FILES}
 
     def explain(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;
@@ -302,27 +292,15 @@ def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], No
 # --- tokens.jsonl: what a step does to every token, for tools/look.py ---
 
 
-def token_records(
-    tokenizer: Tokenizer,
-    rollout: Rollout,
-    rows: list[dict],
-    scores: Tensor,
-    columns: dict[str, Tensor],
-) -> list[dict]:
+def token_records(tokenizer: Tokenizer, rollout: Rollout, columns: dict[str, Tensor]) -> list[dict]:
     """Records of b completions: `columns`, (b, T) for each token or (b,) for each completion."""
     columns = {"sampler_logprobs": rollout.logprobs} | columns
     numbers = {name: x.tolist() for name, x in columns.items()}
     T, records = rollout.completion_mask.shape[1], []
     for i, length in enumerate(rollout.completion_mask.sum(1).tolist()):
         ids = rollout.tokens[i, -T - 1 :][: length + 1].tolist()
-        record = {
-            "completion_index": i,
-            "prompt": text_of(rows[i]["prompt"])[-500:],
-            "score": _short(scores[i].item()),
-            "finished": bool(rollout.finished[i]),
-            "num_tokens": length,
-            "tokens": token_texts(tokenizer, ids),
-        }
+        record = {"completion_index": i, "num_tokens": length}
+        record |= {"finished": bool(rollout.finished[i]), "tokens": token_texts(tokenizer, ids)}
         for name, x in numbers.items():
             of_tokens = isinstance(x[i], list)
             record[name] = [_short(n) for n in x[i][:length]] if of_tokens else _short(x[i])

@@ -1,18 +1,17 @@
 """Plants one bug after the other in a function of the program, and says which test sees it.
 
-  python tests/mutations.py                                    # all bugs, all fast tests
-  python tests/mutations.py 20:40 tests/test_ppo.py            # some bugs, some files
+  python tests/mutations.py                             # all bugs, all fast tests
+  python tests/mutations.py 20:40 tests/test_ppo.py     # some bugs, some files
 
 The program and the tests are loaded once. For each bug the process forks; the fork gives the
-function the code of its changed text, and runs the tests up to the first that fails, those of files
-that name the function often first. A bug that no test sees shows a law that no test proves.
+function the code of its changed text, and runs the tests up to the first that fails, first those
+of the files that name the function often. A bug that no test sees shows a law that none proves.
 """
 
 import ast
 import functools
 import inspect
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEXTS = ("test_course", "test_pages", "test_mutations")  # they read files, in which no bug is
@@ -39,7 +39,6 @@ BUGS = [
     ("common.is_flat", "lowest >= highest", "highest - lowest < 1e-3", "rewards that differ a little count as equal"),
     ("common.gae", "gamma * next_value - values", "next_value - values", "no discount of the next value"),
     ("common.gae", "(x.cpu().masked_fill(~mask, 0) for", "(x.cpu() for", "GAE reads the values at padding"),
-    ("common.gae", ".masked_fill(~mask[:, t], 0)", "", "advantages pass through a masked token"),
     ("common.gae", "(advantages + values).to(device)", "advantages.to(device)", "returns without the value"),
     ("common.completion_logprobs", "if temperature == 1 else", "if temperature >= 1 else", "the temperature is missing from the log-probs"),
     ("common.completion_logprobs", "logprobs if entropy_grad else logprobs.detach()", "logprobs.detach()", "the entropy bonus has no gradient"),
@@ -76,7 +75,6 @@ BUGS = [
     ("ppo.main", "- config.entropy_coef * entropy", "+ config.entropy_coef * entropy", "entropy costs where it should pay"),
     ("ppo.main", "* ~rollout.finished", "* rollout.finished", "completions with EOS pay the penalty"),
     ("ppo.main", "old_logprobs = rollout_logprobs(policy, rollout, config)", "old_logprobs = rollout.logprobs", "PPO's old log-probs are the sampler's"),
-    ("ppo.main", ".split(B // config.num_mini_batches)", ".split(B)", "minibatches are as large as the rollout"),
     ("ppo.main", "            optimizer.zero_grad()\n", "", "gradients pile up"),
     ("grpo.group_advantages", "mean = groups.nanmean(dim=1, keepdim=True)", "mean = groups.nanmean()", "the mean of all completions is the baseline"),
     ("grpo.group_advantages", "if (groups < 0).any():", "if (mean < 0).any():", "MaxRL takes a negative reward in a good group"),
@@ -87,7 +85,6 @@ BUGS = [
     ("grpo.grpo_loss", "loss + kl_coef * kl", "loss - kl_coef * kl", "GRPO is paid for its KL"),
     ("grpo.grpo_loss", "masked_fill(~mask, 0), \"k3\")", "masked_fill(~mask, 0), \"k1\")", "k1 in a loss, whose gradient is 0 on average"),
     ("grpo.grpo_loss", "masked_mean(loss, mask, dim=1).sum() / num_rows", "masked_mean(loss, mask, dim=1).mean()", "GRPO's loss is a mean over the micro-batch"),
-    ("grpo.grpo_loss", "loss.sum() / (num_rows * max_new_tokens)", "loss.sum() / num_tokens.clamp(min=1)", "Dr. GRPO divides by the length"),
     ("grpo.main", "config.num_epochs * config.num_mini_batches == 1", "config.num_epochs == 1", "the second minibatch takes its own log-probs for the old ones"),
     ("grpo.main", "== 1 and config.disable_dropout", "== 1", "with dropout the update's log-probs pass for the old ones"),
     ("grpo.main", "mask & rollout.finished", "mask & ~rollout.finished", "completions that ended are masked"),
@@ -98,7 +95,6 @@ BUGS = [
     ("grpo.main", "(config.kl_coef + config.entropy_coef > 0)", "has_bonus", "rows whose KL has a gradient are left out"),
     ("rloo.rloo_advantages", "(num_known - 1)", "num_known", "the baseline divides by G"),
     ("rloo.rloo_advantages", "keepdim=True) - groups)", "keepdim=True))", "the baseline holds its own reward"),
-    ("rloo.rloo_loss", ".sum(1))  # (B,)", ".mean(1))  # (B,)", "the log-prob of a completion is a mean"),
     ("rloo.main", "scores - config.kl_coef * kl.sum(1)", "scores - config.kl_coef * kl.mean(1)", "the KL of a completion is a mean"),
     ("rloo.main", "kl_estimate(old_logprobs,", "kl_estimate(rollout.logprobs,", "RLOO's KL is of the sampler's log-probs"),
     ("rloo.main", "logprobs.detach() if single_update else old_logprobs[rows]", "logprobs.detach()", "each of RLOO's updates is on policy"),
@@ -114,7 +110,6 @@ BUGS = [
     ("sampling.draw", "sorted_probs.cumsum(-1) - sorted_probs", "sorted_probs.cumsum(-1)", "top_p drops the token that crosses p"),
     ("sampling._first_above", "right=True", "right=False", "a token of probability 0 can be drawn"),
     ("metrics.Totals.add", "x.masked_fill(~mask, 0).sum()", "x.sum()", "metrics add up padding"),
-    ("metrics.Meter.objective", "kl.masked_fill(~mask, 0).sum(1)", "kl.masked_fill(~mask, 0).mean(1)", "the KL logged is a mean over the columns"),
     ("metrics.Meter.objective", "{\"objective/kl\": None,", "{\"objective/kl\": 0.0,", "an unknown KL is logged as 0"),
     ("metrics.Meter.add_policy", "kl_estimate(sampled, old_logprobs,", "kl_estimate(old_logprobs, sampled,", "the sampler's KL is turned round"),
     ("metrics.evaluate", "manual_seed(config.seed + 1)", "manual_seed(config.seed)", "evaluations draw the random numbers of training"),
@@ -146,6 +141,12 @@ BUGS = [
     ("run.Run.explain", "not self.weights_moved and", "", "half an update is saved as a step"),
     ("run.token_records", "rollout.tokens[i, -T - 1 :]", "rollout.tokens[i, -T:]", "the texts of tokens are shifted by one"),
     ("run.read_lines", ".split(\"\\n\")[:-1]", ".split(\"\\n\")", "a torn last line of a record ends the reading"),
+    ("reward_model.preference_loss", "-logsigmoid(chosen - rejected - margin)", "-torch.sigmoid(chosen - rejected - margin).log()", "the loss of a badly wrong pair is infinite"),
+    ("reward_model.main", "preference_loss(chosen, rejected, margin,", "preference_loss(chosen, rejected, 0.0,", "the margins of pairs are not used"),
+    ("reward_model.main", "prompt_batch(pairs.train, step, N, config.seed)", "prompt_batch(pairs.train, step, N, 0)", "the seed doesn't order the pairs"),
+    ("preferences.text_ids", "ids if eos is None or ids[-1:] == [eos] else [*ids, eos]", "ids", "a text that is judged has no EOS"),
+    ("pairs.pair_scores", "for which in (0, 1) for pair in pairs", "for pair in pairs for which in (0, 1)", "chosen and rejected texts are mixed"),
+    ("pairs.evaluate_pairs", "margins = scores[0] - scores[1]", "margins = scores[1] - scores[0]", "held-out pairs are judged the wrong way round"),
 ]
 # fmt: on
 
@@ -183,70 +184,58 @@ def plant(target: str, old: str, new: str) -> None:
         setattr(inspect.unwrap(found), part, getattr(inspect.unwrap(buggy), part))
 
 
-class Runner:
-    """In the place of pytest's loop over the tests: one over the bugs."""
+def first_failure(items: list[pytest.Item], bug: tuple | None) -> str:
+    """The first test that fails with the bug, in a fork of this process; "" if none does."""
+    ends, pipe = os.pipe()
+    if (child := os.fork()) > 0:
+        os.close(pipe)
+        with os.fdopen(ends) as file:
+            found = file.read()
+        return "it hangs or dies" if os.waitpid(child, 0)[1] else found
+    signal.alarm(900)  # it kills a process that hangs
+    try:
+        if bug:
+            plant(*bug[:3])
+            name = bug[0].split(".")[-1].replace("main", "by hand")
+            items = sorted(items, key=lambda item: -item.path.read_text("utf-8").count(name))
+        for item, following in pairwise([*items, None]):
+            if any(x.failed for x in runtestprotocol(item, nextitem=following, log=False)):
+                os.write(pipe, item.nodeid.encode())
+                break
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+class Loop:
+    """Over the bugs, in the place of pytest's over the tests."""
 
     def __init__(self, bugs: list[tuple]) -> None:
         self.bugs, self.unseen = bugs, []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        if test := self.first_failure(session.items, None):
-            raise SystemExit(f"without a bug: {test}")
+        out = sys.__stdout__  # pytest has replaced sys.stdout
+        print(
+            "without a bug:", first_failure(session.items, None) or "all pass", file=out, flush=True
+        )
         for bug in self.bugs:
-            test = self.first_failure(session.items, bug)
+            test = first_failure(session.items, bug)
             self.unseen += [] if test else [bug]
-            print(f"{bug[0]:30} {bug[3]:60} {test or 'UNSEEN'}", flush=True)
+            print(f"{bug[0]:30} {bug[3]:60} {test or 'UNSEEN'}", file=out, flush=True)
         return True
-
-    def first_failure(self, items: list[pytest.Item], bug: tuple | None) -> str:
-        """The first test that fails with the bug, in a fork of this process; "" if none does."""
-        ends, self.pipe = os.pipe()
-        if (child := os.fork()) == 0:
-            self.run(items, bug)
-        os.close(self.pipe)
-        with os.fdopen(ends) as file:
-            test = file.read()
-        status = os.waitpid(child, 0)[1]
-        return test or (f"the process ended with status {status}" if status else "")
-
-    def run(self, items: list[pytest.Item], bug: tuple | None) -> None:
-        signal.alarm(900)  # it ends a process that hangs
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        try:
-            if bug:
-                plant(*bug[:3])
-                items = sorted(items, key=lambda item: rank(bug[0], item.path))
-            for item, following in pairwise([*items, None]):
-                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-            os._exit(0)
-        except BaseException as e:
-            os.write(self.pipe, repr(e).encode())
-        os._exit(1)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            os.write(self.pipe, report.nodeid.encode())
-            os._exit(1)
-
-
-@functools.cache
-def rank(target: str, path: Path) -> tuple:
-    word = "by hand|main" if target.endswith("main") else target.split(".")[-1]
-    return -len(re.findall(rf"\b({word})\b", path.read_text(encoding="utf-8"))), path
 
 
 def main(which: str = ":", *tests: str) -> None:
     first, _, last = which.partition(":")
-    runner = Runner(BUGS[int(first or 0) : int(last or len(BUGS))])
-    options = ["-n", "0", "-q", "-s", "-m", "not slow", "-p", "no:cacheprovider"]
+    loop = Loop(BUGS[int(first or 0) : int(last or len(BUGS))])
+    options = ["-n", "0", "-q", "--capture=sys", "-m", "not slow", "-p", "no:cacheprovider"]
     options += [f"--ignore-glob=*{name}.py" for name in TEXTS]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder  # a fork leaves its files
-        pytest.main([*options, *tests], plugins=[runner])
-    print(f"{len(runner.unseen)} of {len(runner.bugs)} bugs are unseen:")
-    print(*(f"  {target}: {bug}" for target, _, _, bug in runner.unseen), sep="\n")
+        pytest.main([*options, *tests], plugins=[loop])
+    print(f"{len(loop.unseen)} of {len(loop.bugs)} bugs are unseen")
+    print(*(f"  {target}: {bug}" for target, _, _, bug in loop.unseen), sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from small import numbers
 
 from rloo import rloo_loss
 
-nan = math.nan
-
 
 def naive_loss(logprobs, old, advantages, mask, clip: float) -> tuple[float, list[bool]]:
     """(loss, the completions where the clip decides)"""
@@ -29,7 +27,7 @@ def test_the_loss_equals_its_definition_and_a_completion_is_clipped_as_one_actio
     """Padding holds NaN, and no input is changed."""
     mask = MASK.clone()
     mask[3] = False  # a row that is masked as a whole
-    logprobs, old = (numbers(i, 0.3).masked_fill(~mask, nan) for i in range(2))
+    logprobs, old = (numbers(i, 0.3).masked_fill(~mask, math.nan) for i in range(2))
     seen = set()
     for advantages in ([1.0, -1.0, -0.5, 2.0], [-1.0, 1.0, 0.5, -2.0], [0.0, 0.0, -0.5, 0.0]):
         inputs = logprobs, old, torch.tensor(advantages, dtype=torch.float64), mask
@@ -57,7 +55,7 @@ def test_the_loss_equals_its_definition_and_a_completion_is_clipped_as_one_actio
 )
 def test_the_clip_is_of_the_whole_completion(advantage, ratio, loss, slope):
     half = math.log(ratio) / 2  # two tokens share the log-ratio; the third is padding
-    logprobs = torch.tensor([[half, half, nan]], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.tensor([[half, half, math.nan]], dtype=torch.float64, requires_grad=True)
     args = logprobs, torch.zeros(1, 3), torch.tensor([advantage]), torch.tensor([[1, 1, 0]])
     value, clipped = rloo_loss(*args, clip_range=0.2)
     value.backward()

@@ -78,13 +78,11 @@ def fields_of(config: Any, num_processes: int, longest: int) -> dict[str, Any]:
 
 def not_in_trl(config: Any) -> list[str]:
     """The flags of the run that TRL has nothing for."""
-    is_set = {"stop": config.stop}
-    if isinstance(config, grpo.Config):
-        is_set["oversample"] = config.oversample > 1
-        is_set["scale_rewards"] = config.scale_rewards == "mean"
-    else:
-        is_set["entropy_coef"] = config.entropy_coef
-    return [name for name in is_set if is_set[name]]
+    if isinstance(config, rloo.Config):
+        return [name for name in ("stop", "entropy_coef") if getattr(config, name)]
+    unknown = {"stop": config.stop, "oversample": config.oversample > 1}
+    unknown["scale_rewards"] = config.scale_rewards == "mean"
+    return [name for name in unknown if unknown[name]]
 
 
 def main(args: list[str] | None = None) -> None:
@@ -124,19 +122,17 @@ def main(args: list[str] | None = None) -> None:
     parser.set_defaults(output_dir=str(given.run / "trl"), **fields)
     with blame("TRL"):
         (settings,) = parser.parse_args_into_dataclasses(flags)
-    rewards, weights = list(task.rewards), list(task.weights)
     if config.reward_model:
-        rewards[-1].model.to(settings.device)
-    if task.verifier not in [None, *rewards]:
-        rewards, weights = [*rewards, task.verifier], [*weights, 0.0]  # for the log
+        task.rewards[-1].model.to(settings.device)
+    more = {} if task.verifier in [None, *task.rewards] else {task.verifier: 0.0}  # for the log
     if script == "grpo" and config.overlong_buffer > 0:
-        rewards.append(get_soft_overlong_punishment(config.max_new_tokens, config.overlong_buffer))
-        weights.append(1.0)
-    settings.reward_weights = weights
+        buffer = config.overlong_buffer
+        more[get_soft_overlong_punishment(config.max_new_tokens, buffer)] = 1.0
+    settings.reward_weights = [*task.weights, *more.values()]
     train = task.train * -(-config.prompts_per_step // len(task.train))  # at least a whole batch
     trainer = getattr(trl, f"{script.upper()}Trainer")(
         model=policy,
-        reward_funcs=rewards,
+        reward_funcs=[*task.rewards, *more],
         args=settings,
         train_dataset=Dataset.from_list(train, on_mixed_types="use_json"),
         eval_dataset=Dataset.from_list(heldout, on_mixed_types="use_json"),
