@@ -112,8 +112,9 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     """
     path = str(TINY) if name == "tiny" else name
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
-    options = {"use_safetensors": True, "output_loading_info": True} | options
-    model, info = auto_class.from_pretrained(path, ignore_mismatched_sizes=True, **options)
+    options = {"dtype": torch.float32, "use_safetensors": True} | options  # not as it was saved
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = auto_class.from_pretrained(path, **options)
     # They are random numbers now: what the checkpoint lacks, or has in another size.
     lost = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if new_head:
