@@ -173,7 +173,7 @@ def evaluated(K, reward, verifier, max_rows=8, seed=0):
     """An evaluation of seven prompts, and its completions as (7, K) lists."""
     rows = [{"prompt": prompt} for prompt in ("x", "yy y", "zzz", "w", "the", "a b", "q")]
     options = {"tokenizer": letter_tokenizer(), "eos_token_ids": [19]}
-    task = Task(rows, rows, [reward], verifier=verifier, **options)
+    task = Task([], rows, [reward], verifier=verifier, **options)
     config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed)
     sampling = {"max_new_tokens": 6, "temperature": 0.7, "eos_token_ids": [19]}
     sampling |= {"pad_token_id": 0, "max_rows": max_rows}
@@ -195,8 +195,11 @@ def test_of_k_completions_each_metric_is_what_its_definition_says():
 
 
 def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown():
-    found, texts = evaluated(2, unknown_of_x, unknown_of_x)
-    right = [[float("a" in text) for text in of_one] for of_one in texts[1:]]  # "x" is the first
+    # "x" comes first; of its two verdicts one is missing.
+    found, texts = evaluated(
+        2, unknown_of_x, lambda completions: [None, *has_an_a(completions)[1:]]
+    )
+    right = [[float("a" in text) for text in of_one] for of_one in texts[1:]]
     assert found.metrics["eval/accuracy"] == pytest.approx(sum(map(sum, right)) / 12)
     assert found.metrics["eval/reward"] == found.metrics["eval/accuracy"]
     assert found.metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 6)
