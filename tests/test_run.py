@@ -105,6 +105,7 @@ MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nlines that nobody reads")
 SPACE = OSError(28, "No space left on device")
 ENDS = {  # what raises at which call, exit code, a part of what is said, where it goes on
     "update": (ppo, "policy_loss", 8, KeyboardInterrupt(), 130, "interrupted", 2),
+    "optimiser": (torch, "_fused_adamw_", 7, KeyboardInterrupt(), 130, "interrupted", 2),
     "memory": (ppo, "masked_whiten", 4, MEMORY, 1, "lower --micro_batch_tokens", 3),
     "reward": (plumbing.data, "call_reward", 8, ValueError("verdict"), 1, "verdict", 3),
     "state": (torch, "save", 2, SPACE, 1, "checkpoint.pt.new can't be written ([Errno 28]", 2),
@@ -201,6 +202,8 @@ def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_se
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [*range(5)]
+    for name, steps in (("samples", {0, 2, 4}), ("tokens", {0, 2})):  # those with an evaluation
+        assert {line["step"] for line in lines_of(folder / f"{name}.jsonl")} == steps
 
 
 def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(run):
