@@ -229,6 +229,8 @@ def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_pri
     for line, sample in zip(shown[1:4], samples[2::2], strict=True):  # one of each prompt's two
         assert line.startswith(f"  {sample['score']:5.2f}  {sample['prompt']}")
     assert [line[:2] == "  " for line in shown[:5]] == [True] * 4 + [False]
+    code, text = run(*flags, "--overwrite", script=ppo)
+    assert code == 2 and "a reward is None, and this algorithm needs one" in text
 
 
 def test_half_a_surrogate_pair_in_a_text_ends_no_run_and_is_kept(run, monkeypatch):
