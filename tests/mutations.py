@@ -3,9 +3,8 @@
   python tests/mutations.py                             # all bugs, all fast tests
   python tests/mutations.py 20:40 tests/test_ppo.py     # some bugs, some files
 
-The program and the tests are loaded once. For each bug the process forks; the fork gives the
-function the code of its changed text, and runs the tests up to the first that fails, first those
-of the files that name the function often. A bug that no test sees shows a law that none proves.
+All is loaded once. For each bug the process forks, changes the code of the function, and runs the
+tests up to the first that fails; files that name the function often come first.
 """
 
 import ast
@@ -152,9 +151,7 @@ BUGS = [
 
 
 def planted(target: str, old: str, new: str) -> tuple[Path, str]:
-    """The file of a target such as run.Run.explain, and its text with the bug. Raises ValueError
-    where the old text isn't in the target, or more than once.
-    """
+    """The file of a target such as run.Run.explain, and its text with the bug. Raises ValueError."""
     module, *names = target.split(".")
     files = REPOSITORY / f"{module}.py", REPOSITORY / "plumbing" / f"{module}.py"
     path = next(path for path in files if path.exists())
@@ -207,35 +204,28 @@ def first_failure(items: list[pytest.Item], bug: tuple | None) -> str:
         os._exit(1)
 
 
-class Loop:
-    """Over the bugs, in the place of pytest's over the tests."""
-
-    def __init__(self, bugs: list[tuple]) -> None:
-        self.bugs, self.unseen = bugs, []
+def main(which: str = ":", *tests: str) -> None:
+    first, _, last = which.partition(":")
+    bugs, unseen = BUGS[int(first or 0) : int(last or len(BUGS))], []
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def over_bugs(session: pytest.Session) -> bool:  # in the place of pytest's loop over the tests
         out = sys.__stdout__  # pytest has replaced sys.stdout
-        print(
-            "without a bug:", first_failure(session.items, None) or "all pass", file=out, flush=True
-        )
-        for bug in self.bugs:
+        print("without a bug:", first_failure(session.items, None) or "all pass", file=out)
+        for bug in bugs:
             test = first_failure(session.items, bug)
-            self.unseen += [] if test else [bug]
+            unseen.extend([] if test else [bug])
             print(f"{bug[0]:30} {bug[3]:60} {test or 'UNSEEN'}", file=out, flush=True)
         return True
 
-
-def main(which: str = ":", *tests: str) -> None:
-    first, _, last = which.partition(":")
-    loop = Loop(BUGS[int(first or 0) : int(last or len(BUGS))])
     options = ["-n", "0", "-q", "--capture=sys", "-m", "not slow", "-p", "no:cacheprovider"]
     options += [f"--ignore-glob=*{name}.py" for name in TEXTS]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder  # a fork leaves its files
-        pytest.main([*options, *tests], plugins=[loop])
-    print(f"{len(loop.unseen)} of {len(loop.bugs)} bugs are unseen")
-    print(*(f"  {target}: {bug}" for target, _, _, bug in loop.unseen), sep="\n")
+        plugin = types.SimpleNamespace(pytest_runtestloop=over_bugs)
+        pytest.main([*options, *tests], plugins=[plugin])
+    print(f"{len(unseen)} of {len(bugs)} bugs are unseen")
+    print(*(f"  {target}: {bug}" for target, _, _, bug in unseen), sep="\n")
 
 
 if __name__ == "__main__":
