@@ -1,7 +1,7 @@
 """Plants one bug after the other in a function of the program, and says which test sees it.
 
   python tests/mutations.py                             # all bugs, all fast tests
-  python tests/mutations.py 20:40 tests/test_ppo.py     # some bugs, some files
+  python tests/mutations.py 20 40 tests/test_ppo.py     # bugs 20 to 39, by some files
 
 All is loaded once. For each bug the process forks, changes the code of the function, and runs the
 tests up to the first that fails; files that name the function often come first.
@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import types
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -153,9 +154,8 @@ BUGS = [
 def planted(target: str, old: str, new: str) -> tuple[Path, str]:
     """The file of a target such as run.Run.explain, and its text with the bug. Raises ValueError."""
     module, *names = target.split(".")
-    files = REPOSITORY / f"{module}.py", REPOSITORY / "plumbing" / f"{module}.py"
-    path = next(path for path in files if path.exists())
-    text = path.read_text(encoding="utf-8")
+    folder = REPOSITORY if (REPOSITORY / f"{module}.py").exists() else REPOSITORY / "plumbing"
+    text = (path := folder / f"{module}.py").read_text(encoding="utf-8")
     node, lines = ast.parse(text), text.splitlines(keepends=True)
     for name in names:
         node = next(x for x in node.body if getattr(x, "name", None) == name)
@@ -169,7 +169,7 @@ def planted(target: str, old: str, new: str) -> tuple[Path, str]:
 def plant(target: str, old: str, new: str) -> None:
     """Put the bug into the loaded program: all that have imported the function get it."""
     path, text = planted(target, old, new)
-    module = next(m for m in sys.modules.values() if getattr(m, "__file__", "") == str(path))
+    module = import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
     changed = types.ModuleType(module.__name__)
     changed.__file__ = module.__file__
     exec(compile(text, path, "exec"), vars(changed))
@@ -204,9 +204,8 @@ def first_failure(items: list[pytest.Item], bug: tuple | None) -> str:
         os._exit(1)
 
 
-def main(which: str = ":", *tests: str) -> None:
-    first, _, last = which.partition(":")
-    bugs, unseen = BUGS[int(first or 0) : int(last or len(BUGS))], []
+def main(first: str = "0", last: str = "999", *tests: str) -> None:
+    bugs, unseen = BUGS[int(first) : int(last)], []
 
     @pytest.hookimpl(tryfirst=True)
     def over_bugs(session: pytest.Session) -> bool:  # in the place of pytest's loop over the tests
@@ -224,8 +223,7 @@ def main(which: str = ":", *tests: str) -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder  # a fork leaves its files
         plugin = types.SimpleNamespace(pytest_runtestloop=over_bugs)
         pytest.main([*options, *tests], plugins=[plugin])
-    print(f"{len(unseen)} of {len(bugs)} bugs are unseen")
-    print(*(f"  {target}: {bug}" for target, _, _, bug in unseen), sep="\n")
+    print(f"{len(unseen)} of {len(bugs)} are unseen", *(bug[3] for bug in unseen), sep="\n  ")
 
 
 if __name__ == "__main__":
