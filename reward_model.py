@@ -19,8 +19,8 @@ didn't say: see docs/experiments.md, "Trusted too far".
 [1] Bradley and Terry 1952, Biometrika 39. [2] Ouyang et al. 2022, arXiv 2203.02155.
 [3] Touvron et al. 2023, arXiv 2307.09288. [4] Eisenstein et al. 2023, arXiv 2312.09244.
 
-  python reward_model.py         # pairs of sums: judges 90% of those held out, a minute on a CPU
-  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model --kl_coef 0.1  # sums 46% -> 82%
+  python reward_model.py         # pairs of sums: judges 96% of those held out, a minute on a CPU
+  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model --kl_coef 0.1  # sums 46% -> 90%
   python reward_model.py --model gpt2 --pairs my_pairs.jsonl
 """
 

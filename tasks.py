@@ -63,8 +63,8 @@ def add_prompt(a: int, b: int, chat: bool) -> Prompt:
 
 
 def add_pairs() -> tuple[list[dict], list[dict]]:
-    """Pairs of answers, for reward_model.py: (train, held out). The right sum is preferred to one
-    with a wrong digit, and to the one that forgets to carry. Some training labels are flipped.
+    """Pairs of answers, for reward_model.py: (train, held out). The right sum is preferred to the
+    one that forgets to carry, and to a random number. Some of the training labels are flipped.
     """
     rng = random.Random(0)
 
@@ -74,8 +74,7 @@ def add_pairs() -> tuple[list[dict], list[dict]]:
             right, numbers = row["answer"], row["prompt"].strip("=").split("+")
             units = sum(int(number[1]) for number in numbers)
             forgetful = str(int(right) - units // 10 * 10)
-            place, digit = rng.randrange(len(right)), rng.choice("0123456789")
-            for wrong in sorted({forgetful, right[:place] + digit + right[place + 1 :]} - {right}):
+            for wrong in sorted({forgetful, str(rng.randint(20, 198))} - {right}):
                 better, worse = (wrong, right) if rng.random() < label_noise else (right, wrong)
                 found.append({"prompt": row["prompt"], "chosen": better, "rejected": worse})
         return found
