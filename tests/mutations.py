@@ -145,8 +145,8 @@ BUGS = [
     ("reward_model.main", "preference_loss(chosen, rejected, margin,", "preference_loss(chosen, rejected, 0.0,", "the margins of pairs are not used"),
     ("reward_model.main", "prompt_batch(pairs.train, step, N, config.seed)", "prompt_batch(pairs.train, step, N, 0)", "the seed doesn't order the pairs"),
     ("preferences.text_ids", "ids if eos is None or ids[-1:] == [eos] else [*ids, eos]", "ids", "a text that is judged has no EOS"),
-    ("pairs.pair_scores", "for which in (0, 1) for pair in pairs", "for pair in pairs for which in (0, 1)", "chosen and rejected texts are mixed"),
-    ("pairs.evaluate_pairs", "margins = scores[0] - scores[1]", "margins = scores[1] - scores[0]", "held-out pairs are judged the wrong way round"),
+    ("reward_model.pair_scores", "for which in (0, 1) for pair in pairs", "for pair in pairs for which in (0, 1)", "chosen and rejected texts are mixed"),
+    ("reward_model.evaluate_pairs", "margins = scores[0] - scores[1]", "margins = scores[1] - scores[0]", "held-out pairs are judged the wrong way round"),
 ]
 # fmt: on
 

@@ -10,11 +10,10 @@ from tokenizers import processors
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import BertConfig, GPT2Config, T5Config, XLNetConfig
 
-import tasks
 from common import InputError
 from plumbing import preferences
-from plumbing.pairs import load_pairs
 from plumbing.preferences import RewardModel, load_classifier, sequence_scores, text_ids
+from reward_model import load_pairs
 
 USER, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TEMPLATE = "<eos>{% for m in messages %}x{{ m.content }}z{% endfor %}"
@@ -49,7 +48,7 @@ def pairs_of(tmp_path, rows, **flags):
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"eval_pairs": None, "max_length": None, "num_eval_pairs": 512, "model": "m"}
     config = SimpleNamespace(**settings | {"pairs": tmp_path / "own.jsonl"} | flags)
-    return load_pairs(config, tasks, small_llama(vocab_size=20), letter_tokenizer())
+    return load_pairs(config, small_llama(vocab_size=20), letter_tokenizer())
 
 
 def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):

@@ -15,9 +15,8 @@ import grpo
 import reward_model
 import tasks
 from common import Fault
-from plumbing.pairs import PairMeter, pair_batches
 from plumbing.preferences import RewardModel, last_real_token
-from reward_model import preference_loss
+from reward_model import PairMeter, pair_batches, preference_loss
 
 
 @pytest.fixture
