@@ -131,9 +131,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Schulman,
     "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are unbiased, k2 is not;
-    k1 may be negative. In a loss, the expected gradient of k1 is 0, of k2 it is the gradient of
-    KL(policy || reference), of k3 the gradient of KL(reference || policy). In a reward, k1 gives
-    the gradient of KL(policy || reference); k2 and k3 hardly pull near the reference. Raises
+    k1 may be negative. In a reward, k1 gives the gradient of KL(policy || reference) of whole
+    completions; k2 and k3 hardly pull near the reference. In a loss, the expected gradient is that
+    of a token's KL, its prefix given: of k1 it is 0, of k2 that of KL(policy || reference), of k3
+    that of KL(reference || policy). What a token does to later prefixes is missing there. Raises
     ValueError for another name.
     """
     d = logprobs - ref_logprobs

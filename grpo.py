@@ -250,7 +250,8 @@ def main(args: list[str] | None = None) -> None:
         if config.mask_truncated_completions:  # [3]: out of the loss, not of the group's mean
             mask = mask & rollout.finished.unsqueeze(1)
         # Rows without a gradient need no forward pass in the update.
-        has_gradient = (advantages != 0) | (config.kl_coef + config.entropy_coef > 0)  # (B,)
+        has_gradient = (advantages != 0) & mask.any(1)  # (B,)
+        has_gradient |= config.kl_coef + config.entropy_coef > 0
         run.lap("time/rollout")
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 

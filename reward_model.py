@@ -178,7 +178,7 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
     longer = torch.tensor([len(a) - len(b) for a, b in (row["ids"] for row in rows)]).double()
     metrics = {
         "eval/accuracy": above_0(margins).mean(),
-        "eval/loss": -logsigmoid(margins).mean(),
+        "eval/loss": preference_loss(*scores).mean(),
         "eval/margin": margins.mean(),
         "eval/score_mean": scores.mean(),
         "eval/score_std": scores.std(),
@@ -200,10 +200,10 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
 class PairMeter(Totals):
     """The metrics of an update of a reward model."""
 
-    def add_pairs(self, pairs: list[dict], loss: Tensor, chosen: Tensor, rejected: Tensor) -> None:
-        """Add b pairs with their losses and scores, each (b,)."""
+    def add_pairs(self, pairs: list[dict], chosen: Tensor, rejected: Tensor) -> None:
+        """Add b pairs with their scores, each (b,)."""
         self.num_tokens += sum(len(ids) for pair in pairs for ids in pair["ids"])
-        self.add("loss/pairs", loss)
+        self.add("loss/pairs", preference_loss(chosen, rejected))  # as eval/loss
         self.add("reward/accuracy", above_0(chosen - rejected))
         self.add("reward/margin", chosen - rejected)
         self.add("reward/mean", (chosen + rejected) / 2)
@@ -274,7 +274,7 @@ def main(args: list[str] | None = None) -> None:
             margin = torch.tensor([pair["margin"] for pair in part]).to(chosen.device)
             loss = preference_loss(chosen, rejected, margin, config.center_rewards_coef)
             (loss.sum() / N).backward()
-            meter.add_pairs(part, loss, chosen, rejected)
+            meter.add_pairs(part, chosen, rejected)
 
         # 5. The gradient of all N pairs is there: one optimiser step.
         meter.end_mini_batch(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))

@@ -131,7 +131,8 @@ def brevity(completions: list, **columns) -> list[float]:
 # --- Verifiers: rewards that compare a completion with the column answer ---
 
 COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
-NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
+MINUS = "\u2212"  # of Unicode
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)")  # of 10-5: 10 and 5
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
@@ -144,14 +145,19 @@ def exact_match(completions: list, answer: list, **columns) -> list[float]:
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
-    numbers = [NUMBER.findall(re.sub(COMMA, "", text_of(c))) for c in completions]
+    numbers = [_numbers(text_of(c)) for c in completions]
     try:
-        expected = [Decimal(str(a).replace(",", "")) for a in answer]
+        expected = [Decimal(str(a).replace(",", "").replace(MINUS, "-")) for a in answer]
     except InvalidOperation as e:
         raise InputError(
             "the reward numeric_match needs a number as each row's answer; or give --reward"
         ) from e
     return [float(bool(n) and Decimal(n[-1]) == a) for n, a in zip(numbers, expected, strict=True)]
+
+
+def _numbers(text: str) -> list[str]:
+    """The numbers in a text. LaTeX writes the commas in them as {,}."""
+    return NUMBER.findall(re.sub(COMMA, "", text.replace("{,}", ",").replace(MINUS, "-")))
 
 
 def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
@@ -166,12 +172,9 @@ def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
 
 
 def _number(text: str) -> Decimal | None:
-    """The last number of a text, or the first one behind "####". LaTeX writes the commas in numbers
-    as {,}.
-    """
-    text = re.sub(COMMA, "", text.replace("{,}", ","))
-    marked = NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []
-    found = marked[:1] or NUMBER.findall(text)[-1:]
+    """The last number of a text, or the first one behind "####"."""
+    marked = _numbers(text.rpartition("####")[2]) if "####" in text else []
+    found = marked[:1] or _numbers(text)[-1:]
     return Decimal(found[0]) if found else None
 
 

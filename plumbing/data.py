@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import importlib.util
@@ -11,10 +12,10 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,9 +53,11 @@ class Task:
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, once
+    step: int = 0  # of the last batch
 
     def batch(self, step: int, size: int) -> list[dict]:
         """The `size` rows of a step."""
+        self.step = step
         return prompt_batch(self.train, step, size, self.seed)
 
     def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,9 @@ class Task:
         the weighted rewards that aren't None; where all are, NaN, or with `every` an InputError.
         """
         texts, ids = decode(self.tokenizer, rollout, self.eos_token_ids), completion_ids(rollout)
-        scores = torch.stack([call_reward(r, rows, texts, ids) for r in self.rewards], dim=1)
+        scores = torch.stack(
+            [call_reward(r, rows, texts, ids, self.step) for r in self.rewards], dim=1
+        )
         weights = torch.tensor(self.weights or [1.0] * len(self.rewards))
         total = (scores * weights).nansum(dim=1)  # (N*G, rewards) -> (N*G,)
         total = total.masked_fill(scores.isnan().all(dim=1), math.nan)
@@ -83,7 +88,8 @@ class Task:
         """What the verifier says of G completions for each of N prompts: (N, G), NaN for None."""
         if self.verifier is None:
             return None
-        return call_reward(self.verifier, rows, texts, completion_ids(rollout)).view(len(rows), -1)
+        verdicts = call_reward(self.verifier, rows, texts, completion_ids(rollout), self.step)
+        return verdicts.view(len(rows), -1)
 
 
 def load_task(
@@ -159,7 +165,7 @@ def text_of(completion: Prompt) -> str:
 
 
 def read_rows(name: str, split: str) -> list[dict]:
-    """The rows of a file of JSON lines or CSV (every cell is text), or of a dataset NAME,
+    """The rows of a file of JSON lines, CSV or TSV (every cell is text), or of a dataset NAME,
     NAME:SUBSET or NAME:SUBSET:SPLIT, a folder or on the hub; `split` where the name has none.
     Raises InputError.
     """
@@ -168,13 +174,22 @@ def read_rows(name: str, split: str) -> list[dict]:
         if not path.is_file():
             import datasets
 
+            if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+                # What save_to_disk has written.
+                found = datasets.load_from_disk(name)
+                return (found[split] if isinstance(found, dict) else found).to_list()
             source, subset, own_split = [*name.split(":", 2), "", ""][:3]
             found = datasets.load_dataset(source, subset or None, split=own_split or split)
             return found.to_list()
         # "sig": without the byte order mark that some editors write at the start.
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".csv":
-            return list(csv.DictReader(io.StringIO(text, newline="")))
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as e:  # packed, or of another kind
+            fault = "is not text in UTF-8: give JSON lines, .csv, .tsv or a dataset's folder"
+            raise InputError(f"{name}: {fault}") from e
+        if path.suffix.lower() in (".csv", ".tsv"):
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         with blame(f"{name}, line {number}"):
@@ -330,14 +345,36 @@ def _import(file: Path) -> ModuleType:
     """Import a file, once for all its functions: it may load a model."""
     # Its folder is in the path, and its name its own: a pool can import it and its neighbours.
     sys.path.append(str(file.parent))
+    for other in file.parent.glob("*.py"):  # a tasks.py, say
+        found = importlib.util.find_spec(other.stem) if other.stem.isidentifier() else None
+        if other != file and found and found.origin and Path(found.origin).resolve() != other:
+            what = f"For `import {other.stem}` {file.name} gets {found.origin}"
+            print(f"{what}, not its neighbour: rename that one.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _torch_as_it_was():
+        spec.loader.exec_module(module)
     return module
 
 
+@contextlib.contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """Undo what a user's code sets for all of torch: no gradients, a default type, a device."""
+    dtype = torch.get_default_dtype()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+
+
 def call_reward(
-    reward: RewardFunction, rows: list[dict], texts: list[str], ids: list[list[int]]
+    reward: RewardFunction,
+    rows: list[dict],
+    texts: list[str],
+    ids: list[list[int]],
+    step: int = 0,
 ) -> Tensor:
     """Call a reward with TRL's keyword arguments on G texts for each of N rows: (N*G,) float32, NaN
     where it gave None. Raises InputError for bad values; what it raises itself is left as it is.
@@ -346,6 +383,9 @@ def call_reward(
     keys = {key for row in rows for key in row} - {"prompt"}
     arguments = {key: [row.get(key) for row in rows] for key in keys}
     arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": ids}
+    # What TRL gives besides. What a reward logs is not kept.
+    arguments |= {"trainer_state": SimpleNamespace(global_step=step)}
+    arguments |= dict.fromkeys(("log_metric", "log_extra"), lambda *args: None)
     arguments["completions"] = [
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(rows, texts, strict=True)
@@ -353,7 +393,8 @@ def call_reward(
     parameters = inspect.signature(reward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-    values = reward(**arguments)
+    with _torch_as_it_was():
+        values = reward(**arguments)
     name = getattr(reward, "__name__", type(reward).__name__)
     with blame(f"the reward {name} must return a list of numbers or None"):
         values = list(values)

@@ -88,7 +88,10 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
         text = f"sampling and training differ by {sampler_kl:.2g} nats per token, beyond rounding:"
         found += [("sampler", f"{text} leave dropout off, try --bf16 false, another transformers")]
     flat = now.get("reward/frac_flat_groups", 0)
-    if flat > 0.5:
+    if math.isnan(now["objective/scores"]):
+        text = "no completion has a reward, all are None: what does the reward function look for?"
+        found += [("no reward", f"{text} --num_steps 0 shows what it gives")]
+    elif flat > 0.5:
         text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
         found += [("flat groups", f"{text} prompts too easy or hard, or low --num_generations")]
     truncated = now["length/truncated_frac"]
@@ -97,8 +100,11 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
         found += [("truncated", f"{text} the reward means unfinished text")]
     last = history[-5:]
     if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
-        text = "the mean reward has been the same for five steps: is the reward function constant?"
-        found += [("constant reward", f"{text} --num_steps 0 shows what it gives")]
+        text = "the mean reward has been the same for five steps"
+        cause = ": is the reward function constant? --num_steps 0 shows what it gives"
+        if (kl is not None and kl > 10) or now["policy/entropy_avg"] < 0.01:
+            cause = ", and the policy is destroyed (see KL and entropy): lower --learning_rate"
+        found += [("constant reward", text + cause)]
     return found
 
 

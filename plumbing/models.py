@@ -171,6 +171,9 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
 def context_length(model: PreTrainedModel) -> int | None:
     """The longest sequence for the model, in tokens; None where it has no limit (Bloom)."""
     config = model.config.get_text_config()
+    # LongRoPE (Phi-3) reads a longer row by other frequencies, and with it all rows of its batch.
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        return config.original_max_position_embeddings
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 

@@ -5,6 +5,7 @@ Hugging Face format (of a LoRA run the adapter), checkpoint.pt for --resume, and
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -55,6 +56,7 @@ class Run:
         self.generators, self.folder = list(generators), Path(config.output_dir).absolute()
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
         self.history, self.warned = [], set()
+        self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         optimizer.register_step_pre_hook(self._note_move)
@@ -195,6 +197,13 @@ class Run:
         named = ((f"{k}.{n}", p) for k, m in self.models.items() for n, p in m.named_parameters())
         return {name: p.detach() for name, p in named if p.requires_grad}
 
+    def _hash(self) -> str:
+        """A hash of the rows, and of a few weights of each matrix, that the run begins with."""
+        found = hashlib.sha256(str((self.data.train, self.data.heldout)).encode(errors="replace"))
+        for p in (p for model in self.models.values() for p in model.parameters()):
+            found.update(str(p.detach().flatten()[-4:].tolist()).encode())
+        return found.hexdigest()
+
     def _note_state(self, step: int) -> None:
         """Note what, with the weights, makes the state of the run after `step` steps."""
         self.step, self.weights_moved = step, False
@@ -229,7 +238,8 @@ class Run:
         self.data.tokenizer.save_pretrained(folder)
 
     def _write_state(self, file: Path) -> None:
-        state = {"step": self.step, "first_metrics": self.first_metrics} | self.random_state
+        state = {"step": self.step, "first_metrics": self.first_metrics, "origin": self.origin}
+        state |= self.random_state
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, file)
 
@@ -238,6 +248,8 @@ class Run:
         if not (self.folder / "checkpoint.pt").exists():
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
         state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+        if state["origin"] != self.origin:
+            raise InputError("the rows or the weights of --model aren't those that it began with")
         for name, p in self._weights().items():
             p.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])

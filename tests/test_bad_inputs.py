@@ -1,5 +1,6 @@
 """What the user gave wrongly is one line that says what, and exit code 2, without a traceback."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: ", ""),
+    ("ppo", f"{RUN} --prompts packed.jsonl.gz", "packed.jsonl.gz: is not text in UTF-8: give", ""),
     ("ppo", RUN, "needs prompts to train on and held-out ones", "\n"),
     ("ppo", RUN, "given.jsonl, line 2: JSONDecodeError", '{"prompt": "a"}\n{"prompt": '),
     ("ppo", RUN, "a row of the prompts, ['prompt']: TypeError", '["prompt"]'),
@@ -80,6 +82,7 @@ def inputs(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     tokenizer.add_tokens("<new>")
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(b"text"))
     save_model(folder / "small", model, tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
     model.config.tie_word_embeddings = False

@@ -48,6 +48,10 @@ def test_the_cells_of_a_csv_file_are_text(tmp_path):
     (tmp_path / "p.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n1+1=,02\r\n"""2"", 3\n",\r\n')
     rows = [{"prompt": "1+1=", "answer": "02"}, {"prompt": '"2", 3\n', "answer": ""}]
     assert rows_of(tmp_path / "p.csv") == rows
+    (tmp_path / "p.CSV").write_text("prompt,answer\n1+1=,01.50\n")
+    assert rows_of(tmp_path / "p.CSV") == [{"prompt": "1+1=", "answer": "01.50"}]
+    (tmp_path / "p.tsv").write_text("prompt\tanswer\n1,1\tNA\n")
+    assert rows_of(tmp_path / "p.tsv") == [{"prompt": "1,1", "answer": "NA"}]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,15 @@ def test_of_a_dataset_the_named_subset_and_split_are_read_else_train_and_test(
     task = load(prompts=prompts, eval_prompts=eval_prompts, reward=["brevity"])
     assert (task.train[0]["prompt"], task.heldout[0]["prompt"], len(task.train)) == expected
     assert [row["n"] for row in task.heldout] == [*range(20)]
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    saved.save_to_disk(tmp_path / "alone")
+    datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "both")
+    assert rows_of(tmp_path / "alone") == [{"prompt": "a"}, {"prompt": "b"}]
+    assert rows_of(tmp_path / "both") == [{"prompt": "b"}]
 
 
 # --- The template and the system prompt ---

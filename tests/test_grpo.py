@@ -2,16 +2,21 @@
 test_by_hand.py has the loops.
 """
 
+import itertools
 import math
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 from small import UNEVEN as MASK
 from small import numbers
 
+import grpo
 from common import importance_ratio, kl_estimate
 from grpo import group_advantages, grpo_loss
+from plumbing.config import parse_flags
 from rloo import rloo_advantages, rloo_loss
 
 KINDS = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
@@ -247,6 +252,75 @@ def test_cispo_bounds_a_weight_at_5_and_not_one_at_the_bound():
     assert clipped.tolist() == [[True, False]]
     _, clipped = grpo_loss(logprobs, *args, clip_range=0.2, loss_type="cispo", cispo_bound=1.0)
     assert clipped.tolist() == [[True, False]]
+
+
+# --- The commands of docs/running.md ---
+
+REWARDS = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0]).double()  # two groups of four
+OLD, NEW = (numbers(i, 0.3).repeat(2, 1) for i in (1, 0))
+
+
+def papers_loss(variant: str, A: torch.Tensor, rho: torch.Tensor, mask: torch.Tensor):
+    """To be minimised, of advantages (B, 1), ratios (B, T), at most T tokens."""
+    if variant == "GSPO":  # arXiv 2507.18071 eq. 5, 7
+        rho = (rho.log() * mask).sum(1, keepdim=True).div(mask.sum(1, keepdim=True)).exp()
+        surrogate = torch.min(A * rho, A * rho.clamp(1 - 3e-4, 1 + 4e-4)) * mask
+        return -(surrogate.sum(1) / mask.sum(1)).mean()
+    if variant == "CISPO":  # arXiv 2506.13585 eq. 4, 5
+        return -(A * rho.clamp(max=5).detach() * rho.log() * mask).sum() / mask.sum()
+    high = 0.28 if variant == "DAPO" else 0.2
+    surrogate = (torch.min(A * rho, A * rho.clamp(0.8, 1 + high)) * mask).sum()
+    # DAPO: all tokens, arXiv 2503.14476 eq. 12. Dr. GRPO: a constant, arXiv 2503.20783.
+    return -surrogate / (mask.sum() if variant == "DAPO" else mask.numel())
+
+
+def flags_of(variant: str, folder) -> grpo.Config:
+    page = Path(grpo.__file__).with_name("docs") / "running.md"
+    [command] = re.findall(rf"^\| {variant} \| `python grpo.py (.*)` \|", page.read_text(), re.M)
+    return parse_flags(grpo.Config, "", grpo.TINY, [*command.split(), f"--output_dir={folder}"])
+
+
+def loss_by(config: grpo.Config, x, old, A, mask) -> torch.Tensor:
+    names = "clip_range clip_range_high loss_type".split()
+    more = {name: getattr(config, name) for name in names}
+    return grpo_loss(x, old, A, mask, max_new_tokens=mask.shape[1], **more)[0]
+
+
+@pytest.mark.parametrize("variant", ["Dr. GRPO", "DAPO", "GSPO", "CISPO"])
+def test_the_command_of_a_variant_gives_the_gradient_of_its_paper(variant, tmp_path):
+    config, mask, x = flags_of(variant, tmp_path), MASK.repeat(2, 1), NEW.clone().requires_grad_()
+    A = group_advantages(REWARDS, 4, config.scale_rewards)
+    groups = REWARDS.view(2, 4)
+    expected = groups - groups.mean(1, keepdim=True)
+    if variant != "Dr. GRPO":
+        expected = expected / groups.std(1, keepdim=True)
+    expected = expected.view(-1, 1)
+    assert torch.allclose(A.view(-1, 1), expected, rtol=1e-3)
+    ours = torch.autograd.grad(loss_by(config, x, OLD, A, mask), x)[0]
+    rho = (x - OLD).exp()
+    paper = torch.autograd.grad(papers_loss(variant, A.view(-1, 1), rho, mask), x)[0]
+    assert torch.allclose(ours, paper, atol=1e-12) and paper.abs().max() > 1e-3
+    assert config.kl_coef == 0
+    assert variant == "Dr. GRPO" or config.num_mini_batches > 1, "else no bound ever acts"
+
+
+def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_g(tmp_path):
+    """By enumeration of all groups of G of three completions, of which one is right."""
+    config, G, lengths = flags_of("MaxRL", tmp_path), 4, torch.tensor([4, 1, 2])
+    logits = torch.tensor([-0.5, 0.6, 0.1]).double().requires_grad_()
+    logp = logits.log_softmax(0)
+    mask = torch.arange(4) < lengths[:, None]
+    expected = torch.zeros(3).double()
+    for group in itertools.product(range(3), repeat=G):
+        rows = torch.tensor(group)
+        tokens = (logp / lengths)[rows, None] * mask[rows]  # its log-prob, cut into its tokens
+        A = group_advantages((rows == 0).double(), G, config.scale_rewards)
+        loss = loss_by(config, tokens, tokens.detach(), A, mask[rows])
+        chance = logp[rows].sum().exp().detach()
+        expected += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    p = logp[0].exp()
+    exact = (1 - (1 - p) ** (G - 1)).detach() * torch.autograd.grad(logp[0], logits)[0]
+    assert torch.allclose(-4 * expected, exact, atol=1e-12)  # 4: Dr. GRPO's constant
 
 
 @pytest.mark.problem("rloo_advantages", 1, "rloo")

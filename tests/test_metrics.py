@@ -105,9 +105,12 @@ STEP = {
     "objective/kl": 0.1,
     "objective/scores": 0.5,
     "val/ratio_max_dev_first": 0.0,
+    "policy/entropy_avg": 1.0,
     "reward/frac_flat_groups": 0.1,
     "length/truncated_frac": 0.1,
 }
+LOST = {"objective/scores": 0.0, "objective/kl_token": 0.05}
+UNKNOWN = {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}
 INFINITE = dict.fromkeys(["objective/kl", "objective/kl_token"], math.inf)
 
 
@@ -137,6 +140,14 @@ def around(mean, spread):
         ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], None, None),
         ([{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
         ([{"objective/scores": 0.5}] * 4, None, None),
+        # The cause that the other metrics show.
+        ([LOST | {"objective/kl": 40.0}] * 5, "constant reward", "lower --learning_rate"),
+        ([LOST | {"policy/entropy_avg": 1e-4}] * 5, "constant reward", "lower --learning_rate"),
+        (
+            [LOST | {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}],
+            "no reward",
+            "None",
+        ),
     ],
 )
 def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(steps, name, remedy):

@@ -9,6 +9,7 @@ from small import byte_tokenizer, lines_of, make_rollout, save_model, task_of
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import grpo
+import tasks
 from common import InputError
 from plumbing.data import Task, decode, load_reward
 from tasks import REWARDS, TASKS, add_prompts
@@ -41,6 +42,18 @@ def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     assert seen["completions"] == TEXTS and [len(i) for i in seen["ids"]] == [1, 2, 1, 2]
     assert scores[:3] == [1, 2, 3] and scores[3] != scores[3], "None is NaN"
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
+
+
+def test_a_reward_may_ask_for_the_step_and_log_as_in_trl():
+    def reward(completions, trainer_state, log_metric, log_extra):
+        log_metric("length", 2.0)
+        log_extra("text", completions)
+        return [float(trainer_state.global_step)] * len(completions)
+
+    task = Task(ROWS * 4, [], [reward], tokenizer=byte_tokenizer(), eos_token_ids=[256])
+    rows = task.batch(3, 2)
+    scores, _ = task.score(rows, make_rollout([[1]] * 2, [[256]] * 2))
+    assert scores.tolist() == [3, 3]
 
 
 def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_sampled():
@@ -130,6 +143,37 @@ def test_a_file_runs_once_and_the_processes_of_its_pool_find_its_folder(tmp_path
     assert load_reward(f"{tmp_path}/my_pool.py:grade", REWARDS) is parallel.__globals__["grade"]
 
 
+UNTIDY = """
+import torch
+
+torch.set_grad_enabled(False)
+
+def untidy(completions):
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    return [1.0] * len(completions)
+"""
+
+
+def test_a_file_is_told_which_of_its_neighbours_it_cannot_import(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in (("tasks", "graded = len"), ("asks", ""), ("a-b", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "of_tasks.py").write_text("import tasks, asks\ndef reward(**columns): pass")
+    load_reward(f"{tmp_path}/of_tasks.py:reward", REWARDS)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("For `import tasks` of_tasks.py gets ") and tasks.__file__ in line
+
+
+def test_what_a_file_sets_for_all_of_torch_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "untidy.py").write_text(UNTIDY)
+    untidy = load_reward(f"{tmp_path}/untidy.py:untidy", REWARDS)
+    assert scored(untidy) == [1] * 4
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    assert torch.zeros(1).device.type == "cpu"
+
+
 def test_a_reward_model_is_the_last_of_the_rewards_and_needs_no_answers(tmp_path):
     config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1, pad_token_id=0)
     model = save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), byte_tokenizer())
@@ -152,6 +196,11 @@ def test_numeric_match_compares_the_last_number_exactly():
         ("it is 1,024.", "1,024", 1),
         ("3,4", 4, 1),
         ("12345678901234568", "12345678901234567", 0),
+        ("\u22125", "-5", 1),  # the minus sign of Unicode
+        ("it is x=-5", "\u22125", 1),
+        ("10-5", 5, 1),
+        ("10-5", -5, 0),
+        ("(1)-5", 5, 1),
     ):
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
 
@@ -166,6 +215,8 @@ def test_gsm8k_reads_the_number_behind_its_mark_else_the_last_one():
         ("\\boxed{1{,}072}", 1),
         ("1002 + 70 = 1072 dollars, as 268 * 4", 0),
         ("1072,000", 0),
+        ("\u22121072", 0),
+        ("2000-1072", 1),
         ("four", 0),
     ):
         assert REWARDS["gsm8k"]([text], answer=answer) == [expected], text

@@ -13,7 +13,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from small import computed, contents, finished, job_maker, lines_of
+from small import computed, contents, finished, job_maker, lines_of, small_gpt2
 
 import grpo
 import plumbing.data
@@ -139,6 +139,23 @@ def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, mo
             file.write('{"step": 3, "é'.encode()[:-1])
     assert run("--resume", "run")[0] == 0
     assert_same_run("run", whole())
+
+
+@pytest.mark.parametrize("changed", ["prompts.jsonl", "small-gpt2"])
+def test_a_run_does_not_go_on_with_other_rows_or_another_model(changed, run, monkeypatch):
+    with monkeypatch.context() as patch:
+        fails(patch, ppo, "sample", 4, KeyboardInterrupt())
+        run()
+    before = contents("run")
+    if changed == "prompts.jsonl":
+        Path(changed).write_text(Path(changed).read_text().replace("yy y", "yy z", 1))
+    else:
+        model = small_gpt2(0.1, vocab_size=20)
+        model.lm_head.weight.data *= 1.01
+        model.save_pretrained(changed)
+    code, text = run("--resume", "run")
+    assert code == 2 and "the rows or the weights of --model aren't those" in text
+    assert contents("run") == before
 
 
 def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeypatch):
