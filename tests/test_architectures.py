@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import completion_logprobs, disable_dropout
-from plumbing.models import attend, fuse
+from plumbing.models import attend, context_length, fuse
 from sampling import generate
 
 VOCAB, EOS = 20, 19
@@ -81,6 +81,25 @@ def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(mod
     logprobs, _ = completion_logprobs(model.train(), rollout, 0.8)
     assert logprobs.abs().max() > 1
     assert torch.allclose(logprobs, rollout.logprobs, atol=1e-4)
+
+
+def test_longrope_ends_where_a_longer_row_would_change_the_others_of_its_batch():
+    """Beyond it a row alone and the same row in a batch have other log-probs."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0} | factors
+    own = {"original_max_position_embeddings": 8, "rope_parameters": rope}
+    own |= {"vocab_size": VOCAB, "eos_token_id": EOS, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(**SIZES | {"hidden_size": 48} | own)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
+    for length in (8, 20):
+        alone = model(torch.arange(5)[None]).logits[0, -1]
+        ids = torch.zeros(2, length).long()
+        ids[0, :5] = torch.arange(5)
+        same = torch.allclose(model(ids).logits[0, 4], alone, atol=1e-5)
+        assert same == (length <= context_length(model))
 
 
 @pytest.mark.parametrize("model", FUSED, indirect=True)

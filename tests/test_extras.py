@@ -67,6 +67,21 @@ def test_of_completions_that_are_all_cut_nothing_is_trained_even_with_an_entropy
     assert metrics["length/truncated_frac"] == 1 and metrics["grad_norm"] == 0
 
 
+def test_cut_completions_without_a_gradient_take_no_forward_pass_in_the_update(
+    make_job, monkeypatch
+):
+    rows, forward = [], grpo.completion_logprobs
+
+    def noted(model, part, *args, **options):
+        rows.append(len(part.finished))
+        return forward(model, part, *args, **options)
+
+    monkeypatch.setattr(grpo, "completion_logprobs", noted)
+    metrics = make_job(grpo)(mask_truncated_completions=True, kl_coef=0, stop=["w"])[0]
+    cut = round(8 * metrics["length/truncated_frac"])
+    assert 0 < cut < 8 and metrics["reward/frac_flat_groups"] == 0 and sum(rows) == 8 - cut
+
+
 # --- Stop strings ---
 
 
