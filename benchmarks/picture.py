@@ -33,8 +33,8 @@ def draw_learning(axes: Axes) -> None:
         y = np.array([at(curve, "seconds", x) for curve in curves])
         axes.plot(x, y.mean(0), color=colour, lw=2, label=name)
         axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, lw=0)
-    axes.set(xlim=(0, 32), ylim=(0.4, 1), xlabel="seconds on two CPU cores", frame_on=False)
-    axes.set_title("held-out sums right")
+    axes.set(xlim=(0, 32), ylim=(0.4, 1), xlabel="seconds on two cores", frame_on=False)
+    axes.set_title("held-out sums right", size=11)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False, labelcolor="linecolor", fontsize=12)
@@ -45,12 +45,12 @@ def draw_tokens(axes: Axes, group: list[dict], colour_of: LinearSegmentedColorma
     for row, line in enumerate(group):
         advantage = line["advantages"]
         for i, token in enumerate(line["tokens"]):
-            axes.plot(i, -row, "s", markersize=20, color=colour_of(0.5 + advantage / 3.3))
-            token, size = ("end", 8) if token == "<eos>" else (token, 12)
+            axes.plot(i, -row, "s", markersize=16.5, color=colour_of(0.5 + advantage / 3.3))
+            token, size = ("end", 7) if token == "<eos>" else (token, 12)
             axes.text(i, -row, token, size=size, ha="center", va="center_baseline")
-        axes.text(4.7, -row, f"{advantage:+.1f}" if advantage else "0", ha="right", va="center")
-    axes.set(xlim=(-0.6, 4.8), ylim=(-7.5, 0.6))
-    axes.set_title(f"step {group[0]['step']}:  {group[0]['prompt']}")
+        axes.text(4.95, -row, f"{advantage:+.1f}" if advantage else "0", ha="right", va="center")
+    axes.set(xlim=(-0.6, 5), ylim=(-7.5, 0.6))
+    axes.set_title(f"step {group[0]['step']}: {group[0]['prompt']}", size=11)
     axes.axis("off")
 
 
@@ -59,15 +59,15 @@ def main() -> None:
     lines = [json.loads(x) for x in Path(run, "tokens.jsonl").read_text().splitlines()]
     for page, (ink, *chips) in THEMES.items():
         mpl.rcParams.update(dict.fromkeys(TEXTS, ink))
-        figure = Figure((9.6, 3.6), layout="constrained")
-        left, *panels = figure.subplots(1, 4, width_ratios=[1.9, 1, 1, 1])
+        figure = Figure((7.4, 3.5), layout="constrained")
+        left, *panels = figure.subplots(1, 4, width_ratios=[1.5, 1, 1, 1])
         draw_learning(left)
         colour_of = LinearSegmentedColormap.from_list("", chips)
         for panel, step in zip(panels, steps, strict=True):
             draw_tokens(panel, [x for x in lines if x["step"] == int(step)], colour_of)
         meaning = "GRPO's advantages: blue becomes likelier, orange rarer"
         panels[1].text(2, -8.5, meaning, ha="center").set_in_layout(False)
-        figure.savefig(REPOSITORY / "docs" / f"first-{page}.png", dpi=180, transparent=True)
+        figure.savefig(REPOSITORY / "docs" / f"first-{page}.png", dpi=220, transparent=True)
 
 
 if __name__ == "__main__":
