@@ -268,7 +268,8 @@ def mean_and_error(right: Tensor) -> tuple[float | None, float | None]:
     if len(right) == 0:
         return None, None
     means = right.double().mean(1)
-    return means.mean().item(), (means.std() / len(means) ** 0.5).item()
+    error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(torch.nan)
+    return means.mean().item(), error.item()
 
 
 def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> str:
