@@ -20,11 +20,12 @@ FILES = {
     "good.jsonl": "\n".join(json.dumps({"prompt": x}) for x in "abcdefgh"),
     "rewards.py": "number = 5",
     "a_run/config.json": json.dumps(SETTINGS | {"num_steps": 6, "prompts_per_step": 2}),
-    "a_run/metrics.jsonl": '{"step": 0}\n',
+    "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
 }
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: is it --kl_coef?", ""),
+    ("ppo", "--scrip=1", "unknown flag --scrip=1: --help lists them", ""),
     ("ppo", "-zzzz", "unknown flag -zzzz: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
