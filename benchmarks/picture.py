@@ -58,16 +58,16 @@ def main() -> None:
     run, *steps = sys.argv[1:]
     lines = [json.loads(x) for x in Path(run, "tokens.jsonl").read_text().splitlines()]
     for page, (ink, *chips) in THEMES.items():
-        mpl.rcParams.update(dict.fromkeys(TEXTS, ink))
-        figure = Figure((7.4, 3.5), layout="constrained")
-        left, *panels = figure.subplots(1, 4, width_ratios=[1.5, 1, 1, 1])
-        draw_learning(left)
-        colour_of = LinearSegmentedColormap.from_list("", chips)
-        for panel, step in zip(panels, steps, strict=True):
-            draw_tokens(panel, [x for x in lines if x["step"] == int(step)], colour_of)
-        meaning = "GRPO's advantages: blue becomes likelier, orange rarer"
-        panels[1].text(2, -8.5, meaning, ha="center").set_in_layout(False)
-        figure.savefig(REPOSITORY / "docs" / f"first-{page}.png", dpi=220, transparent=True)
+        with mpl.rc_context(dict.fromkeys(TEXTS, ink)):
+            figure = Figure((7.4, 3.5), layout="constrained")
+            left, *panels = figure.subplots(1, 4, width_ratios=[1.5, 1, 1, 1])
+            draw_learning(left)
+            colour_of = LinearSegmentedColormap.from_list("", chips)
+            for panel, step in zip(panels, steps, strict=True):
+                draw_tokens(panel, [x for x in lines if x["step"] == int(step)], colour_of)
+            meaning = "GRPO's advantages: blue becomes likelier, orange rarer"
+            panels[1].text(2, -8.5, meaning, ha="center").set_in_layout(False)
+            figure.savefig(REPOSITORY / "docs" / f"first-{page}.png", dpi=220, transparent=True)
 
 
 if __name__ == "__main__":
