@@ -71,9 +71,7 @@ class RunConfig(TrainConfig):
     task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
     prompts: str | None = flag(None, "JSON lines, CSV or a dataset NAME:SUBSET:SPLIT")
     prompt_template: str | None = flag(None, "text with {column}; default: {prompt}")
-    system_prompt: str | None = flag(
-        None, "system message in front; text becomes messages"
-    )
+    system_prompt: str | None = flag(None, "system message in front; text becomes messages")
     eval_prompts: str | None = flag(None, "held-out prompts; default: a tenth of the prompts")
     reward: list[str] = flag([], "FILE.py:FUNCTION or one of tasks.py, several")
     reward_weights: list[float] = flag([], "default 1; reward_model's last", least=-math.inf)
