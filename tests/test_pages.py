@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import byte_tokenizer, lines_of, reward_model_job, save_model, small_gpt2, task_of
+from small import (
+    byte_tokenizer,
+    lines_of,
+    reads_bytes,
+    reward_model_job,
+    save_model,
+    small_gpt2,
+    task_of,
+)
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -135,6 +143,40 @@ def test_the_lines_that_compare_grpo_loss_with_trl_print_one_number_twice(
     exec(block("pip install trl==1.16.0", "others.md"), {})
     theirs, ours = map(float, capsys.readouterr().out.split()[-2:])
     assert ours == pytest.approx(theirs, rel=1e-5) and ours != 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_recipe_for_reasoning_gym_writes_puzzles_whose_answers_are_right_and_trains(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("puzzles.py").write_text(block("puzzles.py", "recipes.md"))
+    write, train = (c for c in commands(PAGES["recipes.md"]) if "spell_backward" in c)
+    exec(shlex.split(write)[2], {})
+    puzzles = sys.modules.pop("puzzles")
+    rows = lines_of("spell_backward.jsonl")
+    entries = [row["entry"] for row in rows]
+    asked = [row["prompt"][0]["content"] for row in rows[:1]] + [e["question"] for e in entries]
+    assert len({*asked}) == len(asked) > 500, "each question once, and none that is shown solved"
+    assert [row["prompt"][-1]["content"] for row in rows] == asked[1:]
+    answers = [[{"role": "assistant", "content": f" {e['answer']}\n"}] for e in entries]
+    assert set(puzzles.right(answers, entries)) == {1.0}
+    assert sum(puzzles.right(answers[1:], entries)) == 0, "the answer to another question"
+    puzzles.write("prime_factorization", size=4)  # its verifier raises on words
+    row, *_ = lines_of("prime_factorization.jsonl")
+    assert puzzles.score(["The factors are", "2"], [row["entry"]] * 2)[0] == 0
+
+    chat = byte_tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = save_model(tmp_path / "small", reads_bytes(), chat)
+    short = "--num_steps 2 --prompts_per_step 2 --num_eval_prompts 4 --max_new_tokens 4"
+    given = [*shlex.split(train)[2:], *short.split(), "--device", "cpu"]
+    given[given.index("--model") + 1] = model
+    grpo.main(given)
+    assert lines_of(next(Path("runs").glob("*/metrics.jsonl")))[-1]["eval/accuracy"] is not None
 
 
 # --- Imports ---
