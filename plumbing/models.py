@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ def pick_device(name: str | None) -> torch.device:
     if name is None:
         name = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else name
-    with blame(f"--device {name}"):  # no such device, an old driver, one that is busy
-        device = torch.empty(0, device=name).device
+        if name == "cpu" and shutil.which("nvidia-smi"):
+            print("On the CPU: this torch is a CPU build, or too new for the GPU's driver.")
+    with blame(f"--device {name}"):  # no such device, or this torch has no code for its generation
+        one = torch.ones(1, device=name)
+        one.item()  # waits for a kernel: an error of the device comes with it
+    device = one.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -281,5 +286,16 @@ def attend(
     return out.reshape(query.shape).transpose(1, 2), None
 
 
+def mask_for_attention(*args: Any, **options: Any) -> Tensor | None:
+    """The mask of transformers for `attend`: None where no token is hidden but later ones.
+
+    Before Ampere a GPU's fused attention doesn't know grouped heads: without a mask transformers
+    would take one that keeps all scores. With a mask it doesn't.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
+        options["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **options)
+
+
 AttentionInterface.register("grouped", attend)
-AttentionMaskInterface.register("grouped", sdpa_mask)
+AttentionMaskInterface.register("grouped", mask_for_attention)
