@@ -83,9 +83,9 @@ def test_the_page_of_metrics_has_each_that_a_run_writes_and_no_other(name, make_
     assert keys <= {*re.findall(r"`(\w+)`", parts[2])}
 
 
-def block(name: str) -> str:
-    """The first indented block of the README behind a file's name."""
-    text = PAGES["README.md"].partition(f"`{name}`")[2]
+def block(name: str, page: str = "README.md") -> str:
+    """The first indented block of a page behind a file's name or a command."""
+    text = PAGES[page].partition(f"`{name}`")[2]
     found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", text)[1]
     return textwrap.dedent(found).rstrip("\n") + "\n"
 
@@ -103,6 +103,19 @@ def test_the_first_command_runs_and_that_with_the_reader_s_files(tmp_path, monke
     assert re.search(r"step 1: eval/reward [\d.]+ \(was [\d.]+\), greedy", out)
     assert "2 prompts to train on" in out
     assert len(list(Path("runs").glob("*/model/model.safetensors"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_that_compare_grpo_loss_with_trl_print_one_number_twice(
+    tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").symlink_to(REPOSITORY / "tiny")
+    exec(block("pip install trl==1.16.0", "others.md"), {})
+    theirs, ours = map(float, capsys.readouterr().out.split()[-2:])
+    assert ours == pytest.approx(theirs, rel=1e-5) and ours != 0
 
 
 # --- Imports ---
