@@ -90,7 +90,7 @@ BUGS = [
     ("grpo.main", "scores + overlong_penalty", "scores - overlong_penalty", "length is rewarded near the limit"),
     ("grpo.main", "ref_logprobs, \"k1\")", "ref_logprobs, \"k3\")", "GRPO logs another KL than PPO and RLOO"),
     ("grpo.main", "(entropy * m).sum() / num_tokens", "(entropy * m).sum() / m.sum()", "GRPO's bonus grows with the number of micro-batches"),
-    ("grpo.main", "(config.kl_coef + config.entropy_coef > 0)", "has_bonus", "rows whose KL has a gradient are left out"),
+    ("grpo.main", "config.kl_coef + config.entropy_coef > 0", "has_bonus", "rows whose KL has a gradient are left out"),
     ("rloo.rloo_advantages", "(num_known - 1)", "num_known", "the baseline divides by G"),
     ("rloo.rloo_advantages", "keepdim=True) - groups)", "keepdim=True))", "the baseline holds its own reward"),
     ("rloo.main", "kl_estimate(old_logprobs,", "kl_estimate(rollout.logprobs,", "RLOO's KL is of the sampler's log-probs"),
