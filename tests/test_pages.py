@@ -48,10 +48,29 @@ def test_every_command_names_a_file_and_flags_that_are_there(page, tmp_path, mon
             parse_flags(script.Config, "", script.TINY, flags)
 
 
-def test_every_link_of_a_page_leads_to_a_file():
-    for page in [*FILES, *REPOSITORY.glob("course/**/*.md")]:
-        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
+def headings(page: Path) -> set[str]:
+    """The places of a page that a link can name, as GitHub names them."""
+    text = page.read_text(encoding="utf-8")
+    found = [re.sub(r"\]\([^)]*\)", "", x).lower() for x in re.findall("^#+ (.+)$", text, re.M)]
+    found = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in found}
+    return found | set(re.findall('<a id="([^"]+)"', text))
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_that_it_has():
+    others = [REPOSITORY / "CHANGELOG.md", REPOSITORY / "tests" / "README.md"]
+    for page in [*FILES, *REPOSITORY.glob("course/**/*.md"), *others]:
+        text = re.sub('src(?:set)?="([^"]+)"', r"](\1)", page.read_text(encoding="utf-8"))
+        for link, place in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+            target = page.parent / link if link else page
+            assert "://" in link or target.exists(), f"{page.name} links to {link}"
+            if place and target.suffix == ".md":
+                assert place in headings(target), f"{page.name} links to {link}#{place}"
+
+
+def test_the_version_to_cite_is_that_of_the_changelog():
+    of_changes = re.search("^## ([0-9.]+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)[1]
+    assert f"\nversion: {of_changes}\n" in (REPOSITORY / "CITATION.cff").read_text()
+    assert f"version = {{{of_changes}}}" in PAGES["README.md"]
 
 
 def test_every_flag_that_a_page_names_is_one_of_a_program():

@@ -142,13 +142,14 @@ def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, mo
     assert_same_run("run", whole())
 
 
-@pytest.mark.parametrize("changed", ["prompts.jsonl", "small-gpt2"])
+@pytest.mark.parametrize("changed", ["prompts.jsonl", "held.jsonl", "small-gpt2"])
 def test_a_run_does_not_go_on_with_other_rows_or_another_model(changed, run, monkeypatch):
+    Path("held.jsonl").write_text(Path("prompts.jsonl").read_text())
     with monkeypatch.context() as patch:
         fails(patch, ppo, "sample", 4, KeyboardInterrupt())
-        run()
+        run("--eval_prompts", "held.jsonl")
     before = contents("run")
-    if changed == "prompts.jsonl":
+    if changed != "small-gpt2":
         Path(changed).write_text(Path(changed).read_text().replace("yy y", "yy z", 1))
     else:
         model = small_gpt2(0.1, vocab_size=20)
