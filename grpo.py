@@ -18,7 +18,7 @@ Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] and MaxRL [6]. docs/running.md has t
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
 [6] Tajwar et al. 2026, arXiv 2602.02710.
 
-  python grpo.py                 # sums 46% -> 98% right, greedy 54% -> 99%, a minute on a CPU
+  python grpo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
 

@@ -21,7 +21,7 @@ entropy_coef is 0 unless it is given. Left out: the pretraining term of Instruct
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
-  python ppo.py                  # sums 46% -> 98% right, greedy 54% -> 99%, a minute on a CPU
+  python ppo.py                  # sums 46% -> 97% right, greedy 54% -> 100%, a minute on a CPU
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
   python ppo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """

@@ -11,9 +11,9 @@ messages, each completion is `[{"role": "assistant", "content": text}]`.
 
 The scripts need the dicts at the end. TASKS holds the choices of --task: functions that return a
 Task, given whether the model has a chat template. REWARDS holds what --reward takes by name;
-VERIFIERS are those among them whose mean is an accuracy. A single function of your own needs no
-change here: --reward my_rewards.py:my_reward. With --num_steps 0 a script shows what it gives, and
-stops.
+VERIFIERS are those among them whose mean is an accuracy. Prompts and a reward of your own need
+no change here: --prompts my_prompts.jsonl --reward my_rewards.py:my_reward. With --num_steps 0 a
+script shows what it gives, and stops.
 """
 
 from __future__ import annotations

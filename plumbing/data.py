@@ -137,7 +137,7 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
         task.verifier = load_reward(spec, tasks.REWARDS)
     for verifier in {task.verifier, *task.rewards} & {*tasks.VERIFIERS.values()}:
         # Check the answers now, not at the step that draws their row.
-        with blame(f"the reward {verifier.__name__} needs a column answer in each row"):
+        with blame(f"give --reward; {verifier.__name__} needs a column answer in each row"):
             answers = [row["answer"] for row in task.train + task.heldout]
             verifier([""] * len(answers), answer=answers)
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import statistics
+import typing
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from grpo import group_advantages, grpo_loss
 from plumbing.config import parse_flags
 from rloo import rloo_advantages, rloo_loss
 
-KINDS = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
+KINDS = typing.get_args(typing.get_type_hints(grpo.Config)["loss_type"])
 SCALES = ["group", "batch", "none", "mean", "rloo"]  # of GRPO; and RLOO
 nan = math.nan
 
