@@ -19,9 +19,6 @@ Ratio and clip are TRL's. With one update per rollout rho_i is 1, and this is RE
 """
 
 from dataclasses import dataclass
-from typing import Literal
-from typing import Literal
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,9 +55,6 @@ class Config(RunConfig):
     num_generations: int = flag(4, "completions per prompt, G")
     learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
     kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimate of that KL; k2 and k3 pull less")
-    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimate of that KL; k2 and k3 pull less")
-    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimate of that KL; k2 and k3 pull less")
 
 
 # The embedded model's own defaults. It is small and has a single job, so it takes large steps.
@@ -177,7 +171,7 @@ def main(args: list[str] | None = None) -> None:
         #    better a completion is than the others of its prompt.
         rewards = scores  # (B,)
         if config.kl_coef > 0:
-            kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)  # (B, T)
+            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
             rewards = scores - config.kl_coef * kl.sum(1)
         advantages = rloo_advantages(rewards, G)  # (B,)
         # Rows without a gradient need no forward pass in the update.
