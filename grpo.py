@@ -161,7 +161,7 @@ def grpo_loss(
         clipped = (ratio > cispo_bound) & (A != 0)
     if ref_logprobs is not None and kl_coef != 0:
         kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")  # [1] eq. 4
-        if kl_estimator == "unbiased":  # also where the ratio is 1: its gradient is not 0
+        if kl_estimator == "unbiased":  # arXiv 2512.02556. A ratio of 1 has a gradient too
             kl = kl * importance_ratio(logprobs, old_logprobs, mask, "token")
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)

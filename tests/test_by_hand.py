@@ -45,7 +45,7 @@ RUNS = {  # the kind of loss: the flags in which its run differs
         "loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch",
         "mask_truncated_completions": True,
     },
-    "gspo": {"loss_type": "gspo", "clip_range": 0.01},
+    "gspo": {"loss_type": "gspo", "clip_range": 0.01, "kl_estimator": "unbiased"},
     "cispo": {"loss_type": "cispo"},
     "rloo": {"entropy_coef": 0.4},
 }  # fmt: skip
@@ -187,7 +187,8 @@ class Job:
                     clipped = ratio.clamp(low, high) * A < ratio * A
                 if self.script is grpo:
                     x = row.ref[t] - logprobs[t]
-                    value = value + 0.3 * (x.exp() - 1 - x)
+                    weight = d[t].exp() if self.kind == "gspo" else 1  # its KL is unbiased
+                    value = value + 0.3 * weight * (x.exp() - 1 - x)
                 found.append(value)
                 log["row"].append(i)
                 log["ratio"].append(ratio.item())

@@ -168,12 +168,15 @@ for kind, mode in MODES.items():
     theirs = verl_loss(mode, clip_ratio_high=0.28)
     LOSSES[f"verl-{kind}"] = grpo(kind, clip_range_high=0.28), theirs, ADDED
 for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
-    for high, beta in ((0.2, 0.0), (0.5, 0.3)):
-        ours = grpo(kind, clip_range_high=high, cispo_bound=1 + high, kl_coef=beta)
+    for high, beta, kl in ((0.2, 0.0, "k3"), (0.5, 0.3, "k3"), (0.5, 0.3, "unbiased")):
+        if (kind, kl) == ("gspo", "unbiased"):  # TRL takes the ratio of the whole completion
+            continue
+        bounds = {"clip_range_high": high, "cispo_bound": 1 + high}
+        ours = grpo(kind, kl_coef=beta, kl_estimator=kl, **bounds)
         level, name = ("sequence", "grpo") if kind == "gspo" else ("token", kind)
         bound = 1 + high if kind == "cispo" else high
-        theirs = trl_loss("GRPO", level, bound, loss_type=name, beta=beta)
-        LOSSES[f"trl-{kind}-{high}"] = ours, theirs, EXACT
+        more = {"loss_type": name, "beta": beta, "args.use_bias_correction_kl": kl == "unbiased"}
+        LOSSES[f"trl-{kind}-{beta}-{kl}"] = ours, trl_loss("GRPO", level, bound, **more), EXACT
 
 
 def whitened_gae(gamma: float, lam: float) -> Tensor:
