@@ -257,7 +257,6 @@ def test_cispo_bounds_a_weight_at_5_and_not_one_at_the_bound():
     assert clipped.tolist() == [[True, False]]
 
 
-@pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_given(on_policy):
     """By enumeration of the nine completions of two tokens, and k3 has that of the KL turned round,
