@@ -293,24 +293,24 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
         return backbone(**inputs).last_hidden_state
 
     prompts = [tuple(row) for row in torch.where(mask.bool(), tokens, -1)[:, :P].tolist()]
-    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}  # of each distinct one
+    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     # Gradient checkpointing allows no cache.
     modules = backbone.modules() if backbone.training else ()
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in modules)
-    if len(number) == len(prompts) or checkpointed:
+    if len(distinct) == len(prompts) or checkpointed:
         return states(tokens, mask)[:, P - 1 :]
 
     # A prompt is read once for all its completions: its keys and values, which carry the gradient,
-    # are repeated. The gradients of a prompt's rows are then added up in the same order every time
-    # by index_select alone on a CPU, by indexing alone on CUDA.
-    which = torch.tensor([number[prompt] for prompt in prompts], device=tokens.device)
-    one = torch.tensor([prompts.index(prompt) for prompt in number], device=tokens.device)
+    # are repeated. The backward pass adds up the gradients of a prompt's rows: always in the same
+    # order by index_select alone on a CPU, by indexing alone on CUDA. Else two runs would differ.
+    prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts], device=tokens.device)
+    first_row = torch.tensor([prompts.index(prompt) for prompt in distinct], device=tokens.device)
     cache = DynamicCache(config=backbone.config)
-    last = states(tokens[one, :P], mask[one, :P], cache)[:, -1:]  # of each distinct prompt
-    last = last[which] if tokens.is_cuda else last.index_select(0, which)
+    last = states(tokens[first_row, :P], mask[first_row, :P], cache)[:, -1:]
+    last = last[prompt_of_row] if tokens.is_cuda else last.index_select(0, prompt_of_row)
     if t == 1:
         return last
-    (cache.batch_select_indices if tokens.is_cuda else cache.reorder_cache)(which)
+    (cache.batch_select_indices if tokens.is_cuda else cache.reorder_cache)(prompt_of_row)
     return torch.cat([last, states(tokens[:, P:], mask, cache)], dim=1)
 
 

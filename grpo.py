@@ -9,8 +9,8 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
   loss        max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t       [1] eq. 3
               its mean over the tokens of a completion, then over the completions
 
-There is no value model: a completion is compared with the others of its prompt. In four lines this
-is not RLOO: the advantage, the ratio of a token, the KL in the loss, and the mean over the tokens.
+There is no value model: a completion is compared with the others of its prompt. It differs from
+RLOO in four lines: the advantage, the ratio of a token, the KL in the loss, the mean over tokens.
 Lines marked with [2] to [6] are variants that flags switch on; leave them out at the first reading:
 Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] and MaxRL [6]. docs/running.md has the commands.
 
@@ -60,7 +60,7 @@ class Config(RunConfig):
     num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
     prompts_per_step: int = flag(4, "prompts sampled per step, N")
     num_generations: int = flag(8, "completions per prompt, G")
-    learning_rate: float = flag(2e-5, "of AdamW, at its highest; adapters: 10 times")
+    learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
 
     # What this algorithm has alone.
     kl_coef: float = flag(0.04, "weight of the KL penalty in the loss; 0: none", least=0)

@@ -19,7 +19,7 @@ didn't say: see docs/experiments.md, "Trusted too far".
 [1] Bradley and Terry 1952, Biometrika 39. [2] Ouyang et al. 2022, arXiv 2203.02155.
 [3] Touvron et al. 2023, arXiv 2307.09288. [4] Eisenstein et al. 2023, arXiv 2312.09244.
 
-  python reward_model.py         # pairs of sums: judges 96% of those held out, a minute on a CPU
+  python reward_model.py         # pairs of sums: 96% of the held-out ones right, a minute on a CPU
   python ppo.py --reward_model runs/reward_model-tiny-add-s0/model --kl_coef 0.1  # sums 46% -> 90%
   python reward_model.py --model gpt2 --pairs my_pairs.jsonl
 """
@@ -61,10 +61,12 @@ class Config(TrainConfig):
     pairs: str | None = flag(None, "file or dataset: chosen, rejected, maybe prompt and margin")
     eval_pairs: str | None = flag(None, "held-out pairs; default: a tenth of the pairs")
     num_eval_pairs: int = flag(512, "most held-out pairs per evaluation")
-    max_length: int | None = flag(None, "of a text; longer ones are left out; default: context")
+    max_length: int | None = flag(
+        None, "tokens of a text; longer ones are left out; default: context"
+    )
     num_steps: int | None = flag(None, "default: one pass over the pairs")
     pairs_per_step: int = flag(32, "pairs of one optimiser step, N")
-    learning_rate: float = flag(2e-5, "of AdamW, at its highest; adapters: 10 times")
+    learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
     center_rewards_coef: float = flag(0.0, "weight of a pair's squared sum of scores", least=0)
     eval_every: int = flag(50, "steps between evaluations on held-out pairs")
 

@@ -6,7 +6,8 @@ and the estimated KL would be wrong, even negative.
 
 A completion ends with its first EOS, or with a stop string (`--stop`). The token that ends it is in
 the mask, and is trained on. What a row draws after its end is replaced by padding and is off the
-mask. `generate`, its loop `decode` and `draw` are all that a CPU needs; Decoder is for a GPU.
+mask. `generate`, its loop `decode`, `Step` and `draw` are the whole of it. Decoder makes it faster:
+it rounds the weights to decode with, and on CUDA makes each step a graph.
 """
 
 from __future__ import annotations

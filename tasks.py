@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from common import InputError
 from plumbing.data import Prompt, Task, text_of
@@ -144,39 +144,27 @@ def exact_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the last number of the completion is the answer, else 0. 1,024 is read as 1024."""
-    numbers = [_numbers(text_of(c)) for c in completions]
-    try:
-        expected = [Decimal(str(a).replace(",", "").replace(MINUS, "-")) for a in answer]
-    except InvalidOperation as e:
-        raise InputError(
-            "the reward numeric_match needs a number as each row's answer; or give --reward"
-        ) from e
-    return [float(bool(n) and Decimal(n[-1]) == a) for n, a in zip(numbers, expected, strict=True)]
-
-
-def _numbers(text: str) -> list[str]:
-    """The numbers in a text. LaTeX writes the commas in them as {,}."""
-    return NUMBER.findall(re.sub(COMMA, "", text.replace("{,}", ",").replace(MINUS, "-")))
-
-
-def gsm8k(completions: list, answer: list[str], **columns) -> list[float]:
-    """1 where the last number of the completion is the last number of the answer, else 0. Of a text
-    with "####", GSM8K's mark, the number behind it counts. $1,200. is read as 1200.
+    """1 where the last number of the completion is that of the answer, else 0. Of a text with
+    "####", GSM8K's mark, the number behind it counts. 1,024 and $1,024. are read as 1024.
     """
     expected = [_number(str(a)) for a in answer]
     if None in expected:
-        raise InputError(f"the reward gsm8k finds no number in {answer[expected.index(None)]!r}")
+        fault = f"finds no number in {answer[expected.index(None)]!r}; give another --reward"
+        raise InputError(f"the reward numeric_match {fault}")
     numbers = [_number(text_of(c)) for c in completions]
     return [float(n == a) for n, a in zip(numbers, expected, strict=True)]
 
 
 def _number(text: str) -> Decimal | None:
     """The last number of a text, or the first one behind "####"."""
-    marked = _numbers(text.rpartition("####")[2]) if "####" in text else []
-    found = marked[:1] or _numbers(text)[-1:]
+    # LaTeX writes the commas in numbers as {,}.
+    text = re.sub(COMMA, "", text.replace("{,}", ",").replace(MINUS, "-"))
+    marked = NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []
+    found = marked[:1] or NUMBER.findall(text)[-1:]
     return Decimal(found[0]) if found else None
 
+
+gsm8k = numeric_match  # by the name of its data
 
 # Those whose mean is an accuracy: 1 for a right answer, 0 for a wrong one.
 VERIFIERS = {"exact_match": exact_match, "numeric_match": numeric_match, "gsm8k": gsm8k}

@@ -40,9 +40,9 @@ class TrainConfig:
     on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 4096}  # other defaults on CUDA
 
     model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub")
-    warmup_steps: int = flag(10, "of a rising learning rate; then it falls towards 0", least=0)
+    warmup_steps: int = flag(10, "steps over which the learning rate rises; then it falls", least=0)
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = flag(1024, "of a forward and backward pass, with padding; GPU: 4096")
+    micro_batch_tokens: int = flag(1024, "most tokens of a forward and backward pass; GPU: 4096")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter; 0 trains all weights", least=0)
     gradient_checkpointing: bool = flag(False, "less memory, more time")
@@ -71,7 +71,7 @@ class RunConfig(TrainConfig):
     task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
     prompts: str | None = flag(None, "JSON lines, CSV or a dataset NAME:SUBSET:SPLIT")
     prompt_template: str | None = flag(None, "text with {column}; default: {prompt}")
-    system_prompt: str | None = flag(None, "makes chat messages of text; '' too")
+    system_prompt: str | None = flag(None, "system message in front; text becomes messages")
     eval_prompts: str | None = flag(None, "held-out prompts; default: a tenth of the prompts")
     reward: list[str] = flag([], "FILE.py:FUNCTION or one of tasks.py, several")
     reward_weights: list[float] = flag([], "default 1; reward_model's last", least=-math.inf)
@@ -82,7 +82,7 @@ class RunConfig(TrainConfig):
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)", least=1e-3)
     stop: list[str] = flag([], "strings that end a completion, and belong to it")
     rollout_batch_size: int = flag(32, "most completions decoded at a time; GPU: 64")
-    fp16: bool | None = flag(None, "decode in float16; default: on a T4 or V100")
+    fp16: bool | None = flag(None, "decode in float16; default: on a T4 or V100, without --bf16")
     cuda_graphs: bool = flag(True, "false: decode without CUDA graphs, slowly")
 
     num_epochs: int = flag(1, "passes over one rollout")
@@ -128,7 +128,8 @@ def parse_flags(
         parser.add_argument(f"--{field.name}", help=help, **_argument(kinds[field.name]))
     given, unknown = parser.parse_known_args(args)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [f"--{name}" for name in kinds], 1)
+        names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
+        near = difflib.get_close_matches(unknown[0], names, 1)
         hint = f"is it {near[0]}?" if near else "--help lists them"
         raise InputError(f"unknown flag {unknown[0]}: {hint}")
     return complete(config_class, vars(given), tiny)
@@ -212,6 +213,8 @@ def _check_folder(config: TrainConfig) -> None:
     name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
     config.output_dir = str(Path(config.output_dir or f"runs/{name}").expanduser())
     metrics = Path(config.output_dir, "metrics.jsonl")
-    if metrics.exists() and metrics.stat().st_size > 0 and not (config.resume or config.overwrite):
+    # One line is an evaluation alone, by --num_steps 0.
+    has_steps = metrics.exists() and metrics.read_bytes().count(b"\n") > 1
+    if has_steps and not (config.resume or config.overwrite):
         remedy = f"--resume {config.output_dir} goes on with it, --overwrite begins anew"
         raise InputError(f"{config.output_dir} already holds a run: {remedy}")

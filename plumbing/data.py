@@ -62,10 +62,14 @@ class Task:
 
     def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
         """The tokens of N prompts: (ids, mask), each (N, P), on the CPU, padded on the left."""
+        self.tokenise(rows)
+        return pad_rows([self.tokens[str(row["prompt"])] for row in rows], "left")
+
+    def tokenise(self, rows: list[dict]) -> None:
+        """Make the tokens of the prompts that have none yet. Raises InputError."""
         prompts = [row["prompt"] for row in rows]
         if new := [prompt for prompt in prompts if str(prompt) not in self.tokens]:
             self.tokens |= zip(map(str, new), prompt_tokens(self.tokenizer, new))
-        return pad_rows([self.tokens[str(prompt)] for prompt in prompts], "left")
 
     def score(
         self, rows: list[dict], rollout: Rollout, every: bool = False
@@ -132,7 +136,7 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
     if spec := config.verifier or is_verifier:
         task.verifier = load_reward(spec, tasks.REWARDS)
     for verifier in {task.verifier, *task.rewards} & {*tasks.VERIFIERS.values()}:
-        # Now, not when its row is due: an answer that isn't there, or can't be read.
+        # Check the answers now, not at the step that draws their row.
         with blame(f"the reward {verifier.__name__} needs a column answer in each row"):
             answers = [row["answer"] for row in task.train + task.heldout]
             verifier([""] * len(answers), answer=answers)
@@ -144,7 +148,7 @@ def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
         print('The prompts are plain text, without the chat template: --system_prompt "" adds it.')
-    task.encode(task.train + task.heldout)
+    task.tokenise(task.train + task.heldout)
     longest = max(task.tokens.values(), key=len)
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
@@ -204,9 +208,10 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
         column = template[1:-1]
         is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
         prompt = row[column] if is_alone else template.format(**row)
-        if system is not None and isinstance(prompt, str):
+        if system is not None:
             before = [{"role": "system", "content": system}] if system else []
-            prompt = [*before, {"role": "user", "content": prompt}]
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = [*before, *turns]
         is_text = isinstance(prompt, str) or all({"role", "content"} <= {*m} for m in prompt)
         if not prompt or not is_text:
             raise InputError(f"a prompt is text or chat messages, and not empty: {str(row)[:60]}")
@@ -351,7 +356,8 @@ def _import(file: Path) -> ModuleType:
             what = f"For `import {other.stem}` {file.name} gets {found.origin}"
             print(f"{what}, not its neighbour: rename that one.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # a math.py must not hide Python's
     with _torch_as_it_was():
         spec.loader.exec_module(module)
     return module

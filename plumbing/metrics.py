@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common import Fault, Rollout, is_flat, kl_estimate, masked_mean
+from common import Fault, Rollout, blame, is_flat, kl_estimate, masked_mean
 from plumbing.data import Task, text_of
 from sampling import sample
 
@@ -43,7 +43,7 @@ class Totals:
         self.counts[name] = self.counts.get(name, 0) + mask.sum()
 
     def add_share(self, name: str, x: Tensor) -> None:
-        """Add a micro-batch's share of a number of the minibatch: the mean is over minibatches."""
+        """Add a micro-batch's share of the minibatch's loss: the result is over minibatches."""
         self.sums[name] = self.sums.get(name, 0) + x.detach().float()
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
@@ -268,7 +268,8 @@ def mean_and_error(right: Tensor) -> tuple[float | None, float | None]:
     if len(right) == 0:
         return None, None
     means = right.double().mean(1)
-    return means.mean().item(), (means.std() / len(means) ** 0.5).item()
+    error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(torch.nan)
+    return means.mean().item(), error.item()
 
 
 def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> str:
@@ -300,7 +301,17 @@ def sample_records(
     return records, lines[::G]
 
 
-# --- Curves ---
+# --- Records and curves ---
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file. A last line that is not complete is left out: the run may be
+    writing it, or was killed. Raises InputError.
+    """
+    with blame(str(path)):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
 
 PANELS = {
     "reward": ["objective/scores"],
@@ -326,12 +337,12 @@ def draw_curves(folders: list[Path], output: Path) -> None:
     # No pyplot: it takes a second to import, and needs a screen.
     from matplotlib.figure import Figure
 
-    texts = [Path(folder, "metrics.jsonl").read_text(encoding="utf-8") for folder in folders]
-    runs = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    runs = [read_lines(Path(folder, "metrics.jsonl")) for folder in folders]
     labels = [re.sub(r"-s\d+$", "", Path(folder).resolve().name) for folder in folders]
     colours = {label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(labels))}
     figure = Figure(figsize=(12, 6.2), layout="constrained")
-    panels = OF_REWARD_MODELS if all("loss/pairs" in run[0] for run in runs) else PANELS
+    of_pairs = all("loss/pairs" in run[0] for run in runs if run)
+    panels = OF_REWARD_MODELS if of_pairs else PANELS
     for index, (title, names) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(2, 3, index, xlabel="step")
         axes.set_title(title, fontsize=10)

@@ -94,8 +94,8 @@ def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
             base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
         dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
         model = load(AutoModelForCausalLM, base, dtype=dtype)
-        # The head makes logits in float32, and an embedding that shares its weights follows it. So
-        # do norms and biases, which are small: on a CPU norms take no mixture of types.
+        # The head stays float32, and an embedding that shares its weights. So do norms and biases:
+        # they are small, and on a CPU a norm refuses mixed types.
         model.get_output_embeddings().float()
         for p in model.parameters():
             p.data = p.data.float() if p.dim() == 1 else p.data

@@ -28,7 +28,15 @@ from transformers.utils import logging as transformers_logging
 
 from common import Fault, InputError, Rollout, blame, evaluating, rollout_logprobs
 from plumbing.data import text_of
-from plumbing.metrics import Evaluation, Meter, Metrics, draw_curves, headline, sample_records
+from plumbing.metrics import (
+    Evaluation,
+    Meter,
+    Metrics,
+    draw_curves,
+    headline,
+    read_lines,
+    sample_records,
+)
 from plumbing.models import fit_micro_batch
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
@@ -65,11 +73,12 @@ class Run:
             fit_micro_batch(config, [*models.values()], longest)
         with blame(f"--output_dir {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # First: one that is missing must not cost the run that --overwrite replaces.
+            # First: without wandb this fails, before the old run is erased.
             self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
             kept = self._resume() if config.resume else {}
             if not config.resume:
                 (self.folder / "checkpoint.pt").unlink(missing_ok=True)
+                shutil.rmtree(self.folder / "model", ignore_errors=True)
             # Half a surrogate pair has no bytes: it is written as \ud800.
             options = {"encoding": "utf-8", "errors": "backslashreplace"}
             self.files = {x: (self.folder / f"{x}.jsonl").open("w", **options) for x in FILES}
@@ -199,10 +208,13 @@ class Run:
 
     def _hash(self) -> str:
         """A hash of the rows, and of a few weights of each matrix, that the run begins with."""
-        found = hashlib.sha256(str((self.data.train, self.data.heldout)).encode(errors="replace"))
+        digest = hashlib.sha256()
+        for row in (row for rows in (self.data.train, self.data.heldout) for row in rows):
+            digest.update(repr(row).encode(errors="replace"))
         for p in (p for model in self.models.values() for p in model.parameters()):
-            found.update(str(p.detach().flatten()[-4:].tolist()).encode())
-        return found.hexdigest()
+            few = p.detach().flatten()[-4:].bfloat16()  # under an adapter they may be stored so
+            digest.update(repr(few.tolist()).encode())
+        return digest.hexdigest()
 
     def _note_state(self, step: int) -> None:
         """Note what, with the weights, makes the state of the run after `step` steps."""
@@ -278,15 +290,6 @@ class Run:
         return f"{ended}: --resume {self.config.output_dir} goes on from step {self.saved_step}."
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file. A last line that is not complete is left out: the run may be
-    writing it, or was killed. Raises InputError.
-    """
-    with blame(str(path)):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
-
-
 def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], None]:
     """What sends the metrics of a step to "tensorboard" or "wandb". Raises InputError."""
     with blame(f"--report_to {name}"):
@@ -348,7 +351,7 @@ def run_main(main: Callable[[], None]) -> None:
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
     for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal lacks is shown as its number, and ends no run.
+        # A character that the terminal lacks is shown as its number, not an error.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:

@@ -141,7 +141,7 @@ BUGS = [
     ("run.Run._resume", "x[\"step\"] < self.step", "x[\"step\"] <= self.step", "a resumed run records a step twice"),
     ("run.Run.explain", "not self.weights_moved and", "", "half an update is saved as a step"),
     ("run.token_records", "rollout.tokens[i, -T - 1 :]", "rollout.tokens[i, -T:]", "the texts of tokens are shifted by one"),
-    ("run.read_lines", ".split(\"\\n\")[:-1]", ".split(\"\\n\")", "a torn last line of a record ends the reading"),
+    ("metrics.read_lines", ".split(\"\\n\")[:-1]", ".split(\"\\n\")", "a torn last line of a record ends the reading"),
     ("reward_model.preference_loss", "-logsigmoid(chosen - rejected - margin)", "-torch.sigmoid(chosen - rejected - margin).log()", "the loss of a badly wrong pair is infinite"),
     ("reward_model.main", "preference_loss(chosen, rejected, margin,", "preference_loss(chosen, rejected, 0.0,", "the margins of pairs are not used"),
     ("reward_model.main", "prompt_batch(pairs.train, step, N, config.seed)", "prompt_batch(pairs.train, step, N, 0)", "the seed doesn't order the pairs"),

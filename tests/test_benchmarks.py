@@ -1,5 +1,8 @@
-"""benchmarks/gpu.py without a GPU: kernels are counted, and nothing that is measured is lost."""
+"""benchmarks/gpu.py without a GPU: kernels are counted, and nothing that is measured is lost. The
+first picture of the README.
+"""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +29,19 @@ def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_a
     assert not left.stdout
     assert gpu.run_case(["sh", "-c", "exit 3"], 60, tmp_path / "log", kept.append) == "exit code 3"
     assert gpu.run_case(["true"], 60, tmp_path / "log", kept.append) == ""
+
+
+@pytest.mark.slow
+def test_the_first_picture_is_drawn_from_a_run_for_light_and_dark_pages(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import picture
+
+    (tmp_path / "docs").mkdir()
+    group = [{"prompt": "4+3=", "tokens": ["7", "<eos>"], "advantages": x} for x in (-1.5, 0, 0.5)]
+    lines = [json.dumps(line | {"step": step}) for step in (0, 5, 10) for line in group]
+    (tmp_path / "tokens.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(picture, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path), "0", "5", "10"])
+    picture.main()
+    light, dark = ((tmp_path / "docs" / f"first-{x}.png").read_bytes() for x in ("light", "dark"))
+    assert light != dark and max(len(light), len(dark)) < 300_000

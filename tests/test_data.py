@@ -111,6 +111,7 @@ SYSTEM, HI = message("Be brief.", "system"), message("hi")
         # A system prompt makes messages of text. An empty one is no message.
         ({"prompt": "i"}, {"system_prompt": "Be brief.", "prompt_template": "h{prompt}"}, None),
         ({"prompt": "hi"}, {"system_prompt": ""}, [HI]),
+        ({"prompt": [HI]}, {"system_prompt": "Be brief."}, None),
     ],
 )
 def test_a_prompt_is_that_of_its_row_in_the_template_with_the_system_prompt(

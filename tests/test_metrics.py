@@ -227,6 +227,7 @@ def test_the_greedy_evaluation_depends_on_neither_seed_nor_batches():
     assert found[0].records != found[1].records, "sampled ones depend on the seed"
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_error_of_an_accuracy_is_that_of_a_mean_over_the_prompts():
     right = torch.tensor([[1.0], [0], [0], [1], [1]])
     expected = (0.6, (0.6 * 0.4 / 4) ** 0.5)

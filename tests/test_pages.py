@@ -48,10 +48,29 @@ def test_every_command_names_a_file_and_flags_that_are_there(page, tmp_path, mon
             parse_flags(script.Config, "", script.TINY, flags)
 
 
-def test_every_link_of_a_page_leads_to_a_file():
-    for page in [*FILES, *REPOSITORY.glob("course/**/*.md")]:
-        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
+def headings(page: Path) -> set[str]:
+    """The places of a page that a link can name, as GitHub names them."""
+    text = page.read_text(encoding="utf-8")
+    found = [re.sub(r"\]\([^)]*\)", "", x).lower() for x in re.findall("^#+ (.+)$", text, re.M)]
+    found = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in found}
+    return found | set(re.findall('<a id="([^"]+)"', text))
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_that_it_has():
+    others = [REPOSITORY / "CHANGELOG.md", REPOSITORY / "tests" / "README.md"]
+    for page in [*FILES, *REPOSITORY.glob("course/**/*.md"), *others]:
+        text = re.sub('src(?:set)?="([^"]+)"', r"](\1)", page.read_text(encoding="utf-8"))
+        for link, place in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+            target = page.parent / link if link else page
+            assert "://" in link or target.exists(), f"{page.name} links to {link}"
+            if place and target.suffix == ".md":
+                assert place in headings(target), f"{page.name} links to {link}#{place}"
+
+
+def test_the_version_to_cite_is_that_of_the_changelog():
+    of_changes = re.search("^## ([0-9.]+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)[1]
+    assert f"\nversion: {of_changes}\n" in (REPOSITORY / "CITATION.cff").read_text()
+    assert f"version = {{{of_changes}}}" in PAGES["README.md"]
 
 
 def test_every_flag_that_a_page_names_is_one_of_a_program():
@@ -83,9 +102,9 @@ def test_the_page_of_metrics_has_each_that_a_run_writes_and_no_other(name, make_
     assert keys <= {*re.findall(r"`(\w+)`", parts[2])}
 
 
-def block(name: str) -> str:
-    """The first indented block of the README behind a file's name."""
-    text = PAGES["README.md"].partition(f"`{name}`")[2]
+def block(name: str, page: str = "README.md") -> str:
+    """The first indented block of a page behind a file's name or a command."""
+    text = PAGES[page].partition(f"`{name}`")[2]
     found = re.search(r"\n\n((?:    .*\n|\n(?=    ))+)", text)[1]
     return textwrap.dedent(found).rstrip("\n") + "\n"
 
@@ -103,6 +122,19 @@ def test_the_first_command_runs_and_that_with_the_reader_s_files(tmp_path, monke
     assert re.search(r"step 1: eval/reward [\d.]+ \(was [\d.]+\), greedy", out)
     assert "2 prompts to train on" in out
     assert len(list(Path("runs").glob("*/model/model.safetensors"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_that_compare_grpo_loss_with_trl_print_one_number_twice(
+    tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").symlink_to(REPOSITORY / "tiny")
+    exec(block("pip install trl==1.16.0", "others.md"), {})
+    theirs, ours = map(float, capsys.readouterr().out.split()[-2:])
+    assert ours == pytest.approx(theirs, rel=1e-5) and ours != 0
 
 
 # --- Imports ---

@@ -19,7 +19,8 @@ import grpo
 import plumbing.data
 import ppo
 import rloo
-from plumbing.run import Run, read_lines, run_main
+from plumbing.metrics import read_lines
+from plumbing.run import Run, run_main
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 4
 --prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2
@@ -231,6 +232,7 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
+    assert run("--num_steps", "1")[0] == 0, "an evaluation alone is no run that could be lost"
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):

@@ -14,7 +14,7 @@ def test_runs_that_differ_by_their_seed_alone_have_one_colour_and_one_name(tmp_p
         folders[-1].mkdir()
         lines = [{"step": step, "objective/scores": step + seed} for step in range(4)]
         lines[0] |= {"eval/reward": 1.0, "eval/accuracy": None}
-        (folders[-1] / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (folders[-1] / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"st']))
 
     def spy(figure, *args, **kwargs):
         axes.extend(figure.axes)

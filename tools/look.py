@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import InputError, blame
-from plumbing.metrics import draw_curves
-from plumbing.run import read_lines, run_main
+from plumbing.metrics import draw_curves, read_lines
+from plumbing.run import run_main
 
 
 def read_run(folder: Path) -> dict[str, Any]:
