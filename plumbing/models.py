@@ -183,7 +183,10 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def set_up_training(config: Any, *models: nn.Module) -> None:
-    """Put policy and value model into training mode, as `config` says. Raises InputError."""
+    """Put policy and value model into training mode, as `config` says. Raises InputError.
+
+    Before disable_dropout: its copies of a config don't follow a change.
+    """
     for model in models:
         model.train()
         backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model

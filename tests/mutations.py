@@ -82,6 +82,7 @@ BUGS = [
     ("grpo.grpo_loss", "clip_range if clip_range_high is None else clip_range_high", "clip_range", "the upper clip range is ignored"),
     ("grpo.grpo_loss", "ratio.clamp(max=cispo_bound).detach()", "ratio.clamp(max=cispo_bound)", "CISPO's weight carries gradient"),
     ("grpo.grpo_loss", "loss + kl_coef * kl", "loss - kl_coef * kl", "GRPO is paid for its KL"),
+    ("grpo.grpo_loss", "kl * importance_ratio(logprobs,", "kl * importance_ratio(logprobs.detach(),", "the ratio of the unbiased KL carries no gradient"),
     ("grpo.grpo_loss", "masked_fill(~mask, 0), \"k3\")", "masked_fill(~mask, 0), \"k1\")", "k1 in a loss, whose gradient is 0 on average"),
     ("grpo.grpo_loss", "masked_mean(loss, mask, dim=1).sum() / num_rows", "masked_mean(loss, mask, dim=1).mean()", "GRPO's loss is a mean over the micro-batch"),
     ("grpo.main", "config.num_epochs * config.num_mini_batches == 1", "config.num_epochs == 1", "the second minibatch takes its own log-probs for the old ones"),
