@@ -49,6 +49,7 @@ BUGS = [
     ("common.model_inputs", "(mask.long().cumsum(1) - 1)", "torch.ones_like(mask).long().cumsum(1).sub(1)", "positions count the padding on the left"),
     ("common.model_inputs", "        mask = mask.long()\n", "        mask = torch.ones_like(mask).long()\n", "padding is attended to"),
     ("common._over_rollout", "found[torch.cat([rows for rows, _ in parts]).argsort()]", "found", "log-probs stay in the order of the lengths"),
+    ("common.micro_batches", "len(distinct | {prompts[row]}) * P", "(len(parts[-1]) + 1) * P", "a prompt that rows share counts for each"),
     ("common.micro_batches", "rows[wanted] if wanted.any() else rows[:1]", "rows[wanted]", "an update without any gradient has no row"),
     ("common.disable_dropout", "                module.p = 0.0\n", "", "nn.Dropout is left on"),
     ("common.disable_dropout", "            sites += _zero_noise(module)\n", "", "dropout that is a number is left on"),

@@ -451,7 +451,7 @@ def test_before_transformers_5_24_the_cache_has_another_name_and_a_model_gets_wh
     assert inputs == {"input_ids": tokens, "past_key_values": "full"}
 
 
-@pytest.mark.parametrize("max_tokens", [1, 18, 19, 27, 1000])
+@pytest.mark.parametrize("max_tokens", [1, 14, 18, 19, 27, 1000])
 def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allowed(max_tokens):
     rows = torch.tensor([5, 0, 3, 2, 4])
     parts = micro_batches(IN_GROUPS, rows, max_tokens=max_tokens)
@@ -463,9 +463,9 @@ def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allo
     for batch, part in parts:
         for name, x in vars(part).items():
             assert torch.equal(x, getattr(IN_GROUPS, name)[batch])
-        width = 4 + int(lengths[batch].max())
-        assert len(batch) == 1 or len(batch) * width <= max_tokens
-        is_full = (len(batch) + 1) * width > max_tokens
+        prompts, longest = len(part.tokens[:, :4].unique(dim=0)), int(lengths[batch].max())
+        assert len(batch) == 1 or 4 * prompts + len(batch) * longest <= max_tokens
+        is_full = 4 * (prompts + 1) + (len(batch) + 1) * longest > max_tokens
         assert is_full or batch is batches[-1], "one more would have fitted"
 
 

@@ -127,11 +127,11 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
 ):
     run, sizes, one_pass = make_job(ppo), [], models._one_pass
 
-    def tried(config, trained, num_rows, prompt_length):
-        sizes.append(num_rows)
-        if num_rows > 2:
+    def tried(config, trained, part):
+        sizes.append(len(part.finished))
+        if sizes[-1] > 2:
             raise torch.OutOfMemoryError
-        one_pass(config, trained, num_rows, prompt_length)
+        one_pass(config, trained, part)
 
     monkeypatch.setattr(models, "_one_pass", tried)
     with pretended_cuda():
