@@ -383,7 +383,7 @@ def micro_batches(
 ) -> list[tuple[Tensor, Rollout]]:
     """Cut `rows` (n,) of a rollout, default all, into parts of at most max_tokens tokens, padding
     included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A row alone may be
-    longer.
+    longer. A prompt that rows of a part share counts once, as completion_states reads it.
 
     The longest completions come first: a part is as wide as its longest row, and padding costs as
     much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
@@ -397,13 +397,16 @@ def micro_batches(
         rows = rows[wanted] if wanted.any() else rows[:1]
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    parts, width = [[]], 0
+    prompts = [tuple(prompt) for prompt in rollout.tokens[:, :P].tolist()]
+    parts, distinct, longest = [[]], set(), 0
     for row in rows.tolist():
-        if parts[-1] and (len(parts[-1]) + 1) * width > max_tokens:
+        num_tokens = len(distinct | {prompts[row]}) * P + (len(parts[-1]) + 1) * longest
+        if parts[-1] and num_tokens > max_tokens:
             parts.append([])
-        if not parts[-1]:  # its longest row
-            width = P + int(lengths[row])
+        if not parts[-1]:
+            distinct, longest = set(), int(lengths[row])
         parts[-1].append(row)
+        distinct.add(prompts[row])
     return [(part, rollout[part.to(rollout.tokens.device)]) for part in map(torch.tensor, parts)]
 
 

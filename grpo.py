@@ -64,6 +64,7 @@ class Config(RunConfig):
 
     # What this algorithm has alone.
     kl_coef: float = flag(0.04, "weight of the KL penalty in the loss; 0: none", least=0)
+    kl_estimator: Literal["k3", "unbiased"] = flag("k3", "of that KL; unbiased: ratio times k3")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag(
         "grpo", "which paper's; cispo has no clip_range"
     )
@@ -136,6 +137,7 @@ def grpo_loss(
     max_new_tokens: int | None = None,
     ref_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
     num_rows: int | None = None,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -159,6 +161,8 @@ def grpo_loss(
         clipped = (ratio > cispo_bound) & (A != 0)
     if ref_logprobs is not None and kl_coef != 0:
         kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")  # [1] eq. 4
+        if kl_estimator == "unbiased":  # arXiv 2512.02556. A ratio of 1 has a gradient too
+            kl = kl * importance_ratio(logprobs, old_logprobs, mask, "token")
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
 
@@ -196,9 +200,9 @@ def main(args: list[str] | None = None) -> None:
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
+    set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
-    set_up_training(config, policy)
     ref = reference(policy, config.kl_coef)
 
     # The optimiser. Under an adapter the base model has nothing to train.
@@ -285,6 +289,7 @@ def main(args: list[str] | None = None) -> None:
                     max_new_tokens=config.max_new_tokens,
                     ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
                     kl_coef=config.kl_coef,
+                    kl_estimator=config.kl_estimator,
                     num_rows=len(mini_batch),
                     num_tokens=num_tokens,
                 )

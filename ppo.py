@@ -146,9 +146,9 @@ def main(args: list[str] | None = None) -> None:
     # The value model, and the reference that the KL is measured against. Dropout is off: it
     # would make the policy differ from its own copy, and the KL at step 0 wouldn't be 0.
     value_model = ValueModel.on_backbone_of(policy)
+    set_up_training(config, policy, value_model)
     if config.disable_dropout:
         disable_dropout(policy, value_model)
-    set_up_training(config, policy, value_model)
     ref = reference(policy, config.kl_coef)
 
     # One optimiser for both models. Under an adapter the base model has nothing to train.

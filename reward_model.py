@@ -243,6 +243,7 @@ def main(args: list[str] | None = None) -> None:
     # is off: it would give the same text two scores.
     model = load_classifier(config.model, config.lora_r, new_head=True).to(config.device)
     tokenizer = load_tokenizer(config.model)
+    set_up_training(config, model)
     if config.disable_dropout:
         disable_dropout(model)
 
@@ -250,7 +251,6 @@ def main(args: list[str] | None = None) -> None:
     pairs = load_pairs(config, base_model(model), tokenizer)
     N = config.pairs_per_step
     config.num_steps = config.num_steps or math.ceil(len(pairs.train) / N)
-    set_up_training(config, model)
 
     # What trains: all weights, or an adapter and the head.
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -126,9 +126,9 @@ def main(args: list[str] | None = None) -> None:
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
+    set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
-    set_up_training(config, policy)
     ref = reference(policy, config.kl_coef)
 
     # The optimiser. Under an adapter the base model has nothing to train.

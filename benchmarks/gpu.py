@@ -10,13 +10,15 @@ goes to FOLDER/<case>.log; a line of results is written as soon as it is made. A
 long is ended with all that it has started. Exit code 1: an essential case has failed.
 
 In a run val/sampler_kl should be below 1e-3 (decoding agrees with training), and
-val/ratio_max_dev_first 0 or of the size of rounding. "rollouts" gives tokens per second.
+val/ratio_max_dev_first 0 or of the size of rounding. "rollouts" gives tokens per second,
+"uncleared" goes without common.clear_cache: give PYTORCH_ALLOC_CONF=expandable_segments:True too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -47,7 +49,7 @@ from plumbing.run import run_main  # noqa: E402
 from sampling import Decoder, sample  # noqa: E402
 
 SHAPE = """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
-head_dim vocab_size""".split()
+head_dim vocab_size num_experts""".split()
 MODELS = {  # of the published config.json files, but for the last two
     "gpt2": ("GPT2", {"n_embd": 768, "n_layer": 12, "vocab_size": 50257}),
     "smollm2": ("Llama", dict(zip(SHAPE, (576, 1536, 30, 9, 3, 64, 49152)))),
@@ -55,9 +57,8 @@ MODELS = {  # of the published config.json files, but for the last two
     "qwen3": ("Qwen3", dict(zip(SHAPE, (1024, 3072, 28, 16, 8, 128, 151936)))),
     "gemma": ("Gemma3Text", dict(zip(SHAPE, (640, 2048, 18, 4, 1, 256, 262144)))),
     "judge": ("Qwen2", dict(zip(SHAPE, (896, 4864, 2, 14, 2, 64, 151936)))),
-    "experts": ("Qwen3Moe", dict(zip(SHAPE, (1024, 2048, 4, 16, 4, 64, 50000)))),
+    "experts": ("Qwen3Moe", dict(zip(SHAPE, (1024, 2048, 4, 16, 4, 64, 50000, 16)))),
 }
-MODELS["experts"][1]["num_experts"] = 16
 RUN = "--num_steps 3 --eval_every 100 --device cuda --output_dir {folder}/{name} "
 OWN = "--model {folder}/{model} --prompts {folder}/prompts.jsonl --num_eval_prompts 8 "
 OWN += "--learning_rate 1e-6 --prompts_per_step {N} --max_new_tokens {T} "
@@ -76,6 +77,7 @@ CASES = {  # MODEL-SCRIPT-...: the flags of a run
     "gpt2-grpo-fp16": f"{GROUPS} --bf16 false --fp16 true",
     "gpt2-grpo-stop": f"{GROUPS} --stop w77",
     "qwen-grpo-large": f"{GROUPS} --micro_batch_tokens 4000000 --rollout_batch_size 256",
+    "qwen-grpo-uncleared": GROUPS,
 }
 ESSENTIAL = ("tiny-ppo", "gpt2-grpo", "qwen-grpo")
 SHOWN = """time/rollout time/update tokens_per_second memory/peak_gb grad_norm val/sampler_kl
@@ -121,9 +123,6 @@ def save_model(name: str, folder: Path, small: bool) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": row}) for row in rows))
 
 
-# --- The cases, each in a process of its own ---
-
-
 def do_case(name: str, folder: Path, small: bool) -> None:
     """Do a case and print its results, a line of JSON each; all else goes to the log."""
 
@@ -144,6 +143,8 @@ def run_script(name: str, folder: Path, small: bool, say: Callable) -> None:
     sizes = {"N": 4, "T": 9} if small else {"N": 32, "T": 256}
     flags = (RUN + CASES[name]).format(folder=folder, name=name, model=model, **sizes).split()
     main, path = importlib.import_module(script).main, folder / name / "metrics.jsonl"
+    if "uncleared" in name:
+        torch.cuda.empty_cache = lambda: None
     # AutoTokenizer would make Qwen2's tokenizer of the words.
     words = transformers.PreTrainedTokenizerFast.from_pretrained
     with mock.patch.object(transformers.AutoTokenizer, "from_pretrained", words):
@@ -153,6 +154,7 @@ def run_script(name: str, folder: Path, small: bool, say: Callable) -> None:
             for line in path.read_text().splitlines()[:3] if path.exists() else ():
                 found = json.loads(line)
                 say({"step": found["step"]} | {k: found[k] for k in SHOWN if k in found})
+            say({"memory/reserved_gb": torch.cuda.max_memory_reserved() / 1e9})
 
 
 def rollouts(name: str, folder: Path, small: bool, say: Callable) -> None:
@@ -172,13 +174,14 @@ def rollouts(name: str, folder: Path, small: bool, say: Callable) -> None:
         mask[0, 0] = 0
         there = [x.repeat_interleave(8, dim=0).to("cuda") for x in (ids, mask)]
 
-        def ours(ids: Tensor = ids, mask: Tensor = mask, rows: int = rows) -> None:
-            sample(model, ids, mask, max_rows=rows, **own, **options)
-
-        def generate(ids: Tensor = there[0], mask: Tensor = there[1]) -> None:
-            half.generate(ids, attention_mask=mask, do_sample=True, min_new_tokens=T, **options)
-
+        theirs = {"attention_mask": there[1], "do_sample": True, "min_new_tokens": T}
+        ours = functools.partial(sample, model, ids, mask, max_rows=rows, **own, **options)
+        generate = functools.partial(half.generate, there[0], **theirs, **options)
         say({"rows": rows, "ours": round(rows * T / seconds(ours))})
+        with torch.profiler.profile() as seen:
+            ours()
+        launched = [x.count for x in seen.key_averages() if x.device_type.name == "CUDA"]
+        say({"rows": rows, "kernels per token, those of the prompt too": sum(launched) / T})
         cache = sum(x.nbytes for layer in decoder.cache.layers for x in (layer.keys, layer.values))
         read = cache * (P + T / 2) / decoder.mask.shape[3] + 2 * model.num_parameters()  # a token
         say({"rows": rows, "what the bandwidth allows": round(rows * bandwidth / read)})
@@ -224,9 +227,6 @@ def count(model: transformers.PreTrainedModel) -> dict[str, int]:
     graph = Counter(function.overloadpacket.__name__ for function, *_ in decoder.graph.steps)
     found = {"graph": kernels(graph), "eager": totals[2] - totals[1]}
     return found | {"micro_batch": kernels(gpu.operations)}
-
-
-# --- All cases ---
 
 
 def run_case(command: list[str], limit: float, log: Path, keep: Callable) -> str:

@@ -316,6 +316,25 @@ EXPERIMENTS = {
         ),
         curve="objective/entropy",
     ),
+    "kl_in_loss": Experiment(
+        4,
+        "The reward counts nines, and GRPO's KL is to keep the sums. In the loss, k3 or k3 times"
+        " the ratio (unbiased): which holds the policy back?",
+        "accuracy kl reward",
+        {
+            f"{kl}, {c}": Variant(
+                "grpo", f"{GROUPS} --reward REWARDS:nines --kl_coef {c} --kl_estimator {kl}"
+            )
+            for kl, c in (("k3", 0.5), ("k3", 1.5), ("unbiased", 0.5))
+        },
+        Prediction(
+            "kl_coef 0.5: is `kl` with k3 above or below `kl` with unbiased?",
+            "kl", "k3, 0.5", ("kl", "unbiased, 0.5"),
+            "With d = log pi - log pi_ref, k3 pulls a token back with 1 - exp(-d), which is below 1"
+            " however likely it became; unbiased pulls with d.",
+        ),
+        curve="objective/kl",
+    ),
     "difficulty": Experiment(
         4,
         "Divided by the std of its group, of the batch, or not at all: how much does a group with"

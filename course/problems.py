@@ -201,10 +201,10 @@ PROBLEMS = [
         " the sequence for gspo, of the token else. cispo takes -A * min(ratio, cispo_bound) *"
         " logprobs, its weight without gradient, for the clipped surrogate; its clip decides where"
         " the bound is below the ratio, and A isn't 0.",
-        "Per token: the clipped surrogate, or that of cispo; plus kl_coef * k3; 0 off the mask."
-        " Then: grpo and gspo the mean of each row, summed, over num_rows; dapo and cispo the sum"
-        " over num_tokens; dr_grpo the sum over num_rows * max_new_tokens. Return it with the mask"
-        " of the clip.",
+        "Per token: the clipped surrogate, or that of cispo; plus kl_coef * k3, for the unbiased"
+        " estimator times the ratio of the token; 0 off the mask. Then: grpo and gspo the mean of"
+        " each row, summed, over num_rows; dapo and cispo the sum over num_tokens; dr_grpo the sum"
+        " over num_rows * max_new_tokens. Return it with the mask of the clip.",
     ),
     Problem(
         "grpo_loop", "grpo.py", "GRPO: the update in the loop",

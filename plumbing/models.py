@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from common import (
     clear_cache,
     completion_logprobs,
     completion_values,
+    micro_batches,
 )
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -48,8 +50,12 @@ def pick_device(name: str | None) -> torch.device:
     if name is None:
         name = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else name
-    with blame(f"--device {name}"):  # no such device, an old driver, one that is busy
-        device = torch.empty(0, device=name).device
+        if name == "cpu" and shutil.which("nvidia-smi"):
+            print("On the CPU: this torch is a CPU build, or too new for the GPU's driver.")
+    with blame(f"--device {name}"):  # no such device, or this torch has no code for its generation
+        one = torch.ones(1, device=name)
+        one.item()  # waits for a kernel: an error of the device comes with it
+    device = one.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -178,7 +184,10 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def set_up_training(config: Any, *models: nn.Module) -> None:
-    """Put policy and value model into training mode, as `config` says. Raises InputError."""
+    """Put policy and value model into training mode, as `config` says. Raises InputError.
+
+    Before disable_dropout: its copies of a config don't follow a change.
+    """
     for model in models:
         model.train()
         backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model
@@ -191,24 +200,26 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
 
 
 def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) -> None:
-    """On a GPU, halve the widest micro-batch that can come until a forward and backward pass of it
-    fits, and config.micro_batch_tokens with it. The gradient doesn't depend on it.
+    """On a GPU, halve config.micro_batch_tokens until a forward and backward pass of the widest
+    micro-batch that can come fits. The gradient doesn't depend on it.
     """
-    width, asked = prompt_length + config.max_new_tokens, config.micro_batch_tokens
+    asked, part = config.micro_batch_tokens, _widest_micro_batch(config, models[0], prompt_length)
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
-    num_rows = min(config.prompts_per_step * config.num_generations, max(1, asked // width))
     while True:
         try:
-            _adam = [torch.empty_like(p) for p in trained for _ in range(2)]  # its two moments
-            _one_pass(config, models, num_rows, prompt_length)
+            # Beside it: Adam's two moments, and what a Decoder may keep.
+            _adam = [torch.empty_like(p) for p in trained for _ in range(2)]
+            free = torch.cuda.mem_get_info()[0]
+            _kept = torch.empty(free // 5, dtype=torch.uint8, device=models[0].device)
+            _one_pass(config, models, part)
             break
         except torch.OutOfMemoryError:
-            if num_rows == 1:
+            if len(part.finished) == 1:
                 raise
-            num_rows //= 2
-            config.micro_batch_tokens = num_rows * width
+            config.micro_batch_tokens = min(config.micro_batch_tokens, part.tokens.numel()) // 2
+            part = _widest_micro_batch(config, models[0], prompt_length)
         finally:
-            _adam = None
+            _adam = _kept = None
             for p in trained:
                 p.grad = None
             clear_cache()
@@ -216,21 +227,29 @@ def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) ->
         print(f"--micro_batch_tokens {asked} doesn't fit: it is {config.micro_batch_tokens} here.")
 
 
-def _one_pass(config: Any, models: list[nn.Module], num_rows: int, prompt_length: int) -> None:
-    """Forward and backward over full rows, each with a prompt of its own."""
-    policy, T = base_model(models[0]), config.max_new_tokens
-    # Random tokens, by a generator of their own: a prompt that two rows share would be read once.
-    size = (num_rows, prompt_length + T)
-    numbers = torch.Generator().manual_seed(0)
-    tokens = torch.randint(len(policy.get_input_embeddings().weight), size, generator=numbers)
-    tokens = tokens.to(policy.device)
+def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> Rollout:
+    """That of full rows; the completions of a prompt share it."""
+    N, G, T = config.prompts_per_step, config.num_generations, config.max_new_tokens
+    # Random tokens, by a generator of their own.
+    numbers, vocab_size = (
+        torch.Generator().manual_seed(0),
+        len(policy.get_input_embeddings().weight),
+    )
+    prompts = torch.randint(vocab_size, (N, prompt_length), generator=numbers)
+    completions = torch.randint(vocab_size, (N * G, T), generator=numbers)
+    tokens = torch.cat([prompts.repeat_interleave(G, dim=0), completions], dim=1).to(policy.device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    rollout = Rollout(tokens, mask, mask[:, :T], torch.zeros(num_rows, T), mask[:, 0])
+    rollout = Rollout(tokens, mask, mask[:, :T], mask[:, :T].float(), mask[:, 0])
+    return micro_batches(rollout, max_tokens=config.micro_batch_tokens)[0][1]
+
+
+def _one_pass(config: Any, models: list[nn.Module], part: Rollout) -> None:
+    """Forward and backward over a micro-batch."""
     options = {"bf16": config.bf16, "entropy_grad": True}
-    logprobs, entropy = completion_logprobs(models[0], rollout, config.temperature, **options)
+    logprobs, entropy = completion_logprobs(models[0], part, config.temperature, **options)
     loss = (logprobs + entropy).sum()
     for value_model in models[1:]:
-        loss = loss + completion_values(value_model, rollout, bf16=config.bf16).sum()
+        loss = loss + completion_values(value_model, part, bf16=config.bf16).sum()
     loss.backward()
 
 
@@ -281,5 +300,16 @@ def attend(
     return out.reshape(query.shape).transpose(1, 2), None
 
 
+def mask_for_attention(*args: Any, **options: Any) -> Tensor | None:
+    """The mask of transformers for `attend`: None where no token is hidden but later ones.
+
+    Before Ampere a GPU's fused attention doesn't know grouped heads: without a mask transformers
+    would take one that keeps all scores. With a mask it doesn't.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
+        options["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **options)
+
+
 AttentionInterface.register("grouped", attend)
-AttentionMaskInterface.register("grouped", sdpa_mask)
+AttentionMaskInterface.register("grouped", mask_for_attention)

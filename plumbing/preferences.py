@@ -38,9 +38,17 @@ def load_classifier(name: str, lora_r: int = 0, new_head: bool = False) -> nn.Mo
     a causal model too: its head starts at 0, and so the first scores are 0. Raises InputError.
     """
     with blame(name):
-        model = load(AutoModelForSequenceClassification, name, new_head, num_labels=1)
-        if new_head and is_adapter(name):
+        base, has_adapter = name, is_adapter(name)
+        if has_adapter and new_head:
             raise InputError(f"{name}: is an adapter; give its base model, and --lora_r")
+        if has_adapter:
+            import peft
+
+            base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+        head_comes = new_head or has_adapter
+        model = load(AutoModelForSequenceClassification, base, head_comes, num_labels=1)
+        if has_adapter:  # not left to transformers: 5.17 loses the head that is saved with it
+            model = peft.PeftModel.from_pretrained(model, name).get_base_model()
         if not hasattr(model, "score") and not hasattr(model, "classifier"):
             # Other kinds look for the last token by themselves: a score depends on the padding.
             raise InputError(f"{name}: a {type(model).__name__} can't be a reward model here")

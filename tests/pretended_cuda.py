@@ -114,6 +114,8 @@ class Device(TorchFunctionMode):
             kwargs["device"] = CPU if on_device else device
         if generator is not None and (generator.device.type == "cuda") != on_device:
             raise RuntimeError(f"{function.__name__}: a generator for {generator.device}")
+        if function is torch.histc and on_device:  # a CPU counts floats alone
+            args = args[0].float(), *args[1:]
         outer, self.asked_for = self.asked_for, on_device
         try:
             result = function(*args, **kwargs)

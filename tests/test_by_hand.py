@@ -11,13 +11,16 @@ import copy
 import json
 import math
 import statistics
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from small import in_float64, letter_tokenizer, lines_of, save_model, small_gpt2
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -45,7 +48,7 @@ RUNS = {  # the kind of loss: the flags in which its run differs
         "loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch",
         "mask_truncated_completions": True,
     },
-    "gspo": {"loss_type": "gspo", "clip_range": 0.01},
+    "gspo": {"loss_type": "gspo", "clip_range": 0.01, "kl_estimator": "unbiased"},
     "cispo": {"loss_type": "cispo"},
     "rloo": {"entropy_coef": 0.4},
 }  # fmt: skip
@@ -187,7 +190,8 @@ class Job:
                     clipped = ratio.clamp(low, high) * A < ratio * A
                 if self.script is grpo:
                     x = row.ref[t] - logprobs[t]
-                    value = value + 0.3 * (x.exp() - 1 - x)
+                    weight = d[t].exp() if self.kind == "gspo" else 1  # its KL is unbiased
+                    value = value + 0.3 * weight * (x.exp() - 1 - x)
                 found.append(value)
                 log["row"].append(i)
                 log["ratio"].append(ratio.item())
@@ -382,3 +386,54 @@ def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(job, na
         assert line["tokens"] == [letter_tokenizer().decode([i]) for i in row.ids]
         assert line["num_tokens"] == len(row.ids)
         assert line["finished"] == row.ended
+
+
+# --- The step that docs/equations.md works by hand ---
+
+STEP = {  # completions of 12+9=: score, probabilities of the tokens before the update, and now
+    "2 1 EOS": (1.0, (0.4, 0.5, 0.9), (0.6, 0.45, 0.9)),
+    "2 2 EOS": (0.0, (0.4, 0.2, 0.9), (0.6, 0.1, 0.9)),
+    "3 EOS": (0.0, (0.1, 0.5), (0.1, 0.55)),
+    "1 1 1": (0.0, (0.5, 0.2, 0.1), (0.3, 0.25, 0.11)),
+}
+
+
+def worked_step() -> str:
+    """GRPO's and RLOO's losses of STEP, by the functions of the scripts."""
+    scores, *probs = zip(*STEP.values())
+    scores = torch.tensor(scores).double()
+    old, new = (pad_sequence([Tensor(p).double().log() for p in x], True) for x in probs)
+    mask, new = old != 0, new.requires_grad_()
+    ratio = (new - old).exp()
+
+    def line(start: str, numbers: list[Tensor], clipped: Tensor) -> str:
+        return start + "".join(f"{x + 0.0:8.3g}" for x in numbers) + "  clipped" * bool(clipped)
+
+    A = grpo.group_advantages(scores, 4)
+    loss, clipped = grpo.grpo_loss(new, old, A, mask, clip_range=0.2)
+    [slopes] = torch.autograd.grad(loss, new)
+    each, _ = ppo.policy_loss(new, old, A.unsqueeze(1), 0.2)  # GRPO's of a token is PPO's
+    lines = ["score       A  token  pi_old      pi   ratio    loss   slope"]
+    for i, text in enumerate(STEP):
+        for t, token in enumerate(text.split()):
+            first = line(f"{scores[i]:5.0f}", [A[i]], False) if t == 0 else " " * 13
+            numbers = [x[i, t] for x in (old.exp(), new.exp(), ratio, each, slopes)]
+            lines.append(line(f"{first}  {token:5}", numbers, clipped[i, t]))
+    lines += [f"GRPO's loss: {loss:.3g}", "", "completion       A   ratio    loss   slope"]
+
+    A, log_ratio = rloo.rloo_advantages(scores, 4), (new - old).sum(1)
+    loss, clipped = rloo.rloo_loss(new, old, A, mask, clip_range=0.2)
+    [slopes] = torch.autograd.grad(loss, new, retain_graph=True)
+    each, _ = ppo.policy_loss(log_ratio, torch.zeros(4), A, 0.2)
+    for i, text in enumerate(STEP):
+        lines.append(line(f"{text:10}", [A[i], ratio[i].prod(), each[i], slopes[i, 0]], clipped[i]))
+    return "\n".join([*lines, f"RLOO's loss: {loss:.3g}"])
+
+
+def test_the_page_of_equations_has_the_numbers_of_the_functions():
+    page = Path(ppo.__file__).with_name("docs") / "equations.md"
+    assert textwrap.indent(worked_step(), "    ") in page.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(worked_step())

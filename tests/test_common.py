@@ -3,6 +3,7 @@ values of completions against plain forward passes.
 """
 
 import copy
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -451,8 +452,11 @@ def test_before_transformers_5_24_the_cache_has_another_name_and_a_model_gets_wh
     assert inputs == {"input_ids": tokens, "past_key_values": "full"}
 
 
-@pytest.mark.parametrize("max_tokens", [1, 18, 19, 27, 1000])
+@pytest.mark.parametrize("max_tokens", [1, 14, 18, 19, 27, 1000])
 def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allowed(max_tokens):
+    def num_tokens(rows):  # a prompt of 4 tokens that rows share is read once
+        return 4 * len(IN_GROUPS.tokens[rows, :4].unique(dim=0)) + len(rows) * lengths[rows].max()
+
     rows = torch.tensor([5, 0, 3, 2, 4])
     parts = micro_batches(IN_GROUPS, rows, max_tokens=max_tokens)
     batches = [batch for batch, _ in parts]
@@ -463,10 +467,9 @@ def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allo
     for batch, part in parts:
         for name, x in vars(part).items():
             assert torch.equal(x, getattr(IN_GROUPS, name)[batch])
-        width = 4 + int(lengths[batch].max())
-        assert len(batch) == 1 or len(batch) * width <= max_tokens
-        is_full = (len(batch) + 1) * width > max_tokens
-        assert is_full or batch is batches[-1], "one more would have fitted"
+        assert len(batch) == 1 or num_tokens(batch) <= max_tokens
+    for batch, following in itertools.pairwise(batches):
+        assert num_tokens(torch.cat([batch, following[:1]])) > max_tokens, "one more fits"
 
 
 def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others():

@@ -106,8 +106,8 @@ def test_half_precision_is_that_of_the_device_unless_it_is_given(half, monkeypat
 
 def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypatch):
     """CUDA graphs are captured on the current device, whatever the device of their tensors."""
-    chosen, there = [], SimpleNamespace(device=torch.device("cuda:1"))
-    monkeypatch.setattr(torch, "empty", lambda *args, device: there)
+    chosen, there = [], SimpleNamespace(device=torch.device("cuda:1"), item=lambda: 1.0)
+    monkeypatch.setattr(torch, "ones", lambda *args, device: there)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     config = parse("ppo", "--device cuda:1 --bf16 false --model x/y")
     assert chosen == [there.device] and config["device"] == "cuda:1"

@@ -82,6 +82,20 @@ def test_cut_completions_without_a_gradient_take_no_forward_pass_in_the_update(
     assert 0 < cut < 8 and metrics["reward/frac_flat_groups"] == 0 and sum(rows) == 8 - cut
 
 
+def test_with_bfloat16_on_a_cpu_every_layer_takes_plain_attention(make_job, monkeypatch):
+    """Also GPT-2's, whose layers get a config of their own for their dropout."""
+    found, forward = set(), grpo.completion_logprobs
+
+    def noted(model, *args, **options):
+        layers = (module for module in model.modules() if hasattr(module, "config"))
+        found.update(layer.config._attn_implementation for layer in layers)
+        return forward(model, *args, **options)
+
+    monkeypatch.setattr(grpo, "completion_logprobs", noted)
+    make_job(grpo)(bf16=True)
+    assert found == {"eager"}
+
+
 # --- Stop strings ---
 
 

@@ -113,7 +113,7 @@ def options(kind: str) -> dict:
     return more | {"loss_type": kind}
 
 
-def naive_loss(logprobs, old, advantages, mask, kind, ref=None, kl_coef=0):
+def naive_loss(logprobs, old, advantages, mask, kind, ref=None, kl_coef=0, estimator="k3"):
     """Token by token, in Python: (loss, the tokens where the clip decides). The clip is 0.2 below
     and 0.3 above, the bound of cispo 1.1."""
     rows, clipped = [], []
@@ -132,7 +132,8 @@ def naive_loss(logprobs, old, advantages, mask, kind, ref=None, kl_coef=0):
                 stopped = (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.8)
             clipped += [[i, t]] if stopped else []
             r = math.exp(ref[i][t] - logprobs[i][t]) if kl_coef else 1
-            row.append(value + kl_coef * (r - 1 - math.log(r)))
+            weight = math.exp(d[t]) if estimator == "unbiased" else 1  # gspo: of the token too
+            row.append(value + kl_coef * weight * (r - 1 - math.log(r)))
         rows.append(row)
     if kind in ("grpo", "gspo"):
         return sum(sum(row) / max(1, len(row)) for row in rows) / len(rows), clipped
@@ -141,19 +142,21 @@ def naive_loss(logprobs, old, advantages, mask, kind, ref=None, kl_coef=0):
 
 
 @pytest.mark.problem("grpo_loss", 2)
-@pytest.mark.parametrize("kl_coef", [None, 0.4, 1.0])  # None: not given
+@pytest.mark.parametrize("kl", [(None, "k3"), (0.4, "k3"), (1.0, "unbiased")])  # None: not given
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_equals_its_definition_and_so_do_the_tokens_clipped(kind, kl_coef):
+def test_the_loss_equals_its_definition_and_so_do_the_tokens_clipped(kind, kl):
     """Padding holds NaN, and no input is changed."""
     mask = MASK
     logprobs, old, ref = ((numbers(i, 0.5) - 2).masked_fill(~mask, nan) for i in range(3))
-    more = options(kind) if kl_coef is None else options(kind) | {"kl_coef": kl_coef}
+    kl_coef, estimator = kl
+    more = options(kind) | {"kl_estimator": estimator}
+    more |= {} if kl_coef is None else {"kl_coef": kl_coef}
     for advantages in ([1.0, -1.0, -0.5, 2.0], [-1.0, 1.0, 0.5, -2.0], [-1.0, 0.5, 0.0, 0.0]):
         inputs = logprobs, old, torch.tensor(advantages, dtype=torch.float64), mask, ref
         before = [x.clone() for x in inputs]
         loss, clipped = grpo_loss(*inputs[:4], ref_logprobs=ref, **more)
         lists = logprobs.tolist(), old.tolist(), advantages, mask, kind, ref.tolist()
-        expected, stopped = naive_loss(*lists, kl_coef or 0)
+        expected, stopped = naive_loss(*lists, kl_coef or 0, estimator)
         assert loss.item() == pytest.approx(expected, rel=1e-6)
         assert clipped.dtype == torch.bool and clipped.shape == mask.shape
         assert (clipped & mask).nonzero().tolist() == stopped
@@ -253,6 +256,47 @@ def test_cispo_bounds_a_weight_at_5_and_not_one_at_the_bound():
     assert clipped.tolist() == [[True, False]]
     _, clipped = grpo_loss(logprobs, *args, clip_range=0.2, loss_type="cispo", cispo_bound=1.0)
     assert clipped.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_given(on_policy):
+    """By enumeration of the nine completions of two tokens, and k3 has that of the KL turned round,
+    on policy. The KL of whole completions has another one, which RLOO gets by k1 in the reward.
+    """
+    ys = torch.tensor(list(itertools.product(range(3), repeat=2)))  # (9, 2)
+    prefix = torch.stack([0 * ys[:, 0], 1 + ys[:, 0]], dim=1)  # (9, 2): 0 is the prompt alone
+    logits, ref, old = (numbers(i)[:, :3] for i in range(3))  # of a token after a prefix, (4, 3)
+    policy, ref, old = (x.log_softmax(-1) for x in (logits.requires_grad_(), ref, old))
+    old = policy.detach() if on_policy else old
+    p, r, o = (x[prefix, ys] for x in (policy, ref, old))  # log-probs, (9, 2)
+
+    def mean(losses: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Of losses (9,) of completions that old sampled: the value and the gradient."""
+        value = (o.sum(1).exp() * losses).sum()
+        return value.item(), torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def of_loss(loss, *args: torch.Tensor, **more) -> tuple[float, torch.Tensor]:
+        more |= {"clip_range": 0.2}
+        rows = [[x[i : i + 1] for x in (p, o, *args, torch.ones(9, 2))] for i in range(9)]
+        return mean(torch.stack([loss(*row, **more)[0] for row in rows]))
+
+    def of_grpo(estimator: str) -> tuple[float, torch.Tensor]:
+        def loss(p, o, r, mask, **more):
+            return grpo_loss(p, o, torch.zeros(1), mask, ref_logprobs=r, **more)
+
+        sums = {"loss_type": "dr_grpo", "max_new_tokens": 1, "kl_coef": 1.0}
+        return of_loss(loss, r, **sums, kl_estimator=estimator)
+
+    kl, gradient = mean((policy.exp() * (policy - ref)).sum(1)[prefix].sum(1))
+    _, of_turned = mean((ref.exp() * (ref - policy)).sum(1)[prefix].sum(1))
+    unbiased, k3 = of_grpo("unbiased"), of_grpo("k3")
+    assert unbiased[0] == pytest.approx(kl) and torch.allclose(unbiased[1], gradient)
+    assert torch.allclose(k3[1], of_turned) == on_policy
+    kls = (p - r).sum(1)
+    whole = torch.autograd.grad((p.sum(1).exp() * kls).sum(), logits, retain_graph=True)[0]
+    assert torch.allclose(of_loss(rloo_loss, -kls.detach())[1], whole) == on_policy
+    for other in (k3[1], whole):
+        assert (unbiased[1] - other).abs().max() > 0.05
 
 
 # --- The commands of docs/running.md ---

@@ -14,9 +14,12 @@ import functools
 import importlib
 import importlib.util
 import math
+import re
 import sys
+import textwrap
 import types
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from common import gae, kl_estimate, masked_whiten
 from grpo import group_advantages, grpo_loss
+from plumbing.config import parse_flags
 from ppo import policy_loss, value_loss
 from rloo import rloo_advantages, rloo_loss
 
@@ -168,12 +172,45 @@ for kind, mode in MODES.items():
     theirs = verl_loss(mode, clip_ratio_high=0.28)
     LOSSES[f"verl-{kind}"] = grpo(kind, clip_range_high=0.28), theirs, ADDED
 for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
-    for high, beta in ((0.2, 0.0), (0.5, 0.3)):
-        ours = grpo(kind, clip_range_high=high, cispo_bound=1 + high, kl_coef=beta)
+    for high, beta, kl in ((0.2, 0.0, "k3"), (0.5, 0.3, "k3"), (0.5, 0.3, "unbiased")):
+        if (kind, kl) == ("gspo", "unbiased"):  # TRL takes the ratio of the whole completion
+            continue
+        bounds = {"clip_range_high": high, "cispo_bound": 1 + high}
+        ours = grpo(kind, kl_coef=beta, kl_estimator=kl, **bounds)
         level, name = ("sequence", "grpo") if kind == "gspo" else ("token", kind)
         bound = 1 + high if kind == "cispo" else high
-        theirs = trl_loss("GRPO", level, bound, loss_type=name, beta=beta)
-        LOSSES[f"trl-{kind}-{high}"] = ours, theirs, EXACT
+        more = {"loss_type": name, "beta": beta, "args.use_bias_correction_kl": kl == "unbiased"}
+        LOSSES[f"trl-{kind}-{beta}-{kl}"] = ours, trl_loss("GRPO", level, bound, **more), EXACT
+
+
+@functools.cache
+def grpo_of_the_page() -> types.ModuleType:
+    """grpo.py after the changes that docs/architecture.md makes for a loss of one's own."""
+    root, module = Path(__file__).parent.parent, types.ModuleType("grpo_of_the_page")
+    source = (root / "grpo.py").read_text(encoding="utf-8")
+    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = re.search(r"((?:    .*\n)+)", page.partition("## A loss of your own")[2])[1]
+    for change in textwrap.dedent(block).split("...\n"):
+        lines = change.splitlines(keepends=True)
+        old, new = ("".join(x[1:] for x in lines if x[0] in signs) for signs in (" -", " +"))
+        assert source.count(old) == 1, f"the page changes what isn't there:\n{old}"
+        source = source.replace(old, new)
+    exec(compile(source, "grpo_of_the_page", "exec"), module.__dict__)
+    return module
+
+
+def sapo(logprobs: Tensor) -> Tensor:
+    options = {"clip_range": 0.2, "loss_type": "sapo", "ref_logprobs": REF, "kl_coef": 0.3}
+    return grpo_of_the_page().grpo_loss(logprobs, OLD, A, MASK, **options)[0]
+
+
+more = {"args.sapo_temperature_pos": 1.0, "args.sapo_temperature_neg": 1.05}
+LOSSES["trl-sapo"] = sapo, trl_loss("GRPO", loss_type="sapo", beta=0.3, **more), EXACT
+
+
+def test_the_loss_of_the_page_is_a_flag():
+    script = grpo_of_the_page()
+    assert parse_flags(script.Config, "", {}, ["--loss_type", "sapo"]).loss_type == "sapo"
 
 
 def whitened_gae(gamma: float, lam: float) -> Tensor:

@@ -1,18 +1,21 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU."""
 
 import json
+import shutil
+from unittest import mock
 
 import pytest
 import torch
 from pretended_cuda import CUDA, Generator, pretended_cuda
-from small import computed, small_gpt2
+from small import computed, small_gpt2, small_llama
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import grpo
 import ppo
 import rloo
-from common import Fault
+from common import Fault, InputError
 from plumbing import models
+from plumbing.run import run_main
 from sampling import Decoder, sample
 
 RUNS = {  # the updates of a step, and flags
@@ -57,7 +60,7 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
     assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
 
 
-def test_a_forward_pass_that_cannot_be_captured_is_a_fault_that_names_the_flag():
+def test_what_fails_within_a_capture_is_named_and_without_graphs_it_works(capsys):
     prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
     options = {"num_generations": 1, "max_rows": 2, "max_new_tokens": 4}
     options |= {"eos_token_ids": [], "pad_token_id": 0}
@@ -65,12 +68,58 @@ def test_a_forward_pass_that_cannot_be_captured_is_a_fault_that_names_the_flag()
     def wait(module, inputs, output):
         output.sum().item()
 
+    def run_out(module, inputs, output):
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
     with pretended_cuda():
         model = small_gpt2().eval().to("cuda")
-        model.transformer.ln_f.register_forward_hook(wait)
+        hook = model.transformer.ln_f.register_forward_hook(wait)
         with pytest.raises(Fault, match=r"--cuda_graphs false \(_local_scalar_dense"):
             sample(model, prompts, prompts > 0, **options)
         sample(model, prompts, prompts > 0, decoder=Decoder(model, graphs=False), **options)
+        hook.remove()
+        model.transformer.ln_f.register_forward_hook(run_out)
+        with pytest.raises(SystemExit):
+            run_main(lambda: sample(model, prompts, prompts > 0, **options))
+        sample(model, prompts, prompts > 0, decoder=Decoder(model, graphs=False), **options)
+    assert capsys.readouterr().err.startswith("error: out of memory: lower --micro_batch_tokens")
+
+
+def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_line(
+    monkeypatch, capsys
+):
+    error = RuntimeError("CUDA error: no kernel image is available\nFor debugging")
+    broken = mock.patch.object(torch.Tensor, "item", side_effect=error)
+    with pretended_cuda(), broken, pytest.raises(InputError) as raised:
+        models.pick_device(None)
+    message = "--device cuda: RuntimeError: CUDA error: no kernel image is available"
+    assert str(raised.value) == message
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for found, lines in ((None, 0), ("/usr/bin/nvidia-smi", 1)):
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+        assert models.pick_device(None).type == "cpu"
+        assert capsys.readouterr().out.count("On the CPU: this torch is a CPU build, or") == lines
+
+
+def test_before_ampere_attention_over_grouped_heads_always_has_a_mask(monkeypatch):
+    """Without one PyTorch takes the attention that keeps all scores."""
+    attention, ids, masks = models.sdpa_attention_forward, torch.arange(6).view(2, 3), []
+
+    def noted(module, query, key, value, mask, **options):
+        masks.append(mask)
+        return attention(module, query, key, value, mask, **options)
+
+    monkeypatch.setattr(models, "sdpa_attention_forward", noted)
+    model, logits = small_llama(), []
+    models.fuse(model)
+    for number in ((9, 0), (7, 5)):
+        patched = {"is_available": lambda: True, "get_device_capability": lambda n=number: n}
+        with mock.patch.multiple(torch.cuda, **patched):
+            logits.append(model(ids, attention_mask=torch.ones_like(ids)).logits)
+    assert [mask is None for mask in masks] == 2 * [True] + 2 * [False]
+    assert torch.allclose(*logits, atol=1e-5)
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
@@ -78,11 +127,11 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
 ):
     run, sizes, one_pass = make_job(ppo), [], models._one_pass
 
-    def tried(config, trained, num_rows, prompt_length):
-        sizes.append(num_rows)
-        if num_rows > 2:
+    def tried(config, trained, part):
+        sizes.append(len(part.finished))
+        if sizes[-1] > 2:
             raise torch.OutOfMemoryError
-        one_pass(config, trained, num_rows, prompt_length)
+        one_pass(config, trained, part)
 
     monkeypatch.setattr(models, "_one_pass", tried)
     with pretended_cuda():

@@ -54,6 +54,7 @@ LOSS = "--clip_range 0.1 --clip_range_high 0.3 --entropy_coef 0.5 --mask_truncat
         ("grpo", "--scale_rewards batch", {"scale_rewards": "batch", "loss_type": "grpo"}),
         ("grpo", LOSS, {"epsilon": 0.1, "epsilon_high": 0.3, "entropy_coef": 0.5}),
         ("grpo", LOSS, {"mask_truncated_completions": True, "use_bias_correction_kl": False}),
+        ("grpo", "--kl_estimator unbiased", {"use_bias_correction_kl": True}),
         ("grpo", "--loss_type dr_grpo", {"loss_type": "dr_grpo", "epsilon_high": None}),
         ("grpo", "--loss_type gspo", {"importance_sampling_level": "sequence"}),
         ("grpo", "--loss_type gspo", {"loss_type": "grpo"}),

@@ -66,7 +66,7 @@ def fields_of(config: Any, num_processes: int, longest: int) -> dict[str, Any]:
     if isinstance(config, grpo.Config):
         fields |= {name: getattr(config, name) for name in SAME_NAME_GRPO.split()}
         fields["epsilon_high"] = config.clip_range_high
-        fields["use_bias_correction_kl"] = False  # TRL's own addition
+        fields["use_bias_correction_kl"] = config.kl_estimator == "unbiased"
         if config.loss_type == "gspo":
             fields |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
         if config.loss_type == "cispo":
