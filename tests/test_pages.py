@@ -154,20 +154,23 @@ def test_the_recipe_for_reasoning_gym_writes_puzzles_whose_answers_are_right_and
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("puzzles.py").write_text(block("puzzles.py", "recipes.md"))
-    write, train = (c for c in commands(PAGES["recipes.md"]) if "spell_backward" in c)
+    write, train = (c for c in commands(PAGES["recipes.md"]) if "chain_sum" in c)
     exec(shlex.split(write)[2], {})
     puzzles = sys.modules.pop("puzzles")
-    rows = lines_of("spell_backward.jsonl")
+    rows = lines_of("chain_sum.jsonl")
     entries = [row["entry"] for row in rows]
     asked = [row["prompt"][0]["content"] for row in rows[:1]] + [e["question"] for e in entries]
-    assert len({*asked}) == len(asked) > 500, "each question once, and none that is shown solved"
+    assert len({*asked}) == len(asked) > 150, "each question once, and none that is shown solved"
     assert [row["prompt"][-1]["content"] for row in rows] == asked[1:]
     answers = [[{"role": "assistant", "content": f" {e['answer']}\n"}] for e in entries]
     assert set(puzzles.right(answers, entries)) == {1.0}
-    assert sum(puzzles.right(answers[1:], entries)) == 0, "the answer to another question"
-    puzzles.write("prime_factorization", size=4)  # its verifier raises on words
-    row, *_ = lines_of("prime_factorization.jsonl")
-    assert puzzles.score(["The factors are", "2"], [row["entry"]] * 2)[0] == 0
+    for shape, is_right in (("It is {}.", False), ("Sum = {}", True)):
+        texts = [shape.format(entry["answer"]) for entry in entries]
+        assert all(0 < s < 1 for s in puzzles.score(texts, entries)), "a part of the score"
+        assert set(puzzles.right(texts, entries)) == {float(is_right)}
+    puzzles.write("prime_factorization", size=4)
+    factors = lines_of("prime_factorization.jsonl")[0]["entry"]
+    assert puzzles.score(["The factors"], [factors]) == [0], "its verifier raises on words"
 
     chat = byte_tokenizer()
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
