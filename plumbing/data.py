@@ -350,7 +350,7 @@ def _import(file: Path) -> ModuleType:
     """Import a file, once for all its functions: it may load a model."""
     # Its folder is in the path, and its name its own: a pool can import it and its neighbours.
     sys.path.append(str(file.parent))
-    for other in file.parent.glob("*.py"):  # a tasks.py, say
+    for other in file.parent.glob("[!_]*.py"):  # a tasks.py, say
         found = importlib.util.find_spec(other.stem) if other.stem.isidentifier() else None
         if other != file and found and found.origin and Path(found.origin).resolve() != other:
             what = f"For `import {other.stem}` {file.name} gets {found.origin}"

@@ -157,7 +157,7 @@ def untidy(completions):
 
 def test_a_file_is_told_which_of_its_neighbours_it_cannot_import(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, text in (("tasks", "graded = len"), ("asks", ""), ("a-b", "")):
+    for name, text in (("tasks", "graded = len"), ("asks", ""), ("a-b", ""), ("__main__", "")):
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "of_tasks.py").write_text("import tasks, asks\ndef reward(**columns): pass")
     load_reward(f"{tmp_path}/of_tasks.py:reward", REWARDS)
