@@ -168,7 +168,10 @@ def test_the_recipe_for_reasoning_gym_writes_puzzles_whose_answers_are_right_and
         texts = [shape.format(entry["answer"]) for entry in entries]
         assert all(0 < s < 1 for s in puzzles.score(texts, entries)), "a part of the score"
         assert set(puzzles.right(texts, entries)) == {float(is_right)}
-    puzzles.write("prime_factorization", size=4)
+    for name in ("prime_factorization", "spell_backward"):
+        puzzles.write(name, size=4)
+    word = lines_of("spell_backward.jsonl")[0]["entry"]
+    assert puzzles.score([f" {word['answer']}\n"], [word]) == [1], "white space doesn't count"
     factors = lines_of("prime_factorization.jsonl")[0]["entry"]
     assert puzzles.score(["The factors"], [factors]) == [0], "its verifier raises on words"
 
