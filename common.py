@@ -383,7 +383,8 @@ def micro_batches(
 ) -> list[tuple[Tensor, Rollout]]:
     """Cut `rows` (n,) of a rollout, default all, into parts of at most max_tokens tokens, padding
     included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A row alone may be
-    longer. A prompt that rows of a part share counts once, as completion_states reads it.
+    longer. A prompt that rows of a part share counts once, as completion_states reads it; also
+    under gradient checkpointing, which reads it for each row and keeps far less of each.
 
     The longest completions come first: a part is as wide as its longest row, and padding costs as
     much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where

@@ -230,11 +230,8 @@ def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) ->
 def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> Rollout:
     """That of full rows; the completions of a prompt share it."""
     N, G, T = config.prompts_per_step, config.num_generations, config.max_new_tokens
-    # Random tokens, by a generator of their own.
-    numbers, vocab_size = (
-        torch.Generator().manual_seed(0),
-        len(policy.get_input_embeddings().weight),
-    )
+    vocab_size = len(policy.get_input_embeddings().weight)
+    numbers = torch.Generator().manual_seed(0)  # its own: no draw of the run changes
     prompts = torch.randint(vocab_size, (N, prompt_length), generator=numbers)
     completions = torch.randint(vocab_size, (N * G, T), generator=numbers)
     tokens = torch.cat([prompts.repeat_interleave(G, dim=0), completions], dim=1).to(policy.device)
