@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.activations import NewGELUActivation
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from common import (
     InputError,
@@ -267,46 +258,6 @@ def fuse(model: nn.Module) -> None:
                 norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon, device="meta")
                 norm.weight = child.weight
                 setattr(module, name, norm)
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("grouped")
 
 
 RMS_NORMS = [f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3")]
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """An attention of transformers: query (B, heads, L, D) -> (B, L, heads, D).
-
-    For one token the query heads that share keys and values are rows of one product. transformers
-    before 5.24 copies keys and values for each of them.
-    """
-    of_one_token = query.shape[2] == 1 and attention_mask is not None
-    if not of_one_token or attention_mask.shape[1] > 1 or options.get("dropout"):
-        more = {"scaling": scaling} | options
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    rows = query.view(len(query), key.shape[1], -1, query.shape[3])
-    out = scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
-    return out.reshape(query.shape).transpose(1, 2), None
-
-
-def mask_for_attention(*args: Any, **options: Any) -> Tensor | None:
-    """The mask of transformers for `attend`: None where no token is hidden but later ones.
-
-    Before Ampere a GPU's fused attention doesn't know grouped heads: without a mask transformers
-    would take one that keeps all scores. With a mask it doesn't.
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
-        options["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, **options)
-
-
-AttentionInterface.register("grouped", attend)
-AttentionMaskInterface.register("grouped", mask_for_attention)

@@ -134,7 +134,6 @@ BUGS = [
     ("models.eos_token_ids", "sorted(found - {None})", "sorted(filter(None, found))", "an EOS whose id is 0 is lost"),
     ("models.add_adapter", "\"lora_alpha\": 32,", "\"lora_alpha\": 2 * rank,", "alpha grows with the rank"),
     ("models.fuse", "child.variance_epsilon", "1e-12", "a norm without the model's epsilon"),
-    ("models.attend", "attention_mask, scale=scaling", "attention_mask, scale=None", "attention ignores the model's own scale"),
     ("run.Run.__init__", "register_step_pre_hook", "register_step_post_hook", "an end within the optimiser saves half an update"),
     ("run.Run.show", "if step % self.config.eval_every:", "if False:", "samples and tokens of every step are kept"),
     ("run.Run._resume", "self.optimizer.load_state_dict(state[\"optimizer\"])", "pass", "a resumed run has a new optimiser"),

@@ -1,17 +1,15 @@
 """Families of causal language models: what differs in each is sampled and trained rightly."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from small import make_rollout
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import completion_logprobs, disable_dropout
-from plumbing.models import attend, context_length, fuse
+from plumbing.models import context_length, fuse
 from sampling import generate
 
 VOCAB, EOS = 20, 19
@@ -110,19 +108,6 @@ def test_fused_layers_change_no_more_than_rounding_and_keep_the_names_of_the_wei
     ours, real = fused(model), RAGGED.attention_mask
     new = {type(x) for x in ours.modules()} - {type(x) for x in model.modules()}
     assert new in ({torch.nn.GELU}, {torch.nn.RMSNorm})
-    assert ours.config._attn_implementation == "grouped"
     theirs, ours_too = (m(RAGGED.tokens, attention_mask=real).logits[real] for m in (model, ours))
     assert torch.allclose(ours_too, theirs, atol=1e-5)
     assert [*ours.state_dict()] == [*model.state_dict()]
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_the_attention_of_one_token_is_that_of_pytorch_to_rounding(kv_heads):
-    torch.manual_seed(0)
-    query, (key, value) = torch.randn(3, 6, 1, 8), torch.randn(2, 3, kv_heads, 7, 8)
-    mask = torch.arange(7) >= torch.tensor([0, 3, 6]).view(3, 1, 1, 1)
-    expected = scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
-    module = SimpleNamespace(num_key_value_groups=6 // kv_heads, is_causal=True)
-    for given in (mask, mask.expand(3, 6, 1, 7)):  # one for all heads, or for each
-        found, _ = attend(module, query, key, value, given, scaling=0.3)
-        assert torch.allclose(found.transpose(1, 2), expected, atol=1e-5)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from pretended_cuda import CUDA, Generator, pretended_cuda
-from small import computed, small_gpt2, small_llama
+from small import computed, small_gpt2
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import grpo
@@ -101,25 +101,6 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
         monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
         assert models.pick_device(None).type == "cpu"
         assert capsys.readouterr().out.count("On the CPU: this torch is a CPU build, or") == lines
-
-
-def test_before_ampere_attention_over_grouped_heads_always_has_a_mask(monkeypatch):
-    """Without one PyTorch takes the attention that keeps all scores."""
-    attention, ids, masks = models.sdpa_attention_forward, torch.arange(6).view(2, 3), []
-
-    def noted(module, query, key, value, mask, **options):
-        masks.append(mask)
-        return attention(module, query, key, value, mask, **options)
-
-    monkeypatch.setattr(models, "sdpa_attention_forward", noted)
-    model, logits = small_llama(), []
-    models.fuse(model)
-    for number in ((9, 0), (7, 5)):
-        patched = {"is_available": lambda: True, "get_device_capability": lambda n=number: n}
-        with mock.patch.multiple(torch.cuda, **patched):
-            logits.append(model(ids, attention_mask=torch.ones_like(ids)).logits)
-    assert [mask is None for mask in masks] == 2 * [True] + 2 * [False]
-    assert torch.allclose(*logits, atol=1e-5)
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
