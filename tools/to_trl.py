@@ -1,7 +1,7 @@
 """Train the job of a run on many GPUs, with TRL 1.16: its GRPOTrainer or its RLOOTrainer.
 
   torchrun --nproc_per_node 8 tools/to_trl.py runs/grpo-tiny-add-s0
-  accelerate launch --config_file zero3.yaml tools/to_trl.py runs/grpo-tiny-add-s0 --use_vllm
+  accelerate launch --config_file zero3.yaml tools/to_trl.py runs/grpo-tiny-add-s0 --use_vllm True
 
 Model, prompts, rewards and settings are those of the run; start it in the folder where the run was
 started. Flags after the run are fields of TRL's GRPOConfig or RLOOConfig, and win. What TRL has
@@ -130,14 +130,15 @@ def main(args: list[str] | None = None) -> None:
         more[get_soft_overlong_punishment(config.max_new_tokens, buffer)] = 1.0
     settings.reward_weights = [*task.weights, *more.values()]
     train = task.train * -(-config.prompts_per_step // len(task.train))  # at least a whole batch
-    trainer = getattr(trl, f"{script.upper()}Trainer")(
-        model=policy,
-        reward_funcs=[*task.rewards, *more],
-        args=settings,
-        train_dataset=Dataset.from_list(train, on_mixed_types="use_json"),
-        eval_dataset=Dataset.from_list(heldout, on_mixed_types="use_json"),
-        processing_class=tokenizer,
-    )
+    with blame("TRL"):  # without vLLM, say
+        trainer = getattr(trl, f"{script.upper()}Trainer")(
+            model=policy,
+            reward_funcs=[*task.rewards, *more],
+            args=settings,
+            train_dataset=Dataset.from_list(train, on_mixed_types="use_json"),
+            eval_dataset=Dataset.from_list(heldout, on_mixed_types="use_json"),
+            processing_class=tokenizer,
+        )
     trainer.train(resume_from_checkpoint=settings.resume_from_checkpoint)
     trainer.save_model()
 
