@@ -75,12 +75,6 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_that_it_has():
                 assert place in headings(target), f"{page.name} links to {link}#{place}"
 
 
-def test_the_version_to_cite_is_that_of_the_changelog():
-    of_changes = re.search("^## ([0-9.]+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)[1]
-    assert f"\nversion: {of_changes}\n" in (REPOSITORY / "CITATION.cff").read_text()
-    assert f"version = {{{of_changes}}}" in PAGES["README.md"]
-
-
 def test_every_flag_that_a_page_names_is_one_of_a_program():
     known = {f.name for script in SCRIPTS.values() for f in dataclasses.fields(script.Config)}
     for folder in ("tools", "benchmarks", "course", "tests"):
@@ -162,16 +156,11 @@ def test_the_recipe_for_reasoning_gym_writes_puzzles_whose_answers_are_right_and
     asked = [row["prompt"][0]["content"] for row in rows[:1]] + [e["question"] for e in entries]
     assert len({*asked}) == len(asked) > 150, "each question once, and none that is shown solved"
     assert [row["prompt"][-1]["content"] for row in rows] == asked[1:]
-    answers = [[{"role": "assistant", "content": f" {e['answer']}\n"}] for e in entries]
-    assert set(puzzles.right(answers, entries)) == {1.0}
-    for shape, is_right in (("It is {}.", False), ("Sum = {}", True)):
+    for shape, least, is_right in (("{}", 1, 1), ("Sum = {}", 0.01, 1), ("It is {}.", 0.01, 0)):
         texts = [shape.format(entry["answer"]) for entry in entries]
-        assert all(0 < s < 1 for s in puzzles.score(texts, entries)), "a part of the score"
+        assert all(least <= s <= 1 for s in puzzles.score(texts, entries)), "a part of the score"
         assert set(puzzles.right(texts, entries)) == {float(is_right)}
-    for name in ("prime_factorization", "spell_backward"):
-        puzzles.write(name, size=4)
-    word = lines_of("spell_backward.jsonl")[0]["entry"]
-    assert puzzles.score([f" {word['answer']}\n"], [word]) == [1], "white space doesn't count"
+    puzzles.write("prime_factorization", size=4)
     factors = lines_of("prime_factorization.jsonl")[0]["entry"]
     assert puzzles.score(["The factors"], [factors]) == [0], "its verifier raises on words"
 

@@ -76,9 +76,6 @@ def test_a_process_computes_its_share_of_a_minibatch_in_passes(tokens, processes
     assert sizes == expected
     # TRL's own rule for an update: so many completions, over all processes.
     assert sizes[0] * sizes[1] * processes == found["generation_batch_size"] / 3
-
-
-def test_a_step_that_the_processes_cannot_share_is_refused():
     with pytest.raises(InputError, match="into 3 minibatches on 5 processes"):
         fields("grpo", SIZES, num_processes=5)
 
