@@ -6,8 +6,8 @@
 Their own functions run here; of their trainers and configurations, which want a model, Ray and
 vLLM, there are stand-ins. Where a library is missing its rows are skipped. TRL has no PPO any more.
 What verl does otherwise is switched off in its rows: it gives no gradient to a bad token with a
-ratio above clip_ratio_c, and bounds the weight of CISPO below as well. Nor has it a gradient at
-log-ratios above 20 and where k3 is above 10, which no row here reaches.
+ratio above clip_ratio_c. Nor has it a gradient at log-ratios above 20 and where k3 is above 10,
+which no row here reaches.
 """
 
 import functools
@@ -113,22 +113,16 @@ def verl() -> types.ModuleType:
         return importlib.import_module("verl.trainer.ppo.core_algos")
 
 
-def verl_loss(mode="token-mean", kind="vanilla", A=A, **settings: object) -> Loss:
-    config = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None}
-    config |= {"clip_ratio_c": 1e9, "global_batch_info": {}} | settings  # no dual clip
+def verl_loss(mode: str, A: Tensor, high: float) -> Loss:
+    config = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": high}
+    config |= {"clip_ratio_c": 1e9, "global_batch_info": {}}  # no dual clip
 
     def loss(logprobs: Tensor) -> Tensor:
-        function = getattr(verl(), f"compute_policy_loss_{kind}")
         its = mock.Mock(**config, get=config.get)
+        function = verl().compute_policy_loss_vanilla
         return function(OLD, logprobs, A.view(ROWS, -1), REAL, mode, its)[0]
 
     return loss
-
-
-def verl_advantages(kind: str, **options: object) -> Tensor:
-    tokens = torch.nn.functional.pad(SCORES.unsqueeze(1), (0, T - 1))  # verl adds up each row
-    function = getattr(verl(), f"compute_{kind}_outcome_advantage")
-    return function(tokens, REAL, [row // G for row in range(ROWS)], **options)[0][:, 0]
 
 
 def verl_gae(gamma: float, lam: float) -> Tensor:
@@ -150,15 +144,12 @@ def grpo(loss_type: str, **options: object) -> Loss:
 
 EXACT, ADDED = 1e-12, 1e-8  # verl adds 1e-8 to lengths
 LOSSES = {
-    "verl-ppo": (mean(policy_loss, OLD, REWARDS, 0.2), verl_loss(A=REWARDS), EXACT),
+    "verl-ppo": (
+        mean(policy_loss, OLD, REWARDS, 0.2), verl_loss("token-mean", REWARDS, 0.2), EXACT,
+    ),
     "verl-values": (
         mean(value_loss, OLD, RETURNS, 0.2),
         lambda p: verl().compute_value_loss(p, RETURNS, OLD, REAL, 0.2)[0], EXACT,
-    ),
-    "verl-gspo": (grpo("gspo"), verl_loss("seq-mean-token-mean", "gspo"), ADDED),
-    "verl-cispo": (  # without verl's lower bound
-        grpo("cispo", cispo_bound=1.28),
-        verl_loss(kind="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28), EXACT,
     ),
     "trl-rloo": (
         lambda p: rloo_loss(p, OLD, A, MASK, clip_range=0.2)[0], trl_loss("RLOO"), EXACT,
@@ -169,8 +160,7 @@ for kind in ("k1", "k2", "k3"):
     LOSSES[f"verl-{kind}"] = ours, lambda p, k=kind: verl().kl_penalty(p, REF, k), EXACT
 MODES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 for kind, mode in MODES.items():
-    theirs = verl_loss(mode, clip_ratio_high=0.28)
-    LOSSES[f"verl-{kind}"] = grpo(kind, clip_range_high=0.28), theirs, ADDED
+    LOSSES[f"verl-{kind}"] = grpo(kind, clip_range_high=0.28), verl_loss(mode, A, 0.28), ADDED
 for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
     for high, beta, kl in ((0.2, 0.0, "k3"), (0.5, 0.3, "k3"), (0.5, 0.3, "unbiased")):
         if (kind, kl) == ("gspo", "unbiased"):  # TRL takes the ratio of the whole completion
@@ -218,12 +208,7 @@ def whitened_gae(gamma: float, lam: float) -> Tensor:
     return torch.cat([masked_whiten(advantages, MASK), returns])
 
 
-ADVANTAGES = {
-    "verl-rloo": (lambda: rloo_advantages(SCORES, G), lambda: verl_advantages("rloo"), EXACT),
-    "verl-grpo": (  # here 1e-4 is added to the std, as in TRL; there 1e-6 by default
-        lambda: group_advantages(SCORES, G), lambda: verl_advantages("grpo", epsilon=1e-4), EXACT,
-    ),
-}  # fmt: skip
+ADVANTAGES = {}
 for x in ((1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0)):
     ADVANTAGES[f"verl-gae-{x}"] = lambda x=x: whitened_gae(*x), lambda x=x: verl_gae(*x), ADDED
 for known, s in (("all", SCORES), ("some", SOME)):
