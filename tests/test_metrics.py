@@ -33,43 +33,34 @@ def test_of_constant_returns_no_variance_is_explained():
     assert explained_variance(torch.arange(4.0).view(1, 4), returns, mask) == 0
 
 
-def test_a_metric_keeps_no_graph_of_what_is_added_to_it():
-    totals, x = Totals(), torch.ones(3, requires_grad=True)
-    totals.add("of tokens", 2 * x)
-    totals.add_share("of the loss", (2 * x).sum())
-    assert not any(total.requires_grad for total in totals.sums.values())
+def test_the_largest_deviation_is_that_of_the_first_minibatch_and_no_graph_is_kept():
+    rows, mask = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[True, False]])
+    meter, x = Meter(make_rollout([[1]] * 4, [[5, EOS]] * 4)), torch.zeros(1, 2, requires_grad=True)
+    for row, ratio in zip(rows, (1.1, 0.5, 1.2, 9.0)):
+        if row == 3:
+            meter.end_mini_batch(torch.tensor(1.0))
+        ratio = torch.tensor([[ratio, torch.nan]]) * x.exp()
+        meter.add_policy(row, x, x.detach(), x, ratio, x > 0, mask)
+        meter.add_share("loss", x.sum())
+    assert meter.results()["val/ratio_max_dev_first"] == 0.5
+    assert not any(total.requires_grad for total in meter.sums.values())
 
 
-def test_the_objective_is_a_sum_of_kl_per_completion_and_leaves_out_padding_and_missing_scores():
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
-    kl = torch.tensor([[1.0, 2, 3, 99], [4, 99, 99, 99], [-1, 3, 99, 99]])
-    scores = torch.tensor([10.0, torch.nan, 4.0])
-    expected = {
-        "objective/kl": (6 + 4 + 2) / 3,
-        "objective/kl_token": 12 / 6,
-        "objective/entropy": 0.5 * (1 + 2 + 3 + 4 + 1 + 3) / 6,
-        "objective/scores": 7,
-        "objective/non_score_reward": -0.5 * 4,
-        "objective/rlhf_reward": ((10 - 0.5 * 6) + (4 - 0.5 * 2)) / 2,
-    }
-    rollout = make_rollout([[1]] * 3, [[5, 6, EOS], [EOS], [5, 6]], extra_right=1)
-    rollout.logprobs[:] = torch.where(mask, -0.5 * kl.abs(), 99.0)
-    assert torch.equal(rollout.completion_mask, mask)
-    meter = Meter(rollout)
-    meter.objective(scores, kl, 0.5)
-    metrics = meter.results()
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-
-
-def test_the_spread_within_a_group_leaves_out_missing_scores_and_counts_flat_groups_as_0():
+def test_missing_scores_are_left_out_and_a_group_without_two_different_ones_is_flat():
     nan = torch.nan
-    assert is_flat(torch.tensor([[nan, 2.0], [nan, nan], [1.0, 2.0]])).tolist() == [[1], [1], [0]]
-    meter = Meter(make_rollout([[1]], [[EOS]]))
-    meter.groups(torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan]), 3)
+    scores = torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan])
+    kl, known = torch.arange(24.0).view(12, 2), ~scores.isnan()
+    meter = Meter(make_rollout([[1]] * 12, [[5, EOS]] * 12))
+    meter.objective(scores, kl, 0.5)
+    meter.groups(scores, 3)
     metrics = meter.results()
+    assert metrics["objective/scores"] == pytest.approx(25 / 8)
+    rewards = (scores - 0.5 * kl.sum(1))[known]
+    assert metrics["objective/rlhf_reward"] == pytest.approx(rewards.mean().item())
     stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
     assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
     assert metrics["reward/frac_flat_groups"] == 0.5
+    assert is_flat(torch.tensor([[nan, 2.0], [1.0, 2.0]])).tolist() == [[1], [0]]
 
 
 # --- Warnings ---
@@ -83,6 +74,7 @@ STEP = {
     "length/truncated_frac": 0.1,
 }
 LOST = {"objective/scores": 0.0, "objective/kl_token": 0.05}
+UNKNOWN = {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}
 INFINITE = dict.fromkeys(["objective/kl", "objective/kl_token"], math.inf)
 
 
@@ -115,11 +107,7 @@ def around(mean, spread):
         # The cause that the other metrics show.
         ([LOST | {"objective/kl": 40.0}] * 5, "constant reward", "lower --learning_rate"),
         ([LOST | {"policy/entropy_avg": 1e-4}] * 5, "constant reward", "lower --learning_rate"),
-        (
-            [LOST | {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}],
-            "no reward",
-            "None",
-        ),
+        ([LOST | UNKNOWN], "no reward", "None"),
     ],
 )
 def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(steps, name, remedy):
