@@ -31,7 +31,7 @@ EOS, ROWS = 19, 12  # 4 prompts x 3 completions
 FLAGS = {
     "num_steps": 2, "completions": ROWS, "num_generations": 3, "max_new_tokens": 5,
     "temperature": 1.5, "kl_coef": 0.3, "learning_rate": 0.01, "warmup_steps": 0,
-    "max_grad_norm": 0.8, "rollout_batch_size": 6, "micro_batch_tokens": 32, "eval_every": 1,
+    "max_grad_norm": 0.8, "rollout_batch_size": 6, "micro_batch_tokens": 16, "eval_every": 1,
     "seed": 4, "num_epochs": 2, "num_mini_batches": 2, "clip_range": 0.05,
 }  # fmt: skip
 RUNS = {  # the kind of loss: the flags in which its run differs
@@ -40,7 +40,10 @@ RUNS = {  # the kind of loss: the flags in which its run differs
         "clip_range_value": 0.03, "vf_coef": 0.5, "entropy_coef": 0.4, "num_epochs": 3,
     },
     "grpo": {},
-    "dapo": {  # one epoch, so old log-probs are needed for the minibatches alone
+    "dr_grpo": {  # one epoch, so old log-probs are needed for the minibatches alone
+        "loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.4, "num_epochs": 1,
+    },
+    "dapo": {
         "loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch",
         "mask_truncated_completions": True, "entropy_coef": 0.4, "num_epochs": 1,
     },
@@ -184,6 +187,8 @@ class Job:
         total = sum(map(sum, losses)) + 0 * entropy.sum()  # a tensor also if all rows are masked
         if self.kind in ("ppo", "dapo"):
             loss = total / max(1, sum(map(len, losses)))
+        elif self.kind == "dr_grpo":
+            loss = total / (len(chosen) * 5)
         else:
             loss = sum(sum(values) / len(values) for values in losses) / len(chosen)
         bonus = self.flags.get("entropy_coef", 0) * sum(x.sum() for x in entropies)
@@ -245,7 +250,7 @@ def naive(job) -> list[tuple]:
 
 
 @pytest.mark.problem("ppo_loop", 3, "ppo")
-@pytest.mark.problem("grpo_loop", 4, "grpo dapo")
+@pytest.mark.problem("grpo_loop", 4, "grpo dr_grpo dapo")
 @pytest.mark.problem("rloo_loop", 2, "rloo")
 def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive):
     """And it is clipped as a whole."""
@@ -264,7 +269,7 @@ def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive)
         assert update.norm.item() == pytest.approx(length, rel=1e-8), "of other parameters?"
 
 
-@pytest.mark.problem("grpo_loop", 2, "grpo dapo")
+@pytest.mark.problem("grpo_loop", 2, "grpo dr_grpo dapo")
 def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
     parameters = parameters_of(copy.deepcopy(job.before[0]))
     optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
@@ -277,7 +282,7 @@ def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-8), "another rate, decay or order?"
 
 
-@pytest.mark.problem("grpo_loop", 1, "grpo dapo")
+@pytest.mark.problem("grpo_loop", 1, "grpo dr_grpo dapo")
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
     def mean(name: str) -> float:
