@@ -29,7 +29,6 @@ from common import (
     masked_mean,
     masked_whiten,
     micro_batches,
-    model_inputs,
     policy_ratio,
     rollout_logprobs,
     rollout_values,
@@ -231,7 +230,6 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
 OPT = SIZES | {"ffn_dim": 24, "word_embed_proj_dim": 16}  # as in OPT-350m, where the two differ
 EXPERTS = {"num_local_experts": 4, "num_key_value_heads": 1, "intermediate_size": 24}
 DROPOUT_CONFIGS = {
-    "Llama": SIZES | {"intermediate_size": 24, "attention_dropout": 0.5},
     "OPT": OPT | {"dropout": 0.5, "layerdrop": 0.5},
     "GPT2": {"n_embd": 32, "n_layer": 3, "n_head": 2, "attn_pdrop": 0.5, "resid_pdrop": 0.5},
     "Falcon": SIZES | {"hidden_dropout": 0.5, "attention_dropout": 0.5},
@@ -445,13 +443,6 @@ def test_under_autocast_the_backbone_rounds_and_logits_and_values_are_made_in_fl
     assert not torch.equal(states[0], states[2]) and not torch.equal(states[1], states[3])
 
 
-def test_before_transformers_5_24_the_cache_has_another_name_and_a_model_gets_what_it_takes():
-    """A model that doesn't get the cache decodes without the prompt."""
-    tokens, model = torch.ones(1, 2), SimpleNamespace(forward=lambda input_ids, past_key_values: 0)
-    inputs = model_inputs(model, tokens, tokens, "full", logits_to_keep=1)
-    assert inputs == {"input_ids": tokens, "past_key_values": "full"}
-
-
 @pytest.mark.parametrize("max_tokens", [1, 14, 18, 19, 27, 1000])
 def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allowed(max_tokens):
     def num_tokens(rows):  # a prompt of 4 tokens that rows share is read once
@@ -478,15 +469,6 @@ def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others(
     assert sorted(row for rows, _ in pairs for row in rows.tolist()) == [0, 4]
     (rows, part), *more = micro_batches(IN_GROUPS, torch.tensor([5, 3, 1]), wanted, max_tokens=1)
     assert rows.tolist() == [5] and len(part.tokens) == 1 and not more, "one, for the optimiser"
-
-
-def test_log_probs_and_values_of_a_rollout_are_in_its_order_and_carry_no_gradient(small_model):
-    config = SimpleNamespace(temperature=0.7, bf16=False, micro_batch_tokens=18)
-    value_model = value_model_of(small_model)
-    expected = scores(small_model, value_model, RAGGED)[[0, 2]]
-    logprobs = rollout_logprobs(small_model, RAGGED, config)
-    found = torch.stack([logprobs, rollout_values(value_model, RAGGED, config)])
-    assert not found.requires_grad and torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.problem("completion_mask", 1)

@@ -64,6 +64,7 @@ def test_advantages_equal_their_definition_with_rewards_missing(scale):
     assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3, scale), abs=1e-5)
     for rewards in ([nan, nan, nan], [nan, 7.0, nan]):  # of the whole batch, one or none is known
         assert advantages_of(torch.tensor(rewards), 3, scale).tolist() == [0, 0, 0]
+    assert advantages_of(torch.tensor([1, 2, 4]).bfloat16(), 3, scale).dtype == torch.float32
 
 
 @pytest.mark.problem("rloo_advantages", 1, "rloo")
@@ -92,17 +93,6 @@ def test_scaled_by_the_mean_a_rare_success_counts_more_and_rewards_below_0_are_r
     rewards[5] = -0.5  # one of a group whose mean stays above 0
     with pytest.raises(ValueError, match="0 or more"):
         group_advantages(rewards, 4, "mean")
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_advantages_are_at_least_float32_and_float64_where_the_rewards_are(scale):
-    rewards = [1, 2, 4, 3, 3, 3, 0, 8, 5]
-    expected = naive_advantages(list(map(float, rewards)), 3, scale)
-    for dtype in (torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        ours = advantages_of(torch.tensor(rewards, dtype=dtype), 3, scale)
-        assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-        assert ours.tolist() == pytest.approx(expected, rel=tolerance, abs=tolerance), dtype
 
 
 # --- Loss ---
@@ -247,22 +237,9 @@ def test_the_upper_clip_is_its_own(advantage, ratio, loss, slope, more):
     assert clipped.tolist() == [[slope == 0]]
 
 
-def test_cispo_bounds_a_weight_at_5_and_not_one_at_the_bound():
-    logprobs = torch.tensor([[math.log(0.9), math.log(0.9)]], requires_grad=True)
-    args = torch.tensor([[math.log(0.1), math.log(0.9)]]), torch.ones(1), torch.ones(1, 2)
-    loss, clipped = grpo_loss(logprobs, *args, clip_range=0.2, loss_type="cispo")
-    loss.backward()
-    assert logprobs.grad.tolist()[0] == pytest.approx([-5 / 2, -1 / 2])  # the ratios are 9 and 1
-    assert clipped.tolist() == [[True, False]]
-    _, clipped = grpo_loss(logprobs, *args, clip_range=0.2, loss_type="cispo", cispo_bound=1.0)
-    assert clipped.tolist() == [[True, False]]
-
-
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_given(on_policy):
-    """By enumeration of the nine completions of two tokens, and k3 has that of the KL turned round,
-    on policy. The KL of whole completions has another one, which RLOO gets by k1 in the reward.
-    """
+    """By enumeration of the nine completions of two tokens."""
     ys = torch.tensor(list(itertools.product(range(3), repeat=2)))  # (9, 2)
     prefix = torch.stack([0 * ys[:, 0], 1 + ys[:, 0]], dim=1)  # (9, 2): 0 is the prompt alone
     logits, ref, old = (numbers(i)[:, :3] for i in range(3))  # of a token after a prefix, (4, 3)
@@ -275,34 +252,25 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_giv
         value = (o.sum(1).exp() * losses).sum()
         return value.item(), torch.autograd.grad(value, logits, retain_graph=True)[0]
 
-    def of_loss(loss, *args: torch.Tensor, **more) -> tuple[float, torch.Tensor]:
-        more |= {"clip_range": 0.2}
-        rows = [[x[i : i + 1] for x in (p, o, *args, torch.ones(9, 2))] for i in range(9)]
-        return mean(torch.stack([loss(*row, **more)[0] for row in rows]))
-
-    def of_grpo(estimator: str) -> tuple[float, torch.Tensor]:
-        def loss(p, o, r, mask, **more):
-            return grpo_loss(p, o, torch.zeros(1), mask, ref_logprobs=r, **more)
-
-        sums = {"loss_type": "dr_grpo", "max_new_tokens": 1, "kl_coef": 1.0}
-        return of_loss(loss, r, **sums, kl_estimator=estimator)
+    def of_loss(estimator: str) -> tuple[float, torch.Tensor]:
+        sums = {"loss_type": "dr_grpo", "max_new_tokens": 1, "clip_range": 0.2, "kl_coef": 1.0}
+        losses = []
+        for i in range(9):
+            args = p[[i]], o[[i]], torch.zeros(1), torch.ones(1, 2)
+            loss, _ = grpo_loss(*args, ref_logprobs=r[[i]], kl_estimator=estimator, **sums)
+            losses.append(loss)
+        return mean(torch.stack(losses))
 
     kl, gradient = mean((policy.exp() * (policy - ref)).sum(1)[prefix].sum(1))
-    _, of_turned = mean((ref.exp() * (ref - policy)).sum(1)[prefix].sum(1))
-    unbiased, k3 = of_grpo("unbiased"), of_grpo("k3")
+    unbiased, k3 = of_loss("unbiased"), of_loss("k3")
     assert unbiased[0] == pytest.approx(kl) and torch.allclose(unbiased[1], gradient)
-    assert torch.allclose(k3[1], of_turned) == on_policy
-    kls = (p - r).sum(1)
-    whole = torch.autograd.grad((p.sum(1).exp() * kls).sum(), logits, retain_graph=True)[0]
-    assert torch.allclose(of_loss(rloo_loss, -kls.detach())[1], whole) == on_policy
-    for other in (k3[1], whole):
-        assert (unbiased[1] - other).abs().max() > 0.05
+    assert (k3[1] - gradient).abs().max() > 0.05
 
 
 # --- The commands of docs/running.md ---
 
 REWARDS = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0]).double()  # two groups of four
-OLD, NEW = (numbers(i, 0.3).repeat(2, 1) for i in (1, 0))
+OLD, NEW = (numbers(i).repeat(2, 1) for i in (1, 0))  # some ratios are above CISPO's bound
 
 
 def papers_loss(variant: str, A: torch.Tensor, rho: torch.Tensor, mask: torch.Tensor):
@@ -312,10 +280,11 @@ def papers_loss(variant: str, A: torch.Tensor, rho: torch.Tensor, mask: torch.Te
         surrogate = torch.min(A * rho, A * rho.clamp(1 - 3e-4, 1 + 4e-4)) * mask
         return -(surrogate.sum(1) / mask.sum(1)).mean()
     if variant == "CISPO":  # arXiv 2506.13585 eq. 4, 5
+        assert (rho > 5).any(), "the bound is at work"
         return -(A * rho.clamp(max=5).detach() * rho.log() * mask).sum() / mask.sum()
     high = 0.28 if variant == "DAPO" else 0.2
     surrogate = (torch.min(A * rho, A * rho.clamp(0.8, 1 + high)) * mask).sum()
-    # DAPO: all tokens, arXiv 2503.14476 eq. 12. Dr. GRPO: a constant, arXiv 2503.20783.
+    # DAPO: all tokens, arXiv 2503.14476 eq. 12. Dr. GRPO, MaxRL: a constant, arXiv 2503.20783.
     return -surrogate / (mask.sum() if variant == "DAPO" else mask.numel())
 
 
@@ -325,47 +294,25 @@ def flags_of(variant: str, folder) -> grpo.Config:
     return parse_flags(grpo.Config, "", grpo.TINY, [*command.split(), f"--output_dir={folder}"])
 
 
-def loss_by(config: grpo.Config, x, old, A, mask) -> torch.Tensor:
-    names = "clip_range clip_range_high loss_type".split()
-    more = {name: getattr(config, name) for name in names}
-    return grpo_loss(x, old, A, mask, max_new_tokens=mask.shape[1], **more)[0]
-
-
-@pytest.mark.parametrize("variant", ["Dr. GRPO", "DAPO", "GSPO", "CISPO"])
+@pytest.mark.parametrize("variant", ["Dr. GRPO", "MaxRL", "DAPO", "GSPO", "CISPO"])
 def test_the_command_of_a_variant_gives_the_gradient_of_its_paper(variant, tmp_path):
     config, mask, x = flags_of(variant, tmp_path), MASK.repeat(2, 1), NEW.clone().requires_grad_()
     A = group_advantages(REWARDS, 4, config.scale_rewards)
     groups = REWARDS.view(2, 4)
     expected = groups - groups.mean(1, keepdim=True)
-    if variant != "Dr. GRPO":
+    if variant == "MaxRL":  # arXiv 2602.02710
+        expected = expected / groups.mean(1, keepdim=True)
+    elif variant != "Dr. GRPO":
         expected = expected / groups.std(1, keepdim=True)
-    expected = expected.view(-1, 1)
-    assert torch.allclose(A.view(-1, 1), expected, rtol=1e-3)
-    ours = torch.autograd.grad(loss_by(config, x, OLD, A, mask), x)[0]
+    assert torch.allclose(A, expected.flatten(), rtol=1e-3)
+    names = "clip_range clip_range_high loss_type".split()
+    more = {name: getattr(config, name) for name in names} | {"max_new_tokens": 4}
+    ours = torch.autograd.grad(grpo_loss(x, OLD, A, mask, **more)[0], x)[0]
     rho = (x - OLD).exp()
     paper = torch.autograd.grad(papers_loss(variant, A.view(-1, 1), rho, mask), x)[0]
     assert torch.allclose(ours, paper, atol=1e-12) and paper.abs().max() > 1e-3
     assert config.kl_coef == 0
-    assert variant == "Dr. GRPO" or config.num_mini_batches > 1, "else no bound ever acts"
-
-
-def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_g(tmp_path):
-    """By enumeration of all groups of G of three completions, of which one is right."""
-    config, G, lengths = flags_of("MaxRL", tmp_path), 4, torch.tensor([4, 1, 2])
-    logits = torch.tensor([-0.5, 0.6, 0.1]).double().requires_grad_()
-    logp = logits.log_softmax(0)
-    mask = torch.arange(4) < lengths[:, None]
-    expected = torch.zeros(3).double()
-    for group in itertools.product(range(3), repeat=G):
-        rows = torch.tensor(group)
-        tokens = (logp / lengths)[rows, None] * mask[rows]  # its log-prob, cut into its tokens
-        A = group_advantages((rows == 0).double(), G, config.scale_rewards)
-        loss = loss_by(config, tokens, tokens.detach(), A, mask[rows])
-        chance = logp[rows].sum().exp().detach()
-        expected += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    p = logp[0].exp()
-    exact = (1 - (1 - p) ** (G - 1)).detach() * torch.autograd.grad(logp[0], logits)[0]
-    assert torch.allclose(-4 * expected, exact, atol=1e-12)  # 4: Dr. GRPO's constant
+    assert config.loss_type == "dr_grpo" or config.num_mini_batches > 1, "else no bound ever acts"
 
 
 @pytest.mark.problem("rloo_advantages", 1, "rloo")
