@@ -239,7 +239,9 @@ def test_the_upper_clip_is_its_own(advantage, ratio, loss, slope, more):
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_given(on_policy):
-    """By enumeration of the nine completions of two tokens."""
+    """By enumeration of the nine completions of two tokens, and k3 has that of the KL turned round,
+    on policy. The KL of whole completions has another one, which RLOO gets by k1 in the reward.
+    """
     ys = torch.tensor(list(itertools.product(range(3), repeat=2)))  # (9, 2)
     prefix = torch.stack([0 * ys[:, 0], 1 + ys[:, 0]], dim=1)  # (9, 2): 0 is the prompt alone
     logits, ref, old = (numbers(i)[:, :3] for i in range(3))  # of a token after a prefix, (4, 3)
@@ -252,19 +254,28 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_giv
         value = (o.sum(1).exp() * losses).sum()
         return value.item(), torch.autograd.grad(value, logits, retain_graph=True)[0]
 
-    def of_loss(estimator: str) -> tuple[float, torch.Tensor]:
-        sums = {"loss_type": "dr_grpo", "max_new_tokens": 1, "clip_range": 0.2, "kl_coef": 1.0}
-        losses = []
-        for i in range(9):
-            args = p[[i]], o[[i]], torch.zeros(1), torch.ones(1, 2)
-            loss, _ = grpo_loss(*args, ref_logprobs=r[[i]], kl_estimator=estimator, **sums)
-            losses.append(loss)
-        return mean(torch.stack(losses))
+    def of_loss(loss, *args: torch.Tensor, **more) -> tuple[float, torch.Tensor]:
+        more |= {"clip_range": 0.2}
+        rows = [[x[i : i + 1] for x in (p, o, *args, torch.ones(9, 2))] for i in range(9)]
+        return mean(torch.stack([loss(*row, **more)[0] for row in rows]))
+
+    def of_grpo(estimator: str) -> tuple[float, torch.Tensor]:
+        def loss(p, o, r, mask, **more):
+            return grpo_loss(p, o, torch.zeros(1), mask, ref_logprobs=r, **more)
+
+        sums = {"loss_type": "dr_grpo", "max_new_tokens": 1, "kl_coef": 1.0}
+        return of_loss(loss, r, **sums, kl_estimator=estimator)
 
     kl, gradient = mean((policy.exp() * (policy - ref)).sum(1)[prefix].sum(1))
-    unbiased, k3 = of_loss("unbiased"), of_loss("k3")
+    _, of_turned = mean((ref.exp() * (ref - policy)).sum(1)[prefix].sum(1))
+    unbiased, k3 = of_grpo("unbiased"), of_grpo("k3")
     assert unbiased[0] == pytest.approx(kl) and torch.allclose(unbiased[1], gradient)
-    assert (k3[1] - gradient).abs().max() > 0.05
+    assert torch.allclose(k3[1], of_turned) == on_policy
+    kls = (p - r).sum(1)
+    whole = torch.autograd.grad((p.sum(1).exp() * kls).sum(), logits, retain_graph=True)[0]
+    assert torch.allclose(of_loss(rloo_loss, -kls.detach())[1], whole) == on_policy
+    for other in (k3[1], whole):
+        assert (unbiased[1] - other).abs().max() > 0.05
 
 
 # --- The commands of docs/running.md ---
@@ -284,7 +295,7 @@ def papers_loss(variant: str, A: torch.Tensor, rho: torch.Tensor, mask: torch.Te
         return -(A * rho.clamp(max=5).detach() * rho.log() * mask).sum() / mask.sum()
     high = 0.28 if variant == "DAPO" else 0.2
     surrogate = (torch.min(A * rho, A * rho.clamp(0.8, 1 + high)) * mask).sum()
-    # DAPO: all tokens, arXiv 2503.14476 eq. 12. Dr. GRPO, MaxRL: a constant, arXiv 2503.20783.
+    # DAPO: all tokens, arXiv 2503.14476 eq. 12. Dr. GRPO: a constant, arXiv 2503.20783.
     return -surrogate / (mask.sum() if variant == "DAPO" else mask.numel())
 
 
@@ -294,25 +305,46 @@ def flags_of(variant: str, folder) -> grpo.Config:
     return parse_flags(grpo.Config, "", grpo.TINY, [*command.split(), f"--output_dir={folder}"])
 
 
-@pytest.mark.parametrize("variant", ["Dr. GRPO", "MaxRL", "DAPO", "GSPO", "CISPO"])
+def loss_by(config: grpo.Config, x, old, A, mask) -> torch.Tensor:
+    names = "clip_range clip_range_high loss_type".split()
+    more = {name: getattr(config, name) for name in names}
+    return grpo_loss(x, old, A, mask, max_new_tokens=mask.shape[1], **more)[0]
+
+
+@pytest.mark.parametrize("variant", ["Dr. GRPO", "DAPO", "GSPO", "CISPO"])
 def test_the_command_of_a_variant_gives_the_gradient_of_its_paper(variant, tmp_path):
     config, mask, x = flags_of(variant, tmp_path), MASK.repeat(2, 1), NEW.clone().requires_grad_()
     A = group_advantages(REWARDS, 4, config.scale_rewards)
     groups = REWARDS.view(2, 4)
     expected = groups - groups.mean(1, keepdim=True)
-    if variant == "MaxRL":  # arXiv 2602.02710
-        expected = expected / groups.mean(1, keepdim=True)
-    elif variant != "Dr. GRPO":
+    if variant != "Dr. GRPO":
         expected = expected / groups.std(1, keepdim=True)
     assert torch.allclose(A, expected.flatten(), rtol=1e-3)
-    names = "clip_range clip_range_high loss_type".split()
-    more = {name: getattr(config, name) for name in names} | {"max_new_tokens": 4}
-    ours = torch.autograd.grad(grpo_loss(x, OLD, A, mask, **more)[0], x)[0]
+    ours = torch.autograd.grad(loss_by(config, x, OLD, A, mask), x)[0]
     rho = (x - OLD).exp()
     paper = torch.autograd.grad(papers_loss(variant, A.view(-1, 1), rho, mask), x)[0]
     assert torch.allclose(ours, paper, atol=1e-12) and paper.abs().max() > 1e-3
     assert config.kl_coef == 0
     assert config.loss_type == "dr_grpo" or config.num_mini_batches > 1, "else no bound ever acts"
+
+
+def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_g(tmp_path):
+    """By enumeration of all groups of G of three completions, of which one is right."""
+    config, G, lengths = flags_of("MaxRL", tmp_path), 4, torch.tensor([4, 1, 2])
+    logits = torch.tensor([-0.5, 0.6, 0.1]).double().requires_grad_()
+    logp = logits.log_softmax(0)
+    mask = torch.arange(4) < lengths[:, None]
+    expected = torch.zeros(3).double()
+    for group in itertools.product(range(3), repeat=G):
+        rows = torch.tensor(group)
+        tokens = (logp / lengths)[rows, None] * mask[rows]  # its log-prob, cut into its tokens
+        A = group_advantages((rows == 0).double(), G, config.scale_rewards)
+        loss = loss_by(config, tokens, tokens.detach(), A, mask[rows])
+        chance = logp[rows].sum().exp().detach()
+        expected += chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    p = logp[0].exp()
+    exact = (1 - (1 - p) ** (G - 1)).detach() * torch.autograd.grad(logp[0], logits)[0]
+    assert torch.allclose(-4 * expected, exact, atol=1e-12)  # 4: Dr. GRPO's constant
 
 
 @pytest.mark.problem("rloo_advantages", 1, "rloo")
