@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from small import byte_tokenizer, lines_of, make_rollout, save_model, task_of
+from small import byte_tokenizer, make_rollout, save_model, task_of
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-import grpo
 import tasks
 from common import InputError
 from plumbing.data import Task, decode, load_reward
@@ -174,12 +173,19 @@ def test_what_a_file_sets_for_all_of_torch_ends_with_it(tmp_path, monkeypatch):
     assert torch.zeros(1).device.type == "cpu"
 
 
-def test_a_reward_model_is_the_last_of_the_rewards_and_needs_no_answers(tmp_path):
-    config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1, pad_token_id=0)
-    model = save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), byte_tokenizer())
+def test_a_reward_model_scores_prompt_and_completion_and_is_the_last_of_the_rewards(tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1)
+    judge = GPT2ForSequenceClassification(config).eval()
+    model = save_model(tmp_path / "rm", judge, byte_tokenizer())
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
-    alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model)
+    alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model, bf16=False)
     assert alone.verifier is None and len(alone.rewards) == 1
+    tokens = byte_tokenizer()(["2<|endoftext|>", "34"]).input_ids
+    scores, _ = alone.score(alone.train[:1], make_rollout([[1]] * 2, tokens, eos=256))
+    for score, text in zip(scores, ("1+1=2<|endoftext|>", "1+1=34<|endoftext|>"), strict=True):
+        expected = judge(torch.tensor([byte_tokenizer()(text).input_ids])).logits
+        assert score.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert scores[0] != scores[1]
     both = task_of(reward_model=model, reward=["brevity"], reward_weights=[2.0, 0.5])
     assert both.weights == [2.0, 0.5] and both.rewards[0] is REWARDS["brevity"]
 
@@ -236,13 +242,6 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
         assert getattr(task_of(**flags).verifier, "__name__", None) == expected, flags
 
 
-def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
-    judge = Task([], [], [], verifier=REWARDS["numeric_match"])
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
-    found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
-    assert found.tolist() == [[1, 0], [1, 1]]
-
-
 # --- Tasks ---
 
 
@@ -263,14 +262,10 @@ def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
 
 
-def test_a_script_runs_with_a_task_of_ones_own_and_its_weights(tmp_path, monkeypatch):
-    def letters(chat):
-        rows = [{"prompt": letter} for letter in "abcdefgh"]
-        return Task(rows[:6], rows[6:], [lambda completions: map(len, completions)], [2.0])
-
-    monkeypatch.setitem(TASKS, "letters", letters)
-    flags = "--task letters --device cpu --num_steps 1 --prompts_per_step 2 --num_generations 2"
-    grpo.main([*flags.split(), "--output_dir", f"{tmp_path}/run"])
-    for sample in lines_of(tmp_path / "run" / "samples.jsonl"):
-        assert sample["prompt"] in ("gh" if sample["split"] == "heldout" else "abcdef")
-        assert sample["score"] == 2 * len(sample["completion"])
+def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkeypatch):
+    rows = [{"prompt": letter} for letter in "abcdefgh"]
+    own = Task(rows[:6], rows[6:], [REWARDS["brevity"]], [2.0])
+    monkeypatch.setitem(TASKS, "letters", lambda chat: own)
+    task = task_of(task="letters")
+    assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0])
+    assert task.rewards == [REWARDS["brevity"]] and task.verifier is None
