@@ -23,20 +23,6 @@ def parse(script: str, flags: str) -> dict:
     return asdict(parse_flags(SCRIPTS[script].Config, "", SCRIPTS[script].TINY, flags.split()))
 
 
-def test_how_a_flag_may_be_written():
-    for flags, name, expected in (
-        ("--kl_coef=1e-2 --seed 3", "kl_coef", 0.01),
-        ("--overwrite --seed 3", "overwrite", True),
-        ("--disable_dropout False", "disable_dropout", False),
-        ("--reward a b --seed 3", "reward", ["a", "b"]),
-        ("--reward_weights -1 0", "reward_weights", [-1.0, 0.0]),
-        ("--num_steps 3", "num_steps", 3),  # for which the embedded model has its own default
-    ):
-        plain, found = parse("ppo", ""), parse("ppo", flags)
-        assert found[name] == expected and type(found[name]) is type(expected)
-        assert {flag for flag in plain if plain[flag] != found[flag]} <= {name, "seed"}
-
-
 DEFAULTS = {  # by hand: every figure of the pages was measured with these
     "all": "warmup_steps 10 clip_range .2 max_grad_norm 1 temperature 1 save_every 50 lora_r 0",
     "tiny": "max_new_tokens 5 rollout_batch_size 256 num_eval_prompts 1024",

@@ -7,7 +7,7 @@ import pytest
 from small import byte_tokenizer, task_of
 from tokenizers import processors
 
-from plumbing.data import Task, pad_rows, prompt_batch, prompt_tokens, read_rows, split_rows
+from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows, split_rows
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -146,13 +146,6 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
 
 
 # --- Tokens ---
-
-
-def test_prompts_are_padded_on_the_left_and_texts_on_the_right_and_masked():
-    ids, mask = pad_rows([[7, 0, 8], [0]], "left")
-    assert ids.tolist() == [[7, 0, 8], [0, 0, 0]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    ids, mask = pad_rows([[7, 0, 8], [9]], "right")
-    assert ids.tolist() == [[7, 0, 8], [9, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
 
 
-def scored(*rewards, rows=ROWS, weights=(1.0,), every=False) -> list[float]:
+def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
     """The scores of TEXTS."""
     tokenizer = byte_tokenizer()
     task = Task([], [], list(rewards), list(weights), tokenizer=tokenizer, eos_token_ids=[256])
     rollout = make_rollout([[1]] * 4, tokenizer(TEXTS).input_ids)
-    scores, texts = task.score(rows, rollout, every)
+    scores, texts = task.score(rows, rollout)
     assert texts == TEXTS
     return scores.tolist()
 
@@ -73,8 +73,6 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
     for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
         scores = scored(first, second, weights=weights)
         assert scores[:3] == expected and scores[3] != scores[3]
-    with pytest.raises(InputError, match="a reward is None, and this algorithm needs one"):
-        scored(first, second, weights=weights, every=True)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +81,7 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda **kw: [1.0] * 3, "returned 3 values, 0 not finite, for 4 completions"),
         (lambda **kw: [float("nan"), 1, None, 1], "returned 4 values, 1 not finite"),
         (lambda **kw: [1e39] * 4, "4 not finite"),
-        (lambda **kw: [10**400] * 4, "must return a list of numbers or None: OverflowError"),
         (lambda **kw: ["good"] * 4, "must return a list of numbers or None: ValueError"),
-        (lambda **kw: torch.ones(4, 2), "must return a list of numbers or None: "),
         (lambda **kw: None, "must return a list of numbers or None: TypeError: 'NoneType'"),
     ],
 )
@@ -133,11 +129,16 @@ def parallel(completions):
 """
 
 
-def test_a_file_runs_once_and_the_processes_of_its_pool_find_its_folder(tmp_path, monkeypatch):
+def test_a_file_runs_once_its_pool_finds_its_folder_and_it_is_told_which_neighbour_is_hidden(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "neighbour_of_my_pool.py").write_text("graded = len")
+    for name in ("neighbour_of_my_pool", "tasks", "a-b", "__main__"):
+        (tmp_path / f"{name}.py").write_text("graded = len")
     (tmp_path / "my_pool.py").write_text(POOL)
     parallel = load_reward(f"{tmp_path}/my_pool.py:parallel", REWARDS)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("For `import tasks` my_pool.py gets ") and tasks.__file__ in line
     assert scored(parallel) == [1, 2, 1, 2]
     assert load_reward(f"{tmp_path}/my_pool.py:grade", REWARDS) is parallel.__globals__["grade"]
 
@@ -152,16 +153,6 @@ def untidy(completions):
     torch.set_default_device("meta")
     return [1.0] * len(completions)
 """
-
-
-def test_a_file_is_told_which_of_its_neighbours_it_cannot_import(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, text in (("tasks", "graded = len"), ("asks", ""), ("a-b", ""), ("__main__", "")):
-        (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "of_tasks.py").write_text("import tasks, asks\ndef reward(**columns): pass")
-    load_reward(f"{tmp_path}/of_tasks.py:reward", REWARDS)
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("For `import tasks` of_tasks.py gets ") and tasks.__file__ in line
 
 
 def test_what_a_file_sets_for_all_of_torch_ends_with_it(tmp_path, monkeypatch):

@@ -21,7 +21,6 @@ def for_short_prompts(prompts, completion_ids, **columns):
     return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]
 """
 ONE_UPDATE = {"num_epochs": 1, "num_mini_batches": 1}
-OF_GROUPS = pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
 
 
 @pytest.fixture(params=[grpo, ppo, rloo], ids=lambda script: script.__name__)
@@ -90,17 +89,6 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert len(models) == len(set(models)) == needs_old + (kl_coef > 0)
     assert line["val/ratio_max_dev_first"] < 1e-5
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
-    if kl_coef == 0:
-        assert line["objective/kl"] is None, "unknown, not 0"
-        assert line["objective/rlhf_reward"] == line["objective/scores"]
-
-
-@OF_GROUPS
-def test_with_one_update_per_rollout_the_ratio_is_1_however_step_3_rounds(job, monkeypatch):
-    """In bfloat16 other batches round log-probs by a percent, which RLOO sums over a row."""
-    original = job.script.rollout_logprobs
-    monkeypatch.setattr(job.script, "rollout_logprobs", lambda *args: 1.01 * original(*args))
-    assert job(kl_coef=0.1, **ONE_UPDATE)[0]["val/ratio_max_dev_first"] == 0
 
 
 # --- A run ---
@@ -132,7 +120,8 @@ def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch
     exact, rounded = (job(bf16=bf16, **flags)[0] for bf16 in (False, True))
     assert rounded["policy/entropy_avg"] == pytest.approx(exact["policy/entropy_avg"], rel=0.1)
     assert rounded["policy/entropy_avg"] != exact["policy/entropy_avg"], "no autocast"
-    assert rounded["val/ratio_max_dev_first"] < 0.05, "old log-probs of another forward?"
+    largest = 0.05 if job.script is ppo else 0  # the others take those of the update for the old
+    assert rounded["val/ratio_max_dev_first"] <= largest, "old log-probs of another forward?"
     layers = [x for x in calls[-1].args[0].modules() if hasattr(x, "config")]
     assert {x.config._attn_implementation for x in layers} == {"eager"}, "slower on a CPU"
     before, after = map(AutoModelForCausalLM.from_pretrained, (job.model, job.folder / "model"))
@@ -152,7 +141,7 @@ def test_a_gradient_that_is_nan_ends_the_run_before_it_reaches_the_weights(
     assert "goes on from step 1" in printed and "the gradient is nan: lower --learn" in printed
 
 
-@OF_GROUPS
+@pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
 def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, monkeypatch):
     """The smallest entropy bonus, or KL penalty in GRPO's loss, keeps them and changes nothing."""
     in_float64(monkeypatch, job.script)
