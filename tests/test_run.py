@@ -215,7 +215,6 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     code, text = run("--num_steps", "0", "--eval_prompts", "prompts.jsonl", "--num_eval_prompts=25")
     [line], samples = lines_of("run/metrics.jsonl"), lines_of("run/samples.jsonl")
     assert code == 0 and line["step"] == 0 and len(samples) == 25
-    assert line["eval/reward"] == pytest.approx(sum(x["score"] for x in samples) / 25)
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
