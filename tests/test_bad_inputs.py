@@ -7,22 +7,29 @@ from pathlib import Path
 
 import pytest
 from small import byte_tokenizer, contents, finished, letter_tokenizer, save_model, small_gpt2
+from transformers import AutoModelForSequenceClassification as Classifier
+from transformers import GPT2Config, XLNetConfig
 
 import grpo
 import ppo
-from tools import plot
+import reward_model
+from plumbing.models import add_adapter
+from tools import look, plot
 
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "plot": plot}
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "reward_model": reward_model, "look": look, "plot": plot}
 RUN = """--model small --prompts given.jsonl --reward brevity --num_steps 6 --prompts_per_step 2
 --num_generations 2 --max_new_tokens 6 --num_eval_prompts 2 --output_dir new"""
+PAIRS = "--model small --pairs given.jsonl --output_dir new"
 SETTINGS = {"script": "ppo", "model": "small", "prompts": "good.jsonl", "reward": ["brevity"]}
 FILES = {
     "good.jsonl": "\n".join(json.dumps({"prompt": x}) for x in "abcdefgh"),
     "rewards.py": "number = 5",
     "a_run/config.json": json.dumps(SETTINGS | {"num_steps": 6, "prompts_per_step": 2}),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
+    "a_run/tokens.jsonl": "",
 }
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
+PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: is it --kl_coef?", ""),
     ("ppo", "--scrip=1", "unknown flag --scrip=1: --help lists them", ""),
@@ -31,6 +38,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
     ("ppo", "--reward_weights 1 nan", "--reward_weights nan: must be a finite number", ""),
     ("ppo", "--temperature 0.0009", "--temperature 0.0009: must be a finite number from 0.001", ""),
+    ("ppo", "--lam 1.1", "--lam 1.1: must be a finite number from 0 to 1", ""),
+    ("ppo", "--num_epochs 0", "--num_epochs 0: must be a finite number above 0", ""),
     ("ppo", "--device cuda:99", "--device cuda:99: ", ""),
     ("grpo", "--num_generations 1", "so give 2 or more", ""),
     ("ppo", "--prompts_per_step 12 --num_mini_batches 5", "must divide the 12 completions", ""),
@@ -39,6 +48,11 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--model nowhere/at-all", "--model nowhere/at-all: OSError", ""),
     ("ppo", "--model headless", "is no ModelForCausalLM, its checkpoint has no", ""),
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
+    ("ppo", f"{RUN} --model adapter --lora_r 2", "holds an adapter, leave the flag out", TWO),
+    ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
+    ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
+    ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
+    ("reward_model", f"{PAIRS} --model xlnet", "XLNetForSequenceClassification can't be", ""),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: ", ""),
     ("ppo", f"{RUN} --prompts packed.jsonl.gz", "packed.jsonl.gz: is not text in UTF-8: give", ""),
@@ -55,6 +69,13 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "gives id 20, and the model knows 20 tokens", '{"prompt": "a<new>"}'),
     ("ppo", f"{RUN} --system_prompt Hello", "the model has no chat template", TWO),
     ("ppo", RUN + r" --prompt_template \boxed{}{prompt}", "IndexError: Replacement index 0", TWO),
+    # Pairs
+    ("reward_model", "--model small --output_dir new", "--pairs: is needed for --model small", ""),
+    ("reward_model", PAIRS, "can't be read: KeyError: 'rejected'", '{"chosen": "a"}'),
+    ("reward_model", PAIRS, "can't be read: TypeError", '{"chosen": "a", "rejected": [5]}'),
+    ("reward_model", PAIRS, "can't be read: KeyError: 'content'", '{"chosen": [{"role": "user"}]}'),
+    ("reward_model", PAIRS, "can't be read: ValueError", PAIR.replace("1", '"one"')),
+    ("reward_model", PAIRS, "no pair is left to train on", PAIR.replace("b", "a")),
     # Rewards
     ("ppo", "--task sentimant", "--task sentimant: choose from add, sentiment", ""),
     ("ppo", "--reward better", "better: write a reward as FILE.py:FUNCTION, or choose from", ""),
@@ -65,12 +86,13 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--prompts given.jsonl", "numeric_match finds no number", TWO.replace("2", "two")),
     # Folders
     ("ppo", "--output_dir a_run", "a_run already holds a run: --resume a_run goes on with it", ""),
-    ("ppo", "--output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", ""),
+    ("ppo", f"{RUN} --output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", TWO),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
     ("ppo", "--resume a_run --num_steps 8", "--num_steps: can't change on --resume", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("plot", "nowhere", "nowhere/metrics.jsonl", ""),
+    ("look", "a_run", "a_run/tokens.jsonl: holds no completions, or none yet", ""),
 ]
 
 
@@ -85,8 +107,15 @@ def inputs(tmp_path_factory) -> Path:
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(b"text"))
     save_model(folder / "small", model, tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
+    sizes = {"vocab_size": 20, "n_layer": 1, "n_head": 2, "num_labels": 2}
+    for name, config in (
+        ("two_labels", GPT2Config(n_embd=32, **sizes)),
+        ("xlnet", XLNetConfig(d_model=16, d_inner=16, **sizes)),
+    ):
+        save_model(folder / name, Classifier.from_config(config), tokenizer)
     model.config.tie_word_embeddings = False
     save_model(folder / "headless", model.transformer, tokenizer)
+    add_adapter(model, 2).save_pretrained(folder / "adapter")
     return folder
 
 

@@ -7,19 +7,13 @@ import pytest
 from small import byte_tokenizer, task_of
 from tokenizers import processors
 
-from plumbing.data import Task, pad_rows, prompt_batch, prompt_tokens
+from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows, split_rows
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 def load(chat=False, **flags) -> Task:
     return task_of(CHAT_TEMPLATE if chat else None, **flags)
-
-
-def rows_of(path, chat=False, **flags) -> list[dict]:
-    """The rows of a file, in its order."""
-    paths = {"prompts": str(path), "eval_prompts": str(path)}
-    return load(chat, reward=["brevity"], **paths, **flags).heldout
 
 
 def write(path: Path, rows: list) -> str:
@@ -41,29 +35,20 @@ def test_json_lines_are_read_with_all_their_columns(tmp_path):
     path = Path(write(tmp_path / "p.jsonl", rows))
     for mark in (b"", b"\xef\xbb\xbf"):
         path.write_bytes(mark + path.read_bytes())
-        assert rows_of(path) == rows
+        assert read_rows(str(path), "train") == rows
 
 
 def test_the_cells_of_a_csv_file_are_text(tmp_path):
     (tmp_path / "p.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n1+1=,02\r\n"""2"", 3\n",\r\n')
     rows = [{"prompt": "1+1=", "answer": "02"}, {"prompt": '"2", 3\n', "answer": ""}]
-    assert rows_of(tmp_path / "p.csv") == rows
+    assert read_rows(str(tmp_path / "p.csv"), "train") == rows
     (tmp_path / "p.CSV").write_text("prompt,answer\n1+1=,01.50\n")
-    assert rows_of(tmp_path / "p.CSV") == [{"prompt": "1+1=", "answer": "01.50"}]
+    assert read_rows(str(tmp_path / "p.CSV"), "train") == [{"prompt": "1+1=", "answer": "01.50"}]
     (tmp_path / "p.tsv").write_text("prompt\tanswer\n1,1\tNA\n")
-    assert rows_of(tmp_path / "p.tsv") == [{"prompt": "1,1", "answer": "NA"}]
+    assert read_rows(str(tmp_path / "p.tsv"), "train") == [{"prompt": "1,1", "answer": "NA"}]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "eval_prompts", "expected"),
-    [
-        ("hub:main", "hub:main", ("main train", "main test", 20)),
-        ("hub:more:test[:3]", "hub:main:", ("more test", "main test", 3)),
-    ],
-)
-def test_of_a_dataset_the_named_subset_and_split_are_read_else_train_and_test(
-    prompts, eval_prompts, expected, tmp_path, monkeypatch
-):
+def test_of_a_dataset_the_subset_and_the_split_are_those_of_its_name(tmp_path, monkeypatch):
     """A folder as the hub stores it: a file for each split, a folder for each subset."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -75,9 +60,13 @@ def test_of_a_dataset_the_named_subset_and_split_are_read_else_train_and_test(
             rows = [{"prompt": f"{subset} {split}", "n": n} for n in range(20)]
             write(Path("hub", subset, f"{split}.jsonl"), rows)
     Path("hub/README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
-    task = load(prompts=prompts, eval_prompts=eval_prompts, reward=["brevity"])
-    assert (task.train[0]["prompt"], task.heldout[0]["prompt"], len(task.train)) == expected
-    assert [row["n"] for row in task.heldout] == [*range(20)]
+    for name, split, expected in (
+        ("hub:main", "train", ("main train", 20)),
+        ("hub:main:", "test", ("main test", 20)),
+        ("hub:more:test[:3]", "train", ("more test", 3)),
+    ):
+        rows = read_rows(name, split)
+        assert rows == [{"prompt": expected[0], "n": n} for n in range(expected[1])]
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
@@ -85,8 +74,10 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     saved = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
     saved.save_to_disk(tmp_path / "alone")
     datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "both")
-    assert rows_of(tmp_path / "alone") == [{"prompt": "a"}, {"prompt": "b"}]
-    assert rows_of(tmp_path / "both") == [{"prompt": "b"}]
+    assert read_rows(str(tmp_path / "alone"), "test") == [{"prompt": "a"}, {"prompt": "b"}]
+    both = str(tmp_path / "both")
+    task = load(reward=["brevity"], prompts=both, eval_prompts=both)
+    assert (task.train, task.heldout) == ([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "b"}])
 
 
 # --- The template and the system prompt ---
@@ -117,36 +108,29 @@ SYSTEM, HI = message("Be brief.", "system"), message("hi")
 def test_a_prompt_is_that_of_its_row_in_the_template_with_the_system_prompt(
     row, flags, expected, tmp_path
 ):
-    found = rows_of(write(tmp_path / "p.jsonl", [row] * 2), chat=True, **flags)
-    assert found == [row | {"prompt": expected or [SYSTEM, HI]}] * 2
+    path = write(tmp_path / "p.jsonl", [row] * 2)
+    task = load(chat=True, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
+    assert task.train == task.heldout == [row | {"prompt": expected or [SYSTEM, HI]}] * 2
 
 
-def test_the_prompts_of_a_task_and_of_both_files_get_the_template(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": f"{i}", "answer": "1"} for i in range(20)])
-    plain = load(eval_prompts=path)
-    for flags in ({}, {"prompts": path}):
-        task = load(eval_prompts=path, prompt_template="<{prompt}>", **flags)
-        assert [row["prompt"] for row in task.heldout] == [f"<{i}>" for i in range(20)]
-        before = plain.heldout if flags else plain.train
-        assert [row["prompt"] for row in task.train] == [f"<{row['prompt']}>" for row in before]
+def test_the_prompts_of_a_task_and_those_of_a_file_get_the_template():
+    plain, filled = (load(task="sentiment", prompt_template=x) for x in (None, "<{prompt}>"))
+    for before, rows in ((plain.train, filled.train), (plain.heldout, filled.heldout)):
+        assert rows == [row | {"prompt": f"<{row['prompt']}>"} for row in before]
 
 
 # --- What is held out, and the batch of a step ---
 
 
-def test_a_tenth_of_a_file_is_held_out_and_of_fewer_than_ten_none(tmp_path, capsys):
-    path = tmp_path / "p.jsonl"
+def test_a_tenth_of_a_file_is_held_out_and_of_fewer_than_ten_none(capsys):
     for n, sizes in ((1, (1, 1)), (9, (9, 9)), (10, (9, 1)), (6000, (5488, 512))):
-        write(path, [{"prompt": f"p{i}"} for i in range(n)])
-        task = load(prompts=str(path), reward=["brevity"])
-        assert (len(task.train), len(task.heldout)) == sizes
+        both = split_rows([{"prompt": f"p{i}"} for i in range(n)])
+        assert tuple(map(len, both)) == sizes
         assert ("none is held out" in capsys.readouterr().out) == (n < 10)
-        sides = [{row["prompt"] for row in rows} for rows in (task.train, task.heldout)]
-        assert len(sides[0] | sides[1]) == n and (n < 10 or not sides[0] & sides[1])
-    write(path, [{"prompt": f"p{i % 40}"} for i in range(50)])  # some twice
-    task = load(prompts=str(path), reward=["brevity"])
-    heldout = {row["prompt"] for row in task.heldout}
-    assert heldout and heldout.isdisjoint(row["prompt"] for row in task.train)
+        train, heldout = ({row["prompt"] for row in rows} for rows in both)
+        assert len(train | heldout) == n and (n < 10 or not train & heldout)
+    train, heldout = split_rows([{"prompt": f"p{i % 40}"} for i in range(50)])  # some twice
+    assert heldout and not [row for row in heldout if row in train]
 
 
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():
@@ -162,13 +146,6 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
 
 
 # --- Tokens ---
-
-
-def test_prompts_are_padded_on_the_left_and_texts_on_the_right_and_masked():
-    ids, mask = pad_rows([[7, 0, 8], [0]], "left")
-    assert ids.tolist() == [[7, 0, 8], [0, 0, 0]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    ids, mask = pad_rows([[7, 0, 8], [9]], "right")
-    assert ids.tolist() == [[7, 0, 8], [9, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 @pytest.mark.parametrize(

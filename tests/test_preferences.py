@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small import letter_tokenizer, rows_of, save_model, small_gpt2, small_llama
+from small import letter_tokenizer, rows_of, save_model, small_llama
 from tokenizers import processors
 from transformers import AutoModelForSequenceClassification as Classifier
-from transformers import BertConfig, GPT2Config, T5Config, XLNetConfig
+from transformers import BertConfig, BertForMaskedLM, GPT2Config
 
 from common import InputError
 from plumbing import preferences
@@ -81,28 +81,6 @@ def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
     assert len(pairs_of(tmp_path, texts).heldout) == 6, "they are not one prompt"
 
 
-PAIR = {"chosen": "a", "rejected": "b"}
-
-
-@pytest.mark.parametrize(
-    ("row", "flags", "fault"),
-    [
-        ({"prompt": "c", "chosen": "a"}, {}, "KeyError: 'rejected'"),
-        (PAIR | {"prompt": 3}, {}, "can't be read: TypeError"),
-        (PAIR | {"prompt": "c", "chosen": [GOOD]}, {}, "can't be read: TypeError"),
-        (PAIR | {"chosen": [{"role": "user"}]}, {}, "KeyError: 'content'"),
-        (PAIR | {"margin": "x"}, {}, "ValueError: could not convert"),
-        (PAIR | {"chosen": "b"}, {}, "no pair is left to train on"),
-        (PAIR, {"pairs": None}, "--pairs: is needed for --model m"),
-        (PAIR, {"max_length": 1}, "no pair is left"),
-    ],
-)
-def test_what_can_not_be_trained_on_is_refused_in_a_line(row, flags, fault, tmp_path):
-    with pytest.raises(InputError, match=fault) as error:
-        pairs_of(tmp_path, [row] * 12, **flags)
-    assert "\n" not in str(error.value)
-
-
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_labels": 1}
 BERT = BertConfig(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **SIZES)
 GPT2 = GPT2Config(n_layer=1, n_head=2, n_positions=64, **SIZES)
@@ -142,24 +120,11 @@ def test_a_text_that_the_reward_model_can_not_read_is_refused(tmp_path):
         model(["a" * 60], ["bcde"])
 
 
-LAYERS = {"vocab_size": 20, "d_model": 16, "n_layer": 1, "n_head": 2, "num_labels": 1}
-ANOTHER_KIND, NO_HEAD = "can't be a reward model", r"no score\.weight, or in another size"
+TWO_LABELS = Classifier.from_config(GPT2Config(n_layer=1, n_head=2, **SIZES | {"num_labels": 2}))
 
 
-@pytest.mark.parametrize(
-    ("model", "fault"),
-    [
-        (Classifier.from_config(XLNetConfig(d_inner=16, **LAYERS)), ANOTHER_KIND),
-        (Classifier.from_config(T5Config(d_ff=16, num_layers=1, **LAYERS)), ANOTHER_KIND),
-        (Classifier.from_config(GPT2Config(**SIZES | {"num_labels": 2, "n_head": 2})), NO_HEAD),
-        (small_gpt2(vocab_size=20), NO_HEAD),
-    ],
-)
-def test_what_is_no_reward_model_is_refused_in_a_line(model, fault, tmp_path):
-    folder = save_model(tmp_path / "judge", model, letter_tokenizer())
-    with pytest.raises(InputError, match=f"judge: .*{fault}") as error:
-        RewardModel(folder, "cpu")
-    assert "\n" not in str(error.value)
-    if fault == ANOTHER_KIND:  # the others can be trained
-        with pytest.raises(InputError, match=fault):
-            load_classifier(folder, new_head=True)
+@pytest.mark.parametrize("model", [BertForMaskedLM(BERT), TWO_LABELS], ids=["bert", "two labels"])
+def test_a_new_head_of_a_model_of_another_kind_starts_at_0_and_trains(model, tmp_path):
+    folder = save_model(tmp_path / "m", model, letter_tokenizer())
+    scores = sequence_scores(load_classifier(folder, new_head=True), [[1, 2], [3, 4, 5]])
+    assert scores.tolist() == [0, 0] and scores.requires_grad

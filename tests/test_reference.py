@@ -9,12 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-import grpo
-from common import InputError, ValueModel, completion_logprobs, completion_values, reference
+from common import ValueModel, completion_logprobs, completion_values, reference
 from plumbing import models
-from plumbing.models import add_adapter, load, load_policy, load_tokenizer
+from plumbing.models import add_adapter, load_policy, load_tokenizer
 
 
 def logprobs(model: nn.Module) -> Tensor:
@@ -121,17 +119,6 @@ def test_the_value_model_of_an_adapted_policy_trains_its_own_adapter_over_the_sa
         assert of_policy.get(p.data_ptr()) is (None if name in trained else False)
 
 
-def test_a_run_saves_its_adapter_alone_and_the_next_goes_on_from_where_it_was(make_job, tmp_path):
-    job, flags = make_job(grpo), {"num_eval_prompts": 3, "learning_rate": 0.02}
-    lines = job(lora_r=4, num_steps=2, **flags)
-    saved = job.folder / "model"
-    assert (saved / "adapter_config.json").exists() and not (saved / "model.safetensors").exists()
-    more = job(model=saved, output_dir=tmp_path / "second", **flags)
-    assert more[0]["eval/reward"] == lines[-1]["eval/reward"]
-    of_first_steps = [lines[0]["objective/kl"], more[0]["objective/kl"]]
-    assert of_first_steps == pytest.approx([0, 0], abs=1e-6) and lines[1]["objective/kl"] > 1e-3
-
-
 # --- Loading ---
 
 
@@ -146,9 +133,6 @@ def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp
     save_model(tmp_path, saved, letter_tokenizer())
     for p, q in zip(loaded(tmp_path, bf16=True).parameters(), saved.parameters(), strict=True):
         assert p.dtype == torch.float32 and p.requires_grad and torch.equal(p, q.float())
-    saved.save_pretrained(tmp_path, state_dict={"lm_head.weight": saved.lm_head.weight})
-    with pytest.raises(InputError, match=r"is no ModelForCausalLM, its checkpoint has no model\."):
-        load(AutoModelForCausalLM, str(tmp_path))
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
@@ -176,8 +160,6 @@ def test_an_adapter_goes_on_training_and_has_a_tokenizer_of_its_own_or_its_bases
     own.add_tokens(["<more>"])
     own.save_pretrained(folder)
     assert len(load_tokenizer(str(folder), base)) == 21
-    with pytest.raises(InputError, match="holds an adapter, leave the flag out"):
-        loaded(folder, lora_r=2)
 
 
 def test_every_eos_id_of_the_model_is_found():

@@ -9,9 +9,7 @@ import torch
 from small import computed, letter_tokenizer, lines_of, reward_model_job, rows_of, save_model
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification as Classifier
-from transformers import BertConfig, BertForMaskedLM, GPT2Config
 
-import grpo
 import reward_model
 import tasks
 from common import Fault, set_learning_rate
@@ -117,17 +115,8 @@ def assert_means(metrics, expected):
         assert metrics[name] == pytest.approx(values.float().mean().item(), abs=1e-5), name
 
 
-SIZES = {"vocab_size": 20, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-BERT = BertForMaskedLM(BertConfig(intermediate_size=16, **SIZES))
-TWO_LABELS = Classifier.from_config(GPT2Config(num_labels=2, **SIZES))
-OTHERS = {"bert": BERT, "two labels": TWO_LABELS}
-
-
-@pytest.mark.problem("reward_script", 6, "causal")
-@pytest.mark.parametrize("kind", ["causal", *OTHERS])
-def test_a_new_head_starts_at_0_and_learns_the_preference(kind, job, tmp_path):
-    if kind in OTHERS:
-        save_model(tmp_path / "small", OTHERS[kind], letter_tokenizer())
+@pytest.mark.problem("reward_script", 6)
+def test_a_new_head_starts_at_0_and_learns_the_preference(job, tmp_path):
     first, *_, last = job(pairs=tmp_path / "more.jsonl", num_steps=40, eval_every=40)
     assert first["loss/pairs"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["eval/loss"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
@@ -135,7 +124,7 @@ def test_a_new_head_starts_at_0_and_learns_the_preference(kind, job, tmp_path):
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
 
 
-@pytest.mark.parametrize("flags", [{}, {"disable_dropout": "false"}, {"lora_r": 2}])
+@pytest.mark.parametrize("flags", [{"disable_dropout": "false"}, {"lora_r": 2}])
 def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, job, tmp_path):
     metrics = job(**flags)
     last = lines_of(tmp_path / "run" / "samples.jsonl")[-8:]
@@ -159,11 +148,8 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
-@pytest.mark.parametrize("flags", [{}, {"lora_r": 2, "disable_dropout": "false"}])
-def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(
-    flags, job, tmp_path, monkeypatch
-):
-    flags = flags | {"num_steps": 6, "save_every": 3}
+def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(job, tmp_path, monkeypatch):
+    flags = {"num_steps": 6, "save_every": 3, "lora_r": 2, "disable_dropout": "false"}
     whole, run = job(**flags), tmp_path / "run"
     files = [*run.glob("model/*.safetensors"), run / "samples.jsonl"]
     expected, calls = [file.read_bytes() for file in files], iter(range(100))
@@ -176,15 +162,14 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(
     with monkeypatch.context() as m, pytest.raises(Fault, match="broken"):
         m.setattr(reward_model, "set_learning_rate", fails_in_step_4)
         job(**flags)
-    for what in ("goes on", "nothing left to do"):
-        assert computed(job(resume=run)) == computed(whole), what
-        assert [file.read_bytes() for file in files] == expected, what
+    assert computed(job(resume=run)) == computed(whole)
+    assert [file.read_bytes() for file in files] == expected
 
 
 def test_the_seed_orders_the_pairs(job):
     """A head that starts at 0 needs no other random draw."""
-    losses = [[m["loss/pairs"] for m in job(seed=seed)[1:3]] for seed in (0, 0, 1)]
-    assert losses[0] == losses[1] and losses[0] != losses[2]
+    first, other = ([m["loss/pairs"] for m in job(seed=seed)[1:3]] for seed in (0, 1))
+    assert first != other
 
 
 @pytest.mark.parametrize(
@@ -212,22 +197,3 @@ def test_own_pairs_prefer_right_sums_with_some_training_labels_flipped():
     forgetful = {p["prompt"] for p in heldout if int(p["chosen"]) - int(p["rejected"]) == 10}
     carries = {p["prompt"] for p in heldout if int(p["prompt"][1]) + int(p["prompt"][4]) > 9}
     assert carries and carries <= forgetful
-
-
-def test_a_policy_learns_what_the_reward_model_prefers(job, make_job, tmp_path):
-    job(pairs=tmp_path / "more.jsonl", num_steps=40, output_dir=tmp_path / "judge")
-    make_job(grpo)(
-        reward=None, reward_model=tmp_path / "judge" / "model", kl_coef=0, num_steps=6,
-        learning_rate=1e-2, completions=32, micro_batch_tokens=1000, rollout_batch_size=32,
-        num_eval_prompts=16, eval_every=6,
-    )  # fmt: skip
-    records = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["split"] == "heldout"]
-    first, last = ([r for r in records if r["step"] == step] for step in (0, 6))
-    for measure in (lambda r: r["score"], lambda r: r["completion"].count("a")):
-        assert sum(map(measure, last)) > sum(map(measure, first)) + 2
-
-
-@pytest.mark.slow
-def test_the_embedded_model_learns_from_its_own_pairs(tmp_path):
-    reward_model.main(f"--num_steps 60 --device cpu --output_dir {tmp_path}/run".split())
-    assert lines_of(tmp_path / "run" / "metrics.jsonl")[-1]["eval/accuracy"] > 0.7

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from small import byte_tokenizer, lines_of, make_rollout, save_model, task_of
+from small import byte_tokenizer, make_rollout, save_model, task_of
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-import grpo
 import tasks
 from common import InputError
 from plumbing.data import Task, decode, load_reward
@@ -18,12 +17,12 @@ ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
 
 
-def scored(*rewards, rows=ROWS, weights=(1.0,), every=False) -> list[float]:
+def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
     """The scores of TEXTS."""
     tokenizer = byte_tokenizer()
     task = Task([], [], list(rewards), list(weights), tokenizer=tokenizer, eos_token_ids=[256])
     rollout = make_rollout([[1]] * 4, tokenizer(TEXTS).input_ids)
-    scores, texts = task.score(rows, rollout, every)
+    scores, texts = task.score(rows, rollout)
     assert texts == TEXTS
     return scores.tolist()
 
@@ -74,8 +73,6 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
     for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
         scores = scored(first, second, weights=weights)
         assert scores[:3] == expected and scores[3] != scores[3]
-    with pytest.raises(InputError, match="a reward is None, and this algorithm needs one"):
-        scored(first, second, weights=weights, every=True)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +81,7 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda **kw: [1.0] * 3, "returned 3 values, 0 not finite, for 4 completions"),
         (lambda **kw: [float("nan"), 1, None, 1], "returned 4 values, 1 not finite"),
         (lambda **kw: [1e39] * 4, "4 not finite"),
-        (lambda **kw: [10**400] * 4, "must return a list of numbers or None: OverflowError"),
         (lambda **kw: ["good"] * 4, "must return a list of numbers or None: ValueError"),
-        (lambda **kw: torch.ones(4, 2), "must return a list of numbers or None: "),
         (lambda **kw: None, "must return a list of numbers or None: TypeError: 'NoneType'"),
     ],
 )
@@ -134,11 +129,16 @@ def parallel(completions):
 """
 
 
-def test_a_file_runs_once_and_the_processes_of_its_pool_find_its_folder(tmp_path, monkeypatch):
+def test_a_file_runs_once_its_pool_finds_its_folder_and_it_is_told_which_neighbour_is_hidden(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "neighbour_of_my_pool.py").write_text("graded = len")
+    for name in ("neighbour_of_my_pool", "tasks", "a-b", "__main__"):
+        (tmp_path / f"{name}.py").write_text("graded = len")
     (tmp_path / "my_pool.py").write_text(POOL)
     parallel = load_reward(f"{tmp_path}/my_pool.py:parallel", REWARDS)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("For `import tasks` my_pool.py gets ") and tasks.__file__ in line
     assert scored(parallel) == [1, 2, 1, 2]
     assert load_reward(f"{tmp_path}/my_pool.py:grade", REWARDS) is parallel.__globals__["grade"]
 
@@ -155,16 +155,6 @@ def untidy(completions):
 """
 
 
-def test_a_file_is_told_which_of_its_neighbours_it_cannot_import(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, text in (("tasks", "graded = len"), ("asks", ""), ("a-b", ""), ("__main__", "")):
-        (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "of_tasks.py").write_text("import tasks, asks\ndef reward(**columns): pass")
-    load_reward(f"{tmp_path}/of_tasks.py:reward", REWARDS)
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("For `import tasks` of_tasks.py gets ") and tasks.__file__ in line
-
-
 def test_what_a_file_sets_for_all_of_torch_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "untidy.py").write_text(UNTIDY)
@@ -174,12 +164,19 @@ def test_what_a_file_sets_for_all_of_torch_ends_with_it(tmp_path, monkeypatch):
     assert torch.zeros(1).device.type == "cpu"
 
 
-def test_a_reward_model_is_the_last_of_the_rewards_and_needs_no_answers(tmp_path):
-    config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1, pad_token_id=0)
-    model = save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), byte_tokenizer())
+def test_a_reward_model_scores_prompt_and_completion_and_is_the_last_of_the_rewards(tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1)
+    judge = GPT2ForSequenceClassification(config).eval()
+    model = save_model(tmp_path / "rm", judge, byte_tokenizer())
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
-    alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model)
+    alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model, bf16=False)
     assert alone.verifier is None and len(alone.rewards) == 1
+    tokens = byte_tokenizer()(["2<|endoftext|>", "34"]).input_ids
+    scores, _ = alone.score(alone.train[:1], make_rollout([[1]] * 2, tokens, eos=256))
+    for score, text in zip(scores, ("1+1=2<|endoftext|>", "1+1=34<|endoftext|>"), strict=True):
+        expected = judge(torch.tensor([byte_tokenizer()(text).input_ids])).logits
+        assert score.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert scores[0] != scores[1]
     both = task_of(reward_model=model, reward=["brevity"], reward_weights=[2.0, 0.5])
     assert both.weights == [2.0, 0.5] and both.rewards[0] is REWARDS["brevity"]
 
@@ -236,13 +233,6 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
         assert getattr(task_of(**flags).verifier, "__name__", None) == expected, flags
 
 
-def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
-    judge = Task([], [], [], verifier=REWARDS["numeric_match"])
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
-    found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
-    assert found.tolist() == [[1, 0], [1, 1]]
-
-
 # --- Tasks ---
 
 
@@ -263,14 +253,10 @@ def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
 
 
-def test_a_script_runs_with_a_task_of_ones_own_and_its_weights(tmp_path, monkeypatch):
-    def letters(chat):
-        rows = [{"prompt": letter} for letter in "abcdefgh"]
-        return Task(rows[:6], rows[6:], [lambda completions: map(len, completions)], [2.0])
-
-    monkeypatch.setitem(TASKS, "letters", letters)
-    flags = "--task letters --device cpu --num_steps 1 --prompts_per_step 2 --num_generations 2"
-    grpo.main([*flags.split(), "--output_dir", f"{tmp_path}/run"])
-    for sample in lines_of(tmp_path / "run" / "samples.jsonl"):
-        assert sample["prompt"] in ("gh" if sample["split"] == "heldout" else "abcdef")
-        assert sample["score"] == 2 * len(sample["completion"])
+def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkeypatch):
+    rows = [{"prompt": letter} for letter in "abcdefgh"]
+    own = Task(rows[:6], rows[6:], [REWARDS["brevity"]], [2.0])
+    monkeypatch.setitem(TASKS, "letters", lambda chat: own)
+    task = task_of(task="letters")
+    assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0])
+    assert task.rewards == [REWARDS["brevity"]] and task.verifier is None

@@ -1,7 +1,6 @@
 """A run: what it leaves, what ends it, and that it goes on as if nothing had happened."""
 
 import functools
-import io
 import multiprocessing
 import os
 import re
@@ -44,9 +43,10 @@ def run(tmp_path, monkeypatch, capsys):
 
 @functools.cache
 def whole():
-    """The folder of the run that nothing interrupts."""
-    ppo.main([*FLAGS, "--output_dir", "whole"])
-    return Path("whole").resolve()
+    """The folder, named by the run itself, of one that nothing interrupts."""
+    ppo.main(FLAGS[:-2])
+    [folder] = Path("runs").iterdir()
+    return folder.resolve()
 
 
 def assert_same_run(folder, expected):
@@ -82,7 +82,6 @@ def fails(monkeypatch, module, name, at_call, error):
     ("script", "flags"),
     [
         (grpo, DROPOUT),
-        *(pytest.param(x, [], marks=pytest.mark.slow) for x in (ppo, rloo)),
         *(pytest.param(x, LORA, marks=pytest.mark.slow) for x in (ppo, grpo, rloo)),
     ],
 )
@@ -102,12 +101,9 @@ def test_interrupted_in_a_rollout_a_run_goes_on_bit_for_bit(script, flags, run, 
     assert_same_run("run", "expected")
 
 
-MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nlines that nobody reads")
 SPACE = OSError(28, "No space left on device")
 ENDS = {  # what raises at which call, exit code, a part of what is said, where it goes on
-    "update": (ppo, "policy_loss", 8, KeyboardInterrupt(), 130, "interrupted", 2),
     "optimiser": (torch, "_fused_adamw_", 7, KeyboardInterrupt(), 130, "interrupted", 2),
-    "memory": (ppo, "masked_whiten", 4, MEMORY, 1, "lower --micro_batch_tokens", 3),
     "reward": (plumbing.data, "call_reward", 8, ValueError("verdict"), 1, "verdict", 3),
     "state": (torch, "save", 2, SPACE, 1, "checkpoint.pt.new can't be written ([Errno 28]", 2),
     # The checkpoint is written all the same.
@@ -142,38 +138,39 @@ def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, mo
     assert_same_run("run", whole())
 
 
-@pytest.mark.parametrize("changed", ["prompts.jsonl", "held.jsonl", "small-gpt2"])
-def test_a_run_does_not_go_on_with_other_rows_or_another_model(changed, run, monkeypatch):
-    Path("held.jsonl").write_text(Path("prompts.jsonl").read_text())
-    with monkeypatch.context() as patch:
-        fails(patch, ppo, "sample", 4, KeyboardInterrupt())
-        run("--eval_prompts", "held.jsonl")
+def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
+    rows = Path("prompts.jsonl").read_text()
+    Path("held.jsonl").write_text(rows)
+    run("--eval_prompts", "held.jsonl", "--num_steps", "1")
     before = contents("run")
-    if changed != "small-gpt2":
-        Path(changed).write_text(Path(changed).read_text().replace("yy y", "yy z", 1))
-    else:
-        model = small_gpt2(0.1, vocab_size=20)
-        model.lm_head.weight.data *= 1.01
-        model.save_pretrained(changed)
-    code, text = run("--resume", "run")
-    assert code == 2 and "the rows or the weights of --model aren't those" in text
-    assert contents("run") == before
+    for changed in ("prompts.jsonl", "held.jsonl", "small-gpt2"):
+        if changed != "small-gpt2":
+            Path(changed).write_text(rows.replace("yy y", "yy z", 1))
+        else:
+            model = small_gpt2(0.1, vocab_size=20)
+            model.lm_head.weight.data *= 1.01
+            model.save_pretrained(changed)
+        code, text = run("--resume", "run")
+        assert code == 2 and "the rows or the weights of --model aren't those" in text, changed
+        assert contents("run") == before
+        Path("prompts.jsonl").write_text(rows)
+        Path("held.jsonl").write_text(rows)
 
 
 def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what is looked for last
-    run("--output_dir", "other", "--seed", "1")
-    run()
+    run("--seed", "1", "--num_steps", "1")
     before = contents("run")
     code, text = run("--overwrite", "--report_to", "wandb")
     assert code == 2 and text.startswith("error: --report_to wandb: ModuleNotFoundError")
     assert contents("run") == before
-    assert run("--overwrite", "--seed", "1")[0] == 0
-    assert_same_run("run", "other")
+    assert run("--overwrite")[0] == 0
+    assert_same_run("run", whole())
     monkeypatch.setattr(ppo, "sample", Mock(side_effect=KeyboardInterrupt))
     code, text = run("--overwrite")
     assert code == 130 and "The run ended in step 0; nothing is saved." in text
     assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
+    assert not Path("run/model").exists()
 
 
 # --- The end of a program ---
@@ -187,13 +184,6 @@ def test_memory_that_is_missing_in_whatever_words_is_one_line_that_says_what_hel
         line = capsys.readouterr().err
         assert end.value.code == 1 and line.count("\n") == 1
         assert "lower --micro_batch_tokens and --rollout_batch_size" in line
-
-
-def test_a_character_that_the_terminal_lacks_is_shown_as_its_number(monkeypatch):
-    terminal = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="cp1252"))
-    run_main(lambda: print("é \u2192 \ud800", flush=True))
-    assert terminal.getvalue() == b"\xe9 \\u2192 \\ud800\n"
 
 
 def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run, monkeypatch):
@@ -212,12 +202,9 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run,
 # --- Records ---
 
 
-@pytest.mark.draws
 def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_seed(run):
-    ppo.main([*FLAGS[:-2], "--seed", "7"])
-    [folder] = Path("runs").iterdir()
-    assert folder.name == "ppo-small-gpt2-prompts-s7"
-    files = contents(folder)
+    folder, files = whole(), contents(whole())
+    assert folder.name == "ppo-small-gpt2-prompts-s0"
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [*range(5)]
@@ -229,7 +216,6 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     code, text = run("--num_steps", "0", "--eval_prompts", "prompts.jsonl", "--num_eval_prompts=25")
     [line], samples = lines_of("run/metrics.jsonl"), lines_of("run/samples.jsonl")
     assert code == 0 and line["step"] == 0 and len(samples) == 25
-    assert line["eval/reward"] == pytest.approx(sum(x["score"] for x in samples) / 25)
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
@@ -256,10 +242,9 @@ def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_pri
 def test_half_a_surrogate_pair_in_a_text_ends_no_run_and_is_kept(run, monkeypatch):
     monkeypatch.setattr(plumbing.data, "decode", lambda _, x, ids: ["\ud83d"] * len(x.tokens))
     assert run("--num_steps", "1")[0] == 0
-    for _ in range(2):  # what a resume has read and written again too
-        lines = read_lines(Path("run/samples.jsonl"))
-        assert {line["completion"] for line in lines} == {"\ud83d"}
-        assert run("--resume", "run")[0] == 0
+    assert run("--resume", "run")[0] == 0  # it reads the records and writes them again
+    lines = read_lines(Path("run/samples.jsonl"))
+    assert {line["completion"] for line in lines} == {"\ud83d"}
 
 
 def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):

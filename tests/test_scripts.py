@@ -6,14 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import computed, in_float64, letter_tokenizer, lines_of, save_model, small_llama
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+from small import in_float64, lines_of
+from transformers import AutoModelForCausalLM
 
 import grpo
 import ppo
 import reward_model
 import rloo
 import sampling
+from common import rollout_logprobs
 from plumbing.config import settings_of_run
 
 FLAT = """
@@ -21,7 +22,6 @@ def for_short_prompts(prompts, completion_ids, **columns):
     return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]
 """
 ONE_UPDATE = {"num_epochs": 1, "num_mini_batches": 1}
-OF_GROUPS = pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
 
 
 @pytest.fixture(params=[grpo, ppo, rloo], ids=lambda script: script.__name__)
@@ -47,22 +47,25 @@ def record_gradients(monkeypatch) -> list[torch.Tensor]:
     return recorded
 
 
-@pytest.mark.parametrize("lora_r", [0, 4])
-def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job, lora_r):
+def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job):
     """In float32, at temperature 0.7, with dropout in the config and padding on both sides."""
-    first = job(num_epochs=2, num_mini_batches=2, completions=64, lora_r=lora_r)[0]
+    first = job(num_epochs=2, num_mini_batches=2, completions=64)[0]
     assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
     assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
     assert first["val/ratio_max_dev_first"] < 1e-5
 
 
-def test_an_adapter_is_trained_further_and_is_its_own_reference(job):
-    flags = {"learning_rate": 1e-2, "warmup_steps": 0, "num_steps": 2, "eval_every": 1}
+def test_an_adapter_is_saved_alone_and_trained_further_and_is_its_own_reference(job):
+    flags = {"learning_rate": 1e-2, "num_steps": 2, "eval_every": 2, "num_epochs": 2}
     first = job(lora_r=4, **flags)
     adapter = (job.folder / "model").rename(job.folder.parent / "adapter")
+    assert (adapter / "adapter_config.json").exists()
+    assert not (adapter / "model.safetensors").exists()
     second = job(model=adapter, **flags)
     assert second[0]["eval/reward"] == first[2]["eval/reward"] != first[0]["eval/reward"]
-    assert abs(second[0]["objective/kl"]) < 1e-5 < abs(second[1]["objective/kl"])
+    for steps in (first, second):
+        assert abs(steps[0]["objective/kl"]) < 1e-5 < abs(steps[1]["objective/kl"])
+        assert steps[0]["val/ratio_max_dev_first"] < 1e-5
 
 
 def test_dropout_left_on_moves_the_ratio_off_1(job):
@@ -72,8 +75,7 @@ def test_dropout_left_on_moves_the_ratio_off_1(job):
 
 
 @pytest.mark.problem("rloo_loop", 1, "rloo")
-@pytest.mark.parametrize("num_epochs", [1, 2])
-@pytest.mark.parametrize("kl_coef", [0, 0.1])
+@pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
 def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_are_needed(
     job, monkeypatch, kl_coef, num_epochs
 ):
@@ -88,54 +90,23 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert len(models) == len(set(models)) == needs_old + (kl_coef > 0)
     assert line["val/ratio_max_dev_first"] < 1e-5
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
-    if kl_coef == 0:
-        assert line["objective/kl"] is None, "unknown, not 0"
-        assert line["objective/rlhf_reward"] == line["objective/scores"]
 
 
-@OF_GROUPS
+@pytest.mark.parametrize("job", [rloo], ids=["rloo"], indirect=True)
 def test_with_one_update_per_rollout_the_ratio_is_1_however_step_3_rounds(job, monkeypatch):
     """In bfloat16 other batches round log-probs by a percent, which RLOO sums over a row."""
-    original = job.script.rollout_logprobs
-    monkeypatch.setattr(job.script, "rollout_logprobs", lambda *args: 1.01 * original(*args))
+    monkeypatch.setattr(rloo, "rollout_logprobs", lambda *args: 1.01 * rollout_logprobs(*args))
     assert job(kl_coef=0.1, **ONE_UPDATE)[0]["val/ratio_max_dev_first"] == 0
 
 
 # --- A run ---
 
 
-def test_a_seed_decides_the_run_and_evaluations_share_no_random_numbers_with_it(job, monkeypatch):
-    def numbers(**flags) -> list[dict]:
-        return computed(job(num_steps=2, num_eval_prompts=3, **flags))
-
-    first = numbers(seed=3)
-    assert numbers(seed=3) == first
-    assert numbers(seed=4) != first
+def test_training_draws_from_its_seed_and_evaluations_from_another(job, monkeypatch):
     calls = record_calls(monkeypatch, sampling, "generate")
-    assert numbers(seed=3, eval_every=1)[-1] == first[-1], "evaluating more changes nothing"
+    job(seed=3, num_eval_prompts=3)
     seeds = {(len(call.args[1]) == 3, call.kwargs["generator"].initial_seed()) for call in calls}
-    assert len(seeds) == len({seed for _, seed in seeds}) == 2, "of training and of evaluation"
-
-
-def test_a_model_that_is_not_embedded_gets_the_defaults_of_the_config(job):
-    job()
-    settings, plain = settings_of_run(job.folder), job.script.Config()
-    for name in ("task", "kl_coef", "learning_rate", "num_mini_batches", "eval_every"):
-        assert settings[name] == getattr(plain, name)
-
-
-def test_a_reward_model_scores_prompt_and_completion_up_to_eos(job):
-    config = small_llama(vocab_size=20).config
-    config.num_labels = 1
-    judge, tokenizer = LlamaForSequenceClassification(config).eval(), letter_tokenizer()
-    folder = save_model(job.folder.parent / "judge", judge, tokenizer)
-    job(reward=None, reward_model=folder)
-    records = [x for x in lines_of(job.folder / "samples.jsonl") if x["split"] == "train"]
-    for record in records:
-        ids = tokenizer(f"{record['prompt']}{record['completion']}<eos>", return_tensors="pt")
-        expected = judge(ids.input_ids).logits.item()
-        assert record["score"] == pytest.approx(expected, abs=1e-5)
-    assert len({record["score"] for record in records}) > 2
+    assert seeds == {(False, 3), (True, 4)}
 
 
 # --- The update ---
@@ -152,11 +123,14 @@ def test_gradient_checkpointing_changes_no_gradient(job, monkeypatch):
 
 def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch):
     recorded = record_gradients(monkeypatch)
+    calls = record_calls(monkeypatch, job.script, "completion_logprobs")
     flags = ONE_UPDATE | {"learning_rate": 1e-6, "kl_coef": 0.3}
     exact, rounded = (job(bf16=bf16, **flags)[0] for bf16 in (False, True))
     assert rounded["policy/entropy_avg"] == pytest.approx(exact["policy/entropy_avg"], rel=0.1)
     assert rounded["policy/entropy_avg"] != exact["policy/entropy_avg"], "no autocast"
     assert rounded["val/ratio_max_dev_first"] < 0.05, "old log-probs of another forward?"
+    layers = [x for x in calls[-1].args[0].modules() if hasattr(x, "config")]
+    assert {x.config._attn_implementation for x in layers} == {"eager"}, "slower on a CPU"
     before, after = map(AutoModelForCausalLM.from_pretrained, (job.model, job.folder / "model"))
     moved = [(p - q).abs().max() for p, q in zip(before.parameters(), after.parameters())]
     assert after.dtype == recorded[1].dtype == torch.float32
@@ -174,7 +148,7 @@ def test_a_gradient_that_is_nan_ends_the_run_before_it_reaches_the_weights(
     assert "goes on from step 1" in printed and "the gradient is nan: lower --learn" in printed
 
 
-@OF_GROUPS
+@pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
 def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, monkeypatch):
     """The smallest entropy bonus, or KL penalty in GRPO's loss, keeps them and changes nothing."""
     in_float64(monkeypatch, job.script)
