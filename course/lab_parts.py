@@ -174,7 +174,7 @@ def sampled(seed: int, temperature: float, top_k: int = 0) -> tuple[Tensor, ...]
 
     policy, tokenizer = load(AutoModelForCausalLM, "tiny"), load_tokenizer("tiny")
     prompts = add_prompts()[0][:250]
-    ids, mask = pad_rows(prompt_tokens(tokenizer, [x["prompt"] for x in prompts]), "left")
+    ids, mask = pad_rows(prompt_tokens(tokenizer, [x["prompt"] for x in prompts]))
     rollout = generate(
         policy, ids, mask, num_generations=8, max_new_tokens=16, temperature=temperature,
         eos_token_ids=eos_token_ids(policy, tokenizer), pad_token_id=0, top_k=top_k,

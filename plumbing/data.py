@@ -63,7 +63,7 @@ class Task:
     def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
         """The tokens of N prompts: (ids, mask), each (N, P), on the CPU, padded on the left."""
         self.tokenise(rows)
-        return pad_rows([self.tokens[str(row["prompt"])] for row in rows], "left")
+        return pad_rows([self.tokens[str(row["prompt"])] for row in rows])
 
     def tokenise(self, rows: list[dict]) -> None:
         """Make the tokens of the prompts that have none yet. Raises InputError."""
@@ -276,9 +276,9 @@ def _in_template(tokenizer: Tokenizer, messages: list[dict]) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **turn)
 
 
-def pad_rows(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
-    """Rows of ids, padded on the "left" or "right" to the longest row: (ids, mask), each (B, L)."""
-    options = {"batch_first": True, "padding_side": side}
+def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of ids, padded on the left to the longest row: (ids, mask), each (B, L)."""
+    options = {"batch_first": True, "padding_side": "left"}
     tokens = pad_sequence([torch.tensor(row) for row in rows], padding_value=PADDING, **options)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return tokens, pad_sequence(real, **options)

@@ -117,7 +117,7 @@ BUGS = [
     ("metrics.evaluate", "~verdicts.isnan().any(1)", "~verdicts.isnan().all(1)", "prompts with half of their verdicts count"),
     ("metrics.mean_and_error", "right.double().mean(1)", "right.double().flatten()", "completions of one prompt count as independent"),
     ("metrics.headline", "(metrics, first)", "(metrics, metrics)", "what was before is what is now"),
-    ("data.Task.encode", "for row in rows], \"left\")", "for row in rows], \"right\")", "prompts are padded on the right"),
+    ("data.pad_rows", "\"padding_side\": \"left\"", "\"padding_side\": \"right\"", "prompts are padded on the right"),
     ("data.Task.score", "(scores * weights).nansum(dim=1)", "scores.nansum(dim=1)", "the weights of rewards are ignored"),
     ("data.Task.score", "(scores * weights).nansum(dim=1)", "(scores * weights).sum(dim=1)", "one missing reward hides the others"),
     ("data.call_reward", "[row for row in rows for _ in range(len(texts) // len(rows))]", "rows * (len(texts) // len(rows))", "completions are scored with the columns of other rows"),
