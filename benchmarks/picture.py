@@ -26,14 +26,14 @@ TEXTS = ["text.color", "axes.labelcolor", "xtick.color", "ytick.color"]
 
 
 def draw_learning(axes: Axes) -> None:
-    """Held-out accuracy over seconds: the mean of three seeds, and lowest to highest."""
+    """Held-out accuracy over seconds: the mean of the seeds, and lowest to highest."""
     for name, runs in json.loads(RESULTS.read_text())["tiny"].items():
         curves, colour = [run["points"] for run in runs], COLOURS[name]
         x = np.linspace(0, min(curve[-1]["seconds"] for curve in curves), 200)
         y = np.array([at(curve, "seconds", x) for curve in curves])
         axes.plot(x, y.mean(0), color=colour, lw=2, label=name)
         axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, lw=0)
-    axes.set(xlim=(0, 32), ylim=(0.4, 1), xlabel="seconds on two cores", frame_on=False)
+    axes.set(xlim=(0, 42), ylim=(0.4, 1), xlabel="seconds on two cores", frame_on=False)
     axes.set_title("held-out sums right", size=11)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)

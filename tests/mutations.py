@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from _pytest.runner import runtestprotocol
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -191,6 +192,7 @@ def first_failure(items: list[pytest.Item], bug: tuple | None) -> str:
             found = file.read()
         return "it hangs or dies" if os.waitpid(child, 0)[1] else found
     signal.alarm(900)  # it kills a process that hangs
+    torch.set_num_threads(1)  # now: else threads race for PyTorch's pool, which the fork has lost
     try:
         if bug:
             plant(*bug[:3])
