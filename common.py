@@ -38,11 +38,12 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 # while sampling and never from token ids, because pad may equal EOS.
 #
 #   score         the number that the reward function gives a completion: s
-#   reference     the model before training; KL: how far the policy has drifted from it
+#   reference     the model before training
+#   KL            how far the policy has drifted from the reference, in nats
 #   reward        the score less the KL penalty (PPO, RLOO) or alone (GRPO): r; makes advantages
 #   return        the sum of the rewards to come, by GAE: R; the value model learns to predict it
 #   advantage     how much better an action was than expected: A
-#   ratio         pi / pi_old: what updates have made of a token's chance since it was sampled
+#   ratio         pi / pi_old: by what factor updates have changed a token's chance
 #   step          one rollout and the updates that learn from it
 #   epoch         one pass over the rows of a rollout, in a new order
 #   minibatch     the rows of one update of the weights

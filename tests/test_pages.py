@@ -34,7 +34,9 @@ REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
 FILES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
-TEXTS = PAGES | {f"{name}.py": script.__doc__ for name, script in SCRIPTS.items()}
+OTHERS = [REPOSITORY / folder / "README.md" for folder in ("tests", "tiny")]
+TEXTS = PAGES | {path.parent.name: path.read_text(encoding="utf-8") for path in OTHERS}
+TEXTS |= {f"{name}.py": script.__doc__ for name, script in SCRIPTS.items()}
 OF_OTHERS = """help strict no-deps config_file nproc_per_node use_vllm model_name_or_path
 dataset_name""".split()  # pip, mkdocs, torchrun, TRL
 

@@ -260,3 +260,10 @@ def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkey
     task = task_of(task="letters")
     assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0])
     assert task.rewards == [REWARDS["brevity"]] and task.verifier is None
+
+
+def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
+    judge = Task([], [], [], verifier=REWARDS["numeric_match"])
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
+    assert found.tolist() == [[1, 0], [1, 1]]

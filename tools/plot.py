@@ -1,7 +1,7 @@
 """The curves of one or several runs on one page.
 
 python tools/plot.py runs/grpo-tiny-add-s0
-python tools/plot.py runs/*-tiny-add-s? --output curves.svg      # bands over the seeds of each
+python tools/plot.py runs/*-tiny-add-s? --output curves.svg      # seeds of a job have one colour
 """
 
 from __future__ import annotations
