@@ -152,10 +152,10 @@ def test_a_fault_costs_its_own_problem_and_helpers_come_along(tmp_path):
     ours = (REPOSITORY / "ppo.py").read_text()
     half = ours.replace("return 0.5 * torch.max(", "return torch.max(")
     folder = hand_in(tmp_path / "bad", common=BROKEN, ppo=half, grpo="def group_advantages(:\n")
-    names = "kl_estimate gae group_advantages token_logprobs value_loss"
-    found = graded(folder, *names.split(), seconds=20)
-    assert [score for score, _ in found.values()] == [0, 0, 0, 4, 3]
-    assert "not done after 20 seconds" in found["kl_estimate"][1]
+    found = graded(folder, *"gae group_advantages token_logprobs value_loss".split())
+    assert [score for score, _ in found.values()] == [0, 0, 4, 3]
+    endless = graded(folder, "kl_estimate", seconds=5)["kl_estimate"]
+    assert endless[0] == 0 and "not done after 5 seconds" in endless[1]
     assert "the process ended before the tests did" in found["gae"][1]
     assert "grpo.py doesn't parse: invalid syntax" in found["group_advantages"][1]
     assert "-1: the value loss is half the squared error" in found["value_loss"][1]
