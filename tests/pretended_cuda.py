@@ -9,6 +9,7 @@ and memory that is used again too early, aren't shown. `gpu.waits` counts what w
 
 import contextlib
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -207,6 +208,7 @@ ANSWERS |= {"max_memory_allocated": 0, "get_rng_state_all": [], "set_rng_state_a
 def pretended_cuda():
     """torch with one GPU: gives its Device."""
     gpu, autocast = Device(), torch.autocast
+    stream = SimpleNamespace(is_capturing=lambda: gpu.graph is not None)
 
     class CUDAGraph(Graph):  # a class, for transformers has it in type annotations
         def __init__(self):
@@ -217,6 +219,8 @@ def pretended_cuda():
     patches += [
         (torch.cuda, "synchronize", lambda *args: gpu.wait("synchronize")),
         (torch.cuda, "is_current_stream_capturing", lambda: gpu.graph is not None),
+        # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
+        (torch.accelerator, "current_stream", lambda *_: stream),
         (torch.cuda, "CUDAGraph", CUDAGraph),
         (torch.cuda, "graph", lambda graph: graph.capture()),
         (torch, "Generator", Generator),
