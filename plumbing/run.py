@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from common import Fault, InputError, Rollout, blame, evaluating, rollout_logprobs
+from common import Fault, InputError, Rollout, blame, evaluating, is_flat, rollout_logprobs
 from plumbing.data import text_of
 from plumbing.metrics import (
     Evaluation,
@@ -160,8 +160,8 @@ class Run:
         rollout: Rollout,
         columns: dict[str, Tensor | None],
     ) -> None:
-        """At the steps that begin with an evaluation: record the completions of the step, and of a
-        few of them `columns` for each token, (B, T) or (B,); print one of each of four prompts.
+        """At the steps that begin with an evaluation: record the completions of the step, and of
+        eight of them `columns` for each token, (B, T) or (B,); print one of each of four prompts.
         """
         if step % self.config.eval_every:
             return
@@ -169,14 +169,18 @@ class Run:
         self._write("samples", records, step=step, split="train")
         tqdm.write("\n".join([f"step {step}: samples from training", *lines[:4]]))
         policy = next(iter(self.models.values()))
-        some = slice(8)  # completions
+        # The first group whose scores differ, if there is one: equal scores push no token.
+        size = len(texts) // len(prompts) if len(texts) > len(prompts) else 8
+        differ = [i for i, x in enumerate(scores.split(size)) if not is_flat(x[None, :8])]
+        first = size * differ[0] if differ else 0
+        some = slice(first, first + 8)
         with evaluating(policy):
             new_logprobs = rollout_logprobs(policy, rollout[some], self.config)
         columns = {name: x[some] for name, x in columns.items() if x is not None}
         columns |= {"score": scores[some], "new_logprobs": new_logprobs}
         details = token_records(self.data.tokenizer, rollout[some], columns)
-        for record, sample in zip(details, records):
-            record["prompt"] = text_of(sample["prompt"])[-500:]
+        for i, record in enumerate(details, first):
+            record |= {"completion_index": i, "prompt": text_of(records[i]["prompt"])[-500:]}
         self._write("tokens", details, step=step, split="train")
 
     def _evaluate(self, step: int, evaluate: Callable[[], Evaluation]) -> None:
@@ -314,8 +318,8 @@ def token_records(tokenizer: Tokenizer, rollout: Rollout, columns: dict[str, Ten
     T, records = rollout.completion_mask.shape[1], []
     for i, length in enumerate(rollout.completion_mask.sum(1).tolist()):
         ids = rollout.tokens[i, -T - 1 :][: length + 1].tolist()
-        record = {"completion_index": i, "num_tokens": length}
-        record |= {"finished": bool(rollout.finished[i]), "tokens": token_texts(tokenizer, ids)}
+        record = {"num_tokens": length, "finished": bool(rollout.finished[i])}
+        record["tokens"] = token_texts(tokenizer, ids)
         for name, x in numbers.items():
             of_tokens = isinstance(x[i], list)
             record[name] = [_short(n) for n in x[i][:length]] if of_tokens else _short(x[i])

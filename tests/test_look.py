@@ -1,5 +1,6 @@
 """The page that tools/look.py makes of a run, in a browser too, and tokens.jsonl, its source."""
 
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import grpo
+import ppo
 import rloo
 from plumbing.run import token_texts
 from tools import look
@@ -29,16 +31,17 @@ NUMBERS = ["old_logprobs", "new_logprobs", "advantages", "ratio", "clipped"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run of four steps, made up; two completions are recorded at steps 0 and 2."""
+    """Made up: of two completions one becomes likelier, one rarer; hardly so at the last step."""
     (folder := tmp_path / "ppo-made-up-s0").mkdir()
     texts, records = list(WRITTEN_BY_MODELS), []
-    for step, completion in ((0, 0), (0, 1), (2, 0), (2, 1)):
+    for step, completion in itertools.product((0, 2, 4), (0, 1)):
         line = {"step": step, "tokens": texts, "num_tokens": len(texts), "finished": True}
         line |= {"prompt": "<b>1</b>\n & 2", "score": 1.0}
         for n, name in enumerate(NUMBERS):
             line[name] = [0.25 * i + n + step - completion / 3 for i in range(len(texts))]
+        change = (1 - 2 * completion) * (0.01 if step == 4 else 0.5)
+        line["new_logprobs"] = [x + change for x in line["old_logprobs"]]
         records.append(line)
-    records[0]["ratio"] = [None] * len(texts)
     write(folder / "metrics.jsonl", [{"step": 0, "objective/scores": 0.5}])
     write(folder / "tokens.jsonl", records)
     write(folder / "warnings.jsonl", [{"step": 2, "text": "80% of the completions were cut"}])
@@ -60,7 +63,7 @@ def shown(*folders):
 def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     folder, monkeypatch
 ):
-    monkeypatch.setattr(look, "draw_curves", lambda folders, path: path.write_bytes(b"curves"))
+    monkeypatch.setattr(look, "draw_curves", lambda folders, file: file.write(b"curves"))
     shutil.copytree(folder, other := folder.parent / "other" / folder.name)
     lines = lines_of(folder / "tokens.jsonl")
     lines[0]["tokens"][0] = "half a pair: \ud83d"
@@ -79,12 +82,13 @@ MISSING = not (CHROMIUM and DRIVER) and "PLAINRLHF_BROWSER" not in os.environ
 
 @pytest.mark.slow
 @pytest.mark.skipif(MISSING, reason="needs chromium and chromedriver")
-def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays_text(folder):
+def test_in_a_browser_the_last_colours_come_first_numbers_are_right_and_text_stays_text(folder):
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for flag in ("headless=new", "no-sandbox", f"user-data-dir={folder / 'profile'}"):
         options.add_argument(f"--{flag}")
+    options.add_argument("--window-size=1280,900")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(DRIVER)
     [run] = shown(folder)["runs"]
@@ -92,9 +96,10 @@ def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays
         chromium.get((folder / "page.html").as_uri())
         script = "return [...document.querySelectorAll(arguments[0])].map((x) => x.textContent)"
         keys = chromium.find_element("css selector", "body").send_keys
-        assert chromium.execute_script(script, "#step") == ["step 0"]
-        keys("\ue014")  # the right arrow
-        assert chromium.execute_script(script, "#step") == ["step 2"], "the next recorded one"
+        assert chromium.execute_script(script, "[aria-pressed=true]") == ["log-prob change"]
+        for key, step in (("", 2), ("\ue014", 4), ("\ue012", 2)):  # the arrows right and left
+            keys(key)
+            assert chromium.execute_script(script, "#step") == [f"step {step}"]
         assert chromium.execute_script(script, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
         assert chromium.execute_script(script, ".prompt") == ["<b>1</b>\n & 2"]
         assert "80% of the completions" in chromium.execute_script(script, "#warnings li")[0]
@@ -102,9 +107,13 @@ def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays
         places = [(line, i) for line in run["lines"] if line["step"] == 2 for i in range(7)]
         for chip, (line, i) in zip(chips, places, strict=True):
             chip.click()
-            for name in NUMBERS:
+            pairs = zip(line["old_logprobs"], line["new_logprobs"])
+            line["change"] = [after - before for before, after in pairs]
+            for name in [*NUMBERS, "change"]:
                 (text,) = chromium.execute_script(script, f"#inspector [data-key={name}]")
-                assert float(text) == line[name][i]
+                assert float(text) == pytest.approx(line[name][i], abs=1e-5)
+            colour = "plus" if line["change"][i] > 0 else "minus"
+            assert f"var(--{colour})" in chip.get_attribute("style")
         found = "return [window.hacked, document.images.length, document.scripts.length]"
         assert chromium.execute_script(found) == [None, 1, 2]
         # The page allows itself no request: one would be an error in the log.
@@ -112,6 +121,22 @@ def test_in_a_browser_keys_change_the_step_numbers_are_the_file_s_and_text_stays
 
 
 # --- tokens.jsonl ---
+
+
+SHOWN = [(grpo, 4, range(20, 24)), (ppo, 1, range(16, 24)), (grpo, 12, range(8))]
+
+
+@pytest.mark.parametrize("script, size, rows", SHOWN)
+def test_recorded_is_the_first_group_whose_scores_differ(script, size, rows, make_job):
+    job = make_job(script)
+    reward = "def last(prompts, **columns): return [float(i == 22) for i in range(len(prompts))]"
+    (job.folder.parent / "reward.py").write_text(reward)
+    flags = {"reward": f"{job.folder.parent}/reward.py:last", "rollout_batch_size": 12}
+    job(completions=24, num_generations=size, **flags)
+    samples = [x for x in lines_of(job.folder / "samples.jsonl") if x["split"] == "train"]
+    for line, i in zip(lines_of(job.folder / "tokens.jsonl"), rows, strict=True):
+        assert line["completion_index"] == i
+        assert (line["prompt"], line["score"]) == (samples[i]["prompt"], samples[i]["score"])
 
 
 @pytest.mark.parametrize("script", [grpo, pytest.param(rloo, marks=pytest.mark.slow)])
