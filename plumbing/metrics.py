@@ -9,7 +9,7 @@ import statistics
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -328,18 +328,21 @@ OF_REWARD_MODELS = {
     "mean score; held out (dashed)": ["reward/mean", "eval/score_mean"],
     "correlation of score and length, held out": ["eval/length_correlation"],
 }
+COLOURS = {"ppo": "#8a63d2", "grpo": "#d6417f", "rloo": "#27a074"}  # in all pictures
 
 
-def draw_curves(folders: list[Path], output: Path) -> None:
+def draw_curves(folders: list[Path], output: Path | BinaryIO) -> None:
     """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Those whose folders
-    differ in -s<seed> alone have one colour.
+    differ in -s<seed> alone have one colour; the first job of a script has the script's.
     """
     # No pyplot: it takes a second to import, and needs a screen.
     from matplotlib.figure import Figure
 
     runs = [read_lines(Path(folder, "metrics.jsonl")) for folder in folders]
     labels = [re.sub(r"-s\d+$", "", Path(folder).resolve().name) for folder in folders]
-    colours = {label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(labels))}
+    colours, left = {}, COLOURS.copy()
+    for i, label in enumerate(dict.fromkeys(labels)):
+        colours[label] = left.pop(label.partition("-")[0], f"C{i % 10}")
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     of_pairs = all("loss/pairs" in run[0] for run in runs if run)
     panels = OF_REWARD_MODELS if of_pairs else PANELS

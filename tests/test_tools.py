@@ -4,12 +4,15 @@ import json
 
 from matplotlib.figure import Figure
 
+from plumbing.metrics import COLOURS
 from tools import plot
 
 
-def test_runs_that_differ_by_their_seed_alone_have_one_colour_and_one_name(tmp_path, monkeypatch):
+def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(
+    tmp_path, monkeypatch
+):
     folders, axes, save = [], [], Figure.savefig
-    for name, seed in (("ppo", 0), ("ppo", 11), ("grpo", 0)):
+    for name, seed in (("ppo", 0), ("ppo", 11), ("grpo", 0), ("grpo-2", 0)):
         folders.append(tmp_path / f"{name}-tiny-add-s{seed}")
         folders[-1].mkdir()
         lines = [{"step": step, "objective/scores": step + seed} for step in range(4)]
@@ -23,9 +26,10 @@ def test_runs_that_differ_by_their_seed_alone_have_one_colour_and_one_name(tmp_p
     monkeypatch.setattr(Figure, "savefig", spy)
     plot.main([*map(str, folders), "--output", str(tmp_path / "page.svg")])
     assert (tmp_path / "page.svg").stat().st_size > 1000
-    first, second, other = axes[0].lines
+    _, second, *_ = axes[0].lines
     assert list(second.get_xdata()) == [0, 1, 2, 3] and list(second.get_ydata()) == [11, 12, 13, 14]
-    assert first.get_color() == second.get_color() != other.get_color()
+    *colours, other = [line.get_color() for line in axes[0].lines]
+    assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
     names = [text.get_text() for text in axes[0].get_legend().get_texts()]
-    assert names == ["ppo-tiny-add", "grpo-tiny-add"]
+    assert names == ["ppo-tiny-add", "grpo-tiny-add", "grpo-2-tiny-add"]
     assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"

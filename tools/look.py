@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import base64
 import importlib.util
+import io
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not lines:
         fault = "holds no completions, or none yet (a reward model's run never does)"
         raise InputError(f"{folder / 'tokens.jsonl'}: {fault}")
-    warnings = read_lines(folder / "warnings.jsonl")
-    return {"name": str(folder), "warnings": warnings, "lines": lines}
+    return {"name": str(folder), "warnings": read_lines(folder / "warnings.jsonl"), "lines": lines}
 
 
 def curves_of(folders: list[Path]) -> str | None:
     """The curves of the runs as the address of a picture; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
-    with tempfile.TemporaryDirectory() as place:
-        picture = Path(place) / "curves.png"
-        draw_curves(folders, picture)
-        return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+    draw_curves(folders, picture := io.BytesIO())
+    return "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
 
 def page(folders: list[Path]) -> str:
