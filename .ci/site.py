@@ -1,0 +1,18 @@
+"""The first page of the site is README.md, its links as seen from docs/. mkdocs.yml names this."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+
+def on_files(files: Files, config: dict) -> None:
+    text = Path(config["config_file_path"]).with_name("README.md").read_text(encoding="utf-8")
+    text = re.sub(r'(\]\(|src(?:set)?=")(?![a-z]+:|#)', r"\1../", text).replace("../docs/", "")
+    # The site has a dark mode of its own, whatever the browser's.
+    picture = r'<picture>\s*<source .*?srcset="(.+?)">\s*(<img .*?src=")(.+?)(".*?>)\s*</picture>'
+    text = re.sub(picture, r"\2\1#only-dark\4 \2\3#only-light\4", text, flags=re.DOTALL)
+    # Not in README.md: GitHub shows the source of an HTML page, not the page.
+    linked = r"[\1](credit.html)\n\n[Open this page](credit.html)"
+    text = re.sub(r"(!\[.*\]\(look.png\))", linked, text)
+    files.append(File.generated(config, "index.md", content=text))
