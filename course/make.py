@@ -25,7 +25,7 @@ import pages
 from problems import BY_NAME, PROBLEMS, PROGRAM, REPOSITORY, SCRIPTS, NotFound, Problem, function_of
 
 COURSE = REPOSITORY / "course"
-DOCS = ["docs/metrics.md", "docs/debugging.md"]
+DOCS = ["docs/metrics.md", "docs/debugging.md", "docs/running.md"]  # a test reads the last
 LABS = ["labs.py", "lab_parts.py", "experiments.py", "reference.json"]
 TESTS = ["tests/conftest.py", "tests/small.py"]
 REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\nipykernel\n"
@@ -37,7 +37,8 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     labs, files = pages.chosen_labs(problems), sorted({problem.file for problem in problems})
     whole = [*problems, *SCRIPTS] if len(problems) == len(PROBLEMS) else problems
     copy_files(out, problems, hints)
-    for name in [*TESTS, *{file for problem in whole for file in problem.test_files}]:
+    tests = {file for problem in whole for file in problem.test_files}
+    for name in ["pyproject.toml", *TESTS, *sorted(tests)]:
         write(out / name, (REPOSITORY / name).read_text("utf-8"))
     for name in LABS:
         write(out / name, (COURSE / name).read_text("utf-8"))
@@ -85,8 +86,8 @@ def gradescope(out: Path) -> None:
     with zipfile.ZipFile(out, "x", zipfile.ZIP_DEFLATED) as archive:
         for name in [*PROGRAM, *TESTS, *sorted(tests), *grader]:
             archive.write(REPOSITORY / name, f"grader/{name}")
-        for path in (COURSE / "gradescope").iterdir():
-            archive.write(path, path.name)
+        for name in ("setup.sh", "run_autograder"):
+            archive.write(COURSE / "gradescope" / name, name)
 
 
 # --- What is left to the student ---

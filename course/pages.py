@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments import EXPERIMENTS
 from problems import BY_NAME, Problem
 
-SOURCES = sorted((Path(__file__).parent / "handout").glob("lab*.md"))
+SOURCES = sorted((Path(__file__).parent / "handout").glob("lab?.md"))
 # ## 3. Title (4 points, 20 minutes, gae policy_loss)
 HEAD = re.compile(r"^## (\d+)\. (.+) \((\d+) points, (\d+) minutes(?:, ([\w ]+))?\)$", re.M)
 FUNCTIONS = re.compile(r"^Functions: (.+)$", re.M)
