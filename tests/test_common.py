@@ -191,7 +191,7 @@ def test_the_ratio_of_tokens_is_that_of_each_and_that_of_a_sequence_their_geomet
         assert whole[row, :length].tolist() == pytest.approx([math.exp(d.mean().item())] * length)
     assert (ratio[OFF] == 1).all() and (whole[OFF] == 1).all()
     assert torch.equal(importance_ratio(logprobs, old, MASK.long(), "sequence"), whole)
-    with pytest.raises(ValueError, match="'row'"):
+    with pytest.raises(ValueError):
         importance_ratio(logprobs, old, MASK, "row")
 
 

@@ -54,6 +54,23 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
     assert not [(name, line) for name, text in given.items() for line in key if line in text]
 
 
+def test_a_solved_starter_has_no_failure_and_no_warning_by_the_command_of_its_readme(starter):
+    for name in FILES:
+        shutil.copy(REPOSITORY / name, starter / name)
+    assert "python -m pytest tests  " in (starter / "README.md").read_text()
+    said = run_in(starter, "-m", "pytest", "tests")
+    assert re.search(r"^[0-9]+ passed in ", said, re.M), said[-3000:]
+
+
+def test_what_is_handed_out_is_a_list_which_has_all_of_the_program_that_git_tracks(tmp_path):
+    said = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    tracked = re.findall(r"^(?:plumbing/.+|tools/.+|tiny/.+|\w+\.py)$", said.stdout, re.M)
+    assert {*make.PROGRAM} == {*tracked, "requirements.txt"}
+    make.main([str(tmp_path / "grader.zip"), "--gradescope"])
+    names = zipfile.ZipFile(tmp_path / "grader.zip").namelist()
+    assert {x for x in names if "/" not in x} == {"setup.sh", "run_autograder"}
+
+
 def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     out = tmp_path / "gae"
     assert make.main([str(out), "--problems", "gae"]) == 0 and make.main([str(out)]) == 2
@@ -75,6 +92,9 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
 def test_each_problem_has_points_and_a_lab_and_each_question_a_key_and_commands_that_exist():
     assert set(marked_tests()) == set(BY_NAME)
     assert sum(problem.points for problem in PROBLEMS) == 100
+    for file, test in (test.split("::") for x in BY_NAME.values() for test in x.properties):
+        source = function_of((REPOSITORY / "tests" / file).read_text(), test)
+        assert "match=" not in ast.unparse(source), f"{test}: no docstring gives these words"
     assert sorted(name for lab in LABS for name in lab.problems) == sorted(x.name for x in PROBLEMS)
     for question in QUESTIONS:
         assert question.deliverable and set(question.about) <= set(BY_NAME)

@@ -20,6 +20,7 @@ from small import (
     small_gpt2,
     task_of,
 )
+from test_by_hand import worked_step
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -75,6 +76,10 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_that_it_has():
             assert "://" in link or target.exists(), f"{page.name} links to {link}"
             if place and target.suffix == ".md":
                 assert place in headings(target), f"{page.name} links to {link}#{place}"
+
+
+def test_the_page_of_equations_has_the_numbers_of_the_functions():
+    assert textwrap.indent(worked_step(), "    ") in PAGES["equations.md"]
 
 
 def test_every_flag_that_a_page_names_is_one_of_a_program():
