@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,13 +138,16 @@ def parse_flags(
 
 def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[str, Any]) -> Any:
     """The flags that are given, as a complete, checked `config_class`. Raises InputError."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would write to the same folder
+        raise InputError("a run is one process, not several as of torchrun: see docs/outgrow.md")
     has_own_rate = "learning_rate" in given or "resume" in given
     if folder := given.get("resume"):
         settings = settings_of_run(Path(folder))
-        if settings.pop("script") != config_class.script:
+        if settings.pop("script", None) != config_class.script:
             raise InputError(f"--resume {folder}: is not a run of {config_class.script}.py")
-        if given.get("num_steps", settings["num_steps"]) != settings["num_steps"]:
-            raise InputError("--num_steps: can't change on --resume: the rate falls over it")
+        num_steps = settings["num_steps"]  # the learning rate falls over them
+        if "output_dir" in given or given.get("num_steps", num_steps) != num_steps:
+            raise InputError("--num_steps and --output_dir can't change on --resume")
         given = settings | {"overwrite": False} | given | {"output_dir": folder}
     elif given.get("model", "tiny") == "tiny":
         given = tiny | given
@@ -192,7 +196,8 @@ def _check_numbers(config: TrainConfig) -> None:
             if type(x) not in (int, float):
                 continue
             if not math.isfinite(x) or (x <= 0 if least is None else not least <= x <= most):
-                rule = "above 0" if least is None else f"from {least} to {most}"
+                rule = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
+                rule = "above 0" if least is None else rule
                 raise InputError(f"--{field.name} {x}: must be a finite number {rule}")
 
 
@@ -206,15 +211,31 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
 
 
 def _check_folder(config: TrainConfig) -> None:
-    """Fill in --output_dir. Raises InputError, before a model is loaded, where it holds a run."""
+    """Fill in --output_dir. Raises InputError, before a model is loaded, if something were lost."""
     model = Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
     data = getattr(config, "pairs", None) or getattr(config, "prompts", None)
     task = Path(data).stem if data else getattr(config, "task", "pairs")
     name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
-    config.output_dir = str(Path(config.output_dir or f"runs/{name}").expanduser())
-    metrics = Path(config.output_dir, "metrics.jsonl")
+    folder, number = Path(config.output_dir or f"runs/{name}").expanduser(), 1
+    while (lost := _lost(config, folder)) and not config.output_dir:
+        number += 1
+        folder = folder.with_name(f"{name}-{number}")
+    config.output_dir = str(folder)
+    if lost:
+        raise InputError(f"{folder} already holds {lost}")
+
+
+def _lost(config: TrainConfig, folder: Path) -> str | None:
+    """What this run would destroy in a folder, and what to do instead; None if nothing."""
+    needed = [getattr(config, flag, None) for flag in ("model", "reward_model")]
+    for path in [Path(name).resolve() for name in needed if name and Path(name).exists()]:
+        if folder.resolve() in (path, *path.parents):
+            return f"{path}, which the run needs: name another --output_dir"
+    settings, metrics = folder / "config.json", folder / "metrics.jsonl"
+    if not settings.is_file() or b'"script": ' not in settings.read_bytes():
+        found = [x for x in ("model", "config.json", "checkpoint.pt") if (folder / x).exists()]
+        return f"{found[0]}, and no run: name another --output_dir" if found else None
     # One line is an evaluation alone, by --num_steps 0.
     has_steps = metrics.exists() and metrics.read_bytes().count(b"\n") > 1
-    if has_steps and not (config.resume or config.overwrite):
-        remedy = f"--resume {config.output_dir} goes on with it, --overwrite begins anew"
-        raise InputError(f"{config.output_dir} already holds a run: {remedy}")
+    remedy = f"a run: --resume {folder} goes on with it, --overwrite begins anew"
+    return remedy if has_steps and not (config.resume or config.overwrite) else None

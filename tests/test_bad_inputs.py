@@ -27,6 +27,9 @@ FILES = {
     "a_run/config.json": json.dumps(SETTINGS | {"num_steps": 6, "prompts_per_step": 2}),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
     "a_run/tokens.jsonl": "",
+    "a_run/model/weights": "",
+    "a_model/model/weights": "",
+    "a_checkpoint/checkpoint.pt": "",
 }
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
@@ -37,7 +40,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
     ("ppo", "--reward_weights 1 nan", "--reward_weights nan: must be a finite number", ""),
-    ("ppo", "--temperature 0.0009", "--temperature 0.0009: must be a finite number from 0.001", ""),
+    ("ppo", "--temperature 0.0009", "0.0009: must be a finite number of at least 0.001", ""),
     ("ppo", "--lam 1.1", "--lam 1.1: must be a finite number from 0 to 1", ""),
     ("ppo", "--num_epochs 0", "--num_epochs 0: must be a finite number above 0", ""),
     ("ppo", "--device cuda:99", "--device cuda:99: ", ""),
@@ -87,8 +90,23 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     # Folders
     ("ppo", "--output_dir a_run", "a_run already holds a run: --resume a_run goes on with it", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", TWO),
+    *(
+        ("ppo", f"{RUN} --output_dir {flags}", f"{words}: name another --output_dir", TWO)
+        for more in ("", " --overwrite")
+        for flags, words in (
+            (f"small{more} --model tiny", "small already holds config.json, and no run"),
+            (f"a_model{more}", "a_model already holds model, and no run"),
+            (f"a_checkpoint{more}", "a_checkpoint already holds checkpoint.pt, and no run"),
+            (f"small{more}", "/small, which the run needs"),
+            (f".{more}", "/small, which the run needs"),
+            (f"a_link{more} --model a_run/model", "/a_run/model, which the run needs"),
+            (f"a_run{more} --reward_model a_link/model", "/a_run/model, which the run needs"),
+        )
+    ),
+    ("ppo", "--resume small", "--resume small: is not a run of ppo.py", ""),
+    ("ppo", "--resume a_run --output_dir new", "--output_dir can't change on --resume", ""),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
-    ("ppo", "--resume a_run --num_steps 8", "--num_steps: can't change on --resume", ""),
+    ("ppo", "--resume a_run --num_steps 8", "--num_steps and --output_dir can't change", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("plot", "nowhere", "nowhere/metrics.jsonl", ""),
@@ -101,9 +119,10 @@ def inputs(tmp_path_factory) -> Path:
     """A folder with the files and the models of the commands."""
     folder, model, tokenizer = tmp_path_factory.mktemp("x"), small_gpt2(0, 20), letter_tokenizer()
     for name, text in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
     tokenizer.add_tokens("<new>")
+    (folder / "a_link").symlink_to("a_run")
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(b"text"))
     save_model(folder / "small", model, tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())

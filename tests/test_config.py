@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,14 @@ import plumbing.config
 import ppo
 import reward_model
 import rloo
+from common import InputError
 from plumbing.config import parse_flags
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
 
 
 def parse(script: str, flags: str) -> dict:
-    flags += "" if "--resume" in flags else " --output_dir new"
+    flags += "" if {"--resume", "--output_dir"} & {*flags.split()} else " --output_dir new"
     flags += "" if "--device" in flags else " --device cpu"
     return asdict(parse_flags(SCRIPTS[script].Config, "", SCRIPTS[script].TINY, flags.split()))
 
@@ -79,6 +81,25 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
     config = parse("ppo", "--device cuda:1 --bf16 false --model x/y")
     assert chosen == [there.device] and config["device"] == "cuda:1"
     assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (64, 4096)
+
+
+def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/grpo-x-y-sentiment-s0")
+    Path(f"{folder}-2/model").mkdir(parents=True)
+    folder.mkdir()
+    (folder / "config.json").write_text('{"script": "grpo"}')
+    for lines, flags, end in ((1, "", ""), (2, "", "-3"), (2, " --overwrite", "")):
+        (folder / "metrics.jsonl").write_text("{}\n" * lines)
+        config = parse_flags(grpo.Config, "", {}, f"--model x/y{flags}".split())
+        assert config.output_dir == f"{folder}{end}"
+    assert parse("grpo", "--model x/y --output_dir .")["output_dir"] == ".", "a name on the hub"
+
+
+def test_several_processes_as_of_torchrun_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"see docs/outgrow\.md"):
+        parse("grpo", "")
 
 
 def test_a_resumed_run_has_the_settings_of_its_folder_and_the_flags_win(tmp_path):
