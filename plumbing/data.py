@@ -147,7 +147,8 @@ def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
-        print('The prompts are plain text, without the chat template: --system_prompt "" adds it.')
+        print('The prompts are plain text, without the chat template. --system_prompt "" adds it:')
+        print("completions are then messages, and text_of of tasks.py gives a reward their text.")
     task.tokenise(task.train + task.heldout)
     longest = max(task.tokens.values(), key=len)
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
@@ -396,12 +397,14 @@ def call_reward(
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(rows, texts, strict=True)
     ]
-    parameters = inspect.signature(reward).parameters.values()
+    signature, name = inspect.signature(reward), getattr(reward, "__name__", type(reward).__name__)
+    parameters = signature.parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+    with blame(f"the reward {name} gets the columns {sorted(map(str, keys))} besides the prompt"):
+        signature.bind(**arguments)
     with _torch_as_it_was():
         values = reward(**arguments)
-    name = getattr(reward, "__name__", type(reward).__name__)
     with blame(f"the reward {name} must return a list of numbers or None"):
         values = list(values)
         scores = torch.tensor([math.nan if x is None else float(x) for x in values])

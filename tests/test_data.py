@@ -106,11 +106,13 @@ SYSTEM, HI = message("Be brief.", "system"), message("hi")
     ],
 )
 def test_a_prompt_is_that_of_its_row_in_the_template_with_the_system_prompt(
-    row, flags, expected, tmp_path
+    row, flags, expected, tmp_path, capsys
 ):
     path = write(tmp_path / "p.jsonl", [row] * 2)
     task = load(chat=True, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
     assert task.train == task.heldout == [row | {"prompt": expected or [SYSTEM, HI]}] * 2
+    advised = "completions are then messages, and text_of" in capsys.readouterr().out
+    assert advised == isinstance(task.train[0]["prompt"], str)
 
 
 def test_the_prompts_of_a_task_and_those_of_a_file_get_the_template():

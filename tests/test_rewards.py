@@ -82,6 +82,7 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda **kw: [float("nan"), 1, None, 1], "returned 4 values, 1 not finite"),
         (lambda **kw: [1e39] * 4, "4 not finite"),
         (lambda **kw: ["good"] * 4, "must return a list of numbers or None: ValueError"),
+        (lambda completions, answer: 1, "gets the columns .'n'. .*: missing a required .*'answer'"),
         (lambda **kw: None, "must return a list of numbers or None: TypeError: 'NoneType'"),
     ],
 )
