@@ -201,7 +201,7 @@ class Meter(Totals):
         kl = "off" if kl is None else f"{kl:.2f}"
         return (
             f"reward {metrics['objective/scores']:.2f}, kl {kl}, "
-            f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tokens/s"
+            f"length {metrics['length/mean']:.0f}, {metrics['tokens_per_second']:.0f} tok/s"
         )
 
 

@@ -101,7 +101,9 @@ class Run:
         next step, the one before is over, and saved if a checkpoint is due.
         """
         Run.active, last, first = self, self.config.num_steps, self.step
-        self.bar = tqdm(total=last, initial=first, desc=self.config.script, dynamic_ncols=True)
+        shape = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # 80 columns
+        options = {"initial": first, "dynamic_ncols": True, "disable": last == 0}
+        self.bar = tqdm(total=last, desc=self.config.script, bar_format=shape, **options)
         self._note_state(first)
         for step in range(first, last):
             if step % self.config.eval_every == 0:
@@ -120,6 +122,8 @@ class Run:
         Run.active = None
         if importlib.util.find_spec("matplotlib"):
             draw_curves([self.folder], self.folder / "curve.png")
+        if self.files["tokens"].tell() > 0:  # neither of a reward model nor of an evaluation
+            print(f"now: python tools/look.py {self.config.output_dir}")
 
     def lap(self, name: str) -> None:
         """End the phase `name` of a step: its seconds are a metric."""

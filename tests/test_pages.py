@@ -3,8 +3,11 @@
 import ast
 import dataclasses
 import graphlib
+import importlib
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 import torch
 from small import (
     byte_tokenizer,
+    finished,
     lines_of,
     reads_bytes,
     reward_model_job,
@@ -30,6 +34,7 @@ import rloo
 from plumbing.config import parse_flags
 from plumbing.models import load, load_tokenizer
 from sampling import generate
+from tools import plot
 
 REPOSITORY = Path(__file__).parent.parent
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
@@ -43,10 +48,10 @@ dataset_name""".split()  # pip, mkdocs, torchrun, TRL
 
 
 def commands(text: str) -> list[str]:
-    """The commands in blocks and in sentences."""
+    """The commands in blocks and in sentences, in their order."""
     text = text.replace("\\\n", " ")
-    blocks = re.findall(r"^ *(?:pip .* && )?(python .*)$", text, re.MULTILINE)
-    return [c.split("  #")[0] for c in blocks + re.findall(r"`(python [^`]*)`", text)]
+    found = re.findall(r"^ *(?:pip .* && )?(python .*)$|`(python [^`]*)`", text, re.MULTILINE)
+    return [(of_block or other).split("  #")[0] for of_block, other in found]
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -118,19 +123,67 @@ def block(name: str, page: str = "README.md") -> str:
     return textwrap.dedent(found).rstrip("\n") + "\n"
 
 
-def test_the_first_command_runs_and_that_with_the_reader_s_files(tmp_path, monkeypatch, capsys):
+SHORT = "--device cpu --num_steps 1"
+SMALL = f"{SHORT} --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
+
+
+def test_the_commands_of_readme_run_in_its_order_in_one_folder_and_none_loses_another_s_run(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tools.look.curves_of", lambda folders: None)  # drawn once, below
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
     save_model(tmp_path / "gpt2", small_gpt2(vocab_size=257), byte_tokenizer())
     for name in ("my_prompts.jsonl", "my_rewards.py"):
         Path(name).write_text(block(name))
-    of_ppo = [c for c in commands(PAGES["README.md"]) if c.startswith("python ppo.py")]
-    short = "--num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
-    for command in (of_ppo[0], next(c for c in of_ppo if "my_rewards.py" in c)):
-        ppo.main([*shlex.split(command)[2:], *short.split(), "--device", "cpu"])
-    out = capsys.readouterr().out
-    assert re.search(r"step 1: eval/reward [\d.]+ \(was [\d.]+\), greedy", out)
-    assert "2 prompts to train on" in out
-    assert len(list(Path("runs").glob("*/model/model.safetensors"))) == 2
+    folders = []
+    for command in commands(PAGES["README.md"]):
+        _, program, *flags = shlex.split(command)
+        if program == "-m":  # the tests themselves
+            continue
+        script = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+        is_script = script in SCRIPTS.values()
+        if is_script:
+            flags += (SHORT if script is reward_model else SMALL).split()
+        code, text = finished(script, flags, capsys)
+        assert code == 0, f"{command}: {text}"
+        assert text.count("tok/s\n") == is_script, "the bar isn't cut"
+        if script is ppo and "my_rewards.py" in command:
+            assert "2 prompts to train on" in text and "step 1: eval/reward" in text
+        folders += re.findall("It writes to (.*)", text)
+        look = [f"python tools/look.py {folder}" for folder in folders[-1:]]
+        assert re.findall("^now: (.*)", text, re.M) == look * (script in (ppo, grpo, rloo))
+    assert len(folders) == len({*folders}) > 8, "some take the next number"
+    assert all(Path(folder, "model", "model.safetensors").exists() for folder in folders)
+    assert finished(plot, folders, capsys)[0] == 0
+
+
+@pytest.mark.slow
+def test_what_readme_says_to_copy_is_all_that_a_script_needs_elsewhere(tmp_path):
+    names = re.search("elsewhere, copy (.*?);", PAGES["README.md"], re.DOTALL)[1]
+    for name in re.findall("`(.*?)`", names):
+        copy = shutil.copytree if name.endswith("/") else shutil.copy
+        copy(REPOSITORY / name, tmp_path / name)
+    subprocess.run([sys.executable, "grpo.py", *SMALL.split()], cwd=tmp_path, check=True)
+    assert lines_of(tmp_path / "runs" / "grpo-tiny-add-s0" / "metrics.jsonl")
+
+
+def test_a_reward_of_a_page_scores_chat_messages_as_it_scores_text():
+    columns = {"answer": ["#### 4"], "nums": [[1, 3]], "target": [4]}
+    text, found = "a b c d a b c d #### 4 <answer>1 + 3</answer>", []
+    for code in re.findall(r"(?:^    .*\n|^\n(?=    ))+", "\n".join(PAGES.values()), re.M):
+        if not re.search(r"def .*\bcompletions\b", code):
+            continue
+        assert "text_of" in code, code
+        if set(re.findall("^    (?:from|import) (.*?)[ .\n]", code, re.M)) <= {"re", "tasks"}:
+            exec(textwrap.dedent(code), space := {})
+            for reward in (f for name, f in space.items() if f"def {name}(completions" in code):
+                chat = [{"role": "assistant", "content": text}]
+                scores = [reward(completions=[x], **columns) for x in (text, chat)]
+                assert scores[0] == scores[1] != [0], code
+                found.append(reward.__name__)
+    assert {*found} == {"names_it", "no_repetition", "strict", "right"}
 
 
 @pytest.mark.slow

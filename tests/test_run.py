@@ -215,7 +215,7 @@ def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_se
 def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(run):
     code, text = run("--num_steps", "0", "--eval_prompts", "prompts.jsonl", "--num_eval_prompts=25")
     [line], samples = lines_of("run/metrics.jsonl"), lines_of("run/samples.jsonl")
-    assert code == 0 and line["step"] == 0 and len(samples) == 25
+    assert code == 0 and line["step"] == 0 and len(samples) == 25 and "0/0" not in text
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
