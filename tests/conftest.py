@@ -1,5 +1,5 @@
-"""Which tests are slow, and fixtures. Nothing here imports torch (small.py does): the process that
-hands out the tests starts its workers at once.
+"""Which tests grade a problem, and fixtures. Nothing here imports torch (small.py does): the
+process that hands out the tests starts its workers at once.
 """
 
 import gc
@@ -23,16 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What makes runs of each of the scripts makes one of grpo.py alone where slow tests are left
-    out.
-    """
     if problem := config.getoption("--problem"):
         items[:] = [item for item in items if grades(item, problem)]
-    ids = {item.nodeid for item in items}
-    for item in items:
-        sibling = re.sub(r"\b(ppo|rloo)\b(?=[^\[]*\]$)", "grpo", item.nodeid)
-        if sibling != item.nodeid and sibling in ids and "tmp_path" in item.fixturenames:
-            item.add_marker("slow")
 
 
 def grades(item: pytest.Item, problem: str) -> bool:

@@ -1,7 +1,6 @@
-"""Options that are off by default: --oversample, what long and cut completions get, --stop."""
+"""Options that are off by default: --oversample, what long completions get, --stop."""
 
 import json
-from unittest import mock
 
 import pytest
 from small import byte_tokenizer, lines_of, make_rollout, small_gpt2
@@ -43,7 +42,7 @@ def test_of_the_groups_that_are_drawn_those_that_teach_are_kept_first(
     assert metrics["val/sampler_kl"] < 1e-6
 
 
-# --- The length penalty, eq. 13, and completions that are cut ---
+# --- The length penalty, eq. 13 ---
 
 
 def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch):
@@ -55,21 +54,6 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
     monkeypatch.setitem(tasks.REWARDS, "mine", lambda completions: [1.0] * len(completions))
     line = make_job(grpo)(reward="mine", overlong_buffer=6)[0]  # of 6 tokens each costs a sixth
     assert line["objective/scores"] == pytest.approx(1 - line["length/mean"] / 6)
-
-
-@pytest.mark.parametrize(("entropy_coef", "num_rows"), [(0.1, 8), (0, 4)])
-def test_from_cut_completions_nothing_is_learnt_and_without_a_bonus_only_one_row_is_read(
-    entropy_coef, num_rows, make_job, monkeypatch
-):
-    """All are cut, and one row of each of 4 minibatches is read for the sake of the graph."""
-    spy = mock.Mock(wraps=grpo.completion_logprobs)
-    monkeypatch.setattr(grpo, "completion_logprobs", spy)
-    flags = {"mask_truncated_completions": True, "max_new_tokens": 1, "temperature": 1.5}
-    flags |= {"num_mini_batches": 4, "kl_coef": 0, "entropy_coef": entropy_coef}
-    metrics = make_job(grpo)(**flags)[0]
-    assert metrics["length/truncated_frac"] == 1 and metrics["grad_norm"] == 0
-    assert metrics["reward/frac_flat_groups"] == 0
-    assert sum(len(call.args[1].tokens) for call in spy.call_args_list) == num_rows
 
 
 # --- Stop strings ---

@@ -139,7 +139,7 @@ def test_recorded_is_the_first_group_whose_scores_differ(script, size, rows, mak
         assert (line["prompt"], line["score"]) == (samples[i]["prompt"], samples[i]["score"])
 
 
-@pytest.mark.parametrize("script", [grpo, pytest.param(rloo, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [grpo, rloo])
 def test_what_is_not_known_is_null_and_recording_changes_nothing_of_a_run(script, make_job):
     job, found = make_job(script), []
     (job.folder.parent / "reward.py").write_text(

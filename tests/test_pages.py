@@ -97,10 +97,7 @@ def test_every_flag_that_a_page_names_is_one_of_a_program():
         assert named <= {*known, *OF_OTHERS}, f"{page}: {named - known}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo", "rloo", "reward_model"))],
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_the_page_of_metrics_has_each_that_a_run_writes_and_no_other(name, make_job, tmp_path):
     parts = re.split("## Reward models|## tokens.jsonl", PAGES["metrics.md"])
     row = r"^\| `([^`]+)` (?:\(([^)]+)\) )?\|"  # the scripts in brackets; without them, all

@@ -18,6 +18,7 @@ import grpo
 import plumbing.data
 import ppo
 import rloo
+from common import Fault, InputError, blame
 from plumbing.metrics import read_lines
 from plumbing.run import Run, run_main
 
@@ -62,14 +63,13 @@ def assert_same_run(folder, expected):
 # --- Resume ---
 
 
-def fails(monkeypatch, module, name, at_call, error):
-    """module.name does its work, and raises the error from the given call on; 9 is `kill -9`."""
-    original, calls = getattr(module, name), []
+def fails(monkeypatch, module, name, step, error):
+    """module.name does its work, and raises the error from that step on; 9 is `kill -9`."""
+    original = getattr(module, name)
 
     def fail(*args, **kwargs):
         result = original(*args, **kwargs)
-        calls.append(None)
-        if len(calls) >= at_call:
+        if Run.active is None or Run.active.step >= step:  # None: it saves, as it has ended
             if error == 9:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise error
@@ -78,17 +78,11 @@ def fails(monkeypatch, module, name, at_call, error):
     monkeypatch.setattr(module, name, fail)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        (grpo, DROPOUT),
-        *(pytest.param(x, LORA, marks=pytest.mark.slow) for x in (ppo, grpo, rloo)),
-    ],
-)
+@pytest.mark.parametrize(("script", "flags"), [(ppo, LORA), (grpo, DROPOUT), (rloo, LORA)])
 def test_interrupted_in_a_rollout_a_run_goes_on_bit_for_bit(script, flags, run, monkeypatch):
     _, expected = run(*flags, "--output_dir", "expected", script=script)
     with monkeypatch.context() as patch:
-        fails(patch, script, "sample", 4, KeyboardInterrupt())
+        fails(patch, script, "sample", 3, KeyboardInterrupt())
         code, first = run(*flags, script=script)
     assert code == 130 and first.endswith("--resume run goes on from step 3.\ninterrupted\n")
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
@@ -102,30 +96,39 @@ def test_interrupted_in_a_rollout_a_run_goes_on_bit_for_bit(script, flags, run, 
 
 
 SPACE = OSError(28, "No space left on device")
-ENDS = {  # what raises at which call, exit code, a part of what is said, where it goes on
-    "optimiser": (torch, "_fused_adamw_", 7, KeyboardInterrupt(), 130, "interrupted", 2),
-    "reward": (plumbing.data, "call_reward", 8, ValueError("verdict"), 1, "verdict", 3),
-    "state": (torch, "save", 2, SPACE, 1, "checkpoint.pt.new can't be written ([Errno 28]", 2),
+ENDS = {  # what raises in which step, exit code, a part of what is said, where it goes on
+    "optimiser": (torch, "_fused_adamw_", 3, KeyboardInterrupt(), 130, "interrupted", 2),
+    "records": (Run, "_write", 3, SPACE, 1, "No space left", 2),
+    "reward": (plumbing.data, "call_reward", 3, ValueError("verdict"), 1, "verdict", 3),
+    "state": (torch, "save", 4, SPACE, 1, "checkpoint.pt.new can't be written ([Errno 28]", 2),
     # The checkpoint is written all the same.
-    "model": (Run, "_write_model", 2, SPACE, 1, "model.new can't be written ([Errno 28]", 4),
+    "model": (Run, "_write_model", 4, SPACE, 1, "model.new can't be written ([Errno 28]", 4),
 }
+FAILED = {"state": "checkpoint.pt", "model": "model/"}
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_what_ends_a_run_says_what_is_saved_and_the_run_goes_on_from_there(end, run, monkeypatch):
-    module, name, at_call, error, expected, words, step = ENDS[end]
+    """What can't be written leaves the old one in its place, and nothing half."""
+    module, name, in_step, error, expected, words, step = ENDS[end]
+    saved, save = [], Run.save
     with monkeypatch.context() as patch:
-        fails(patch, module, name, at_call, error)
+        fails(patch, module, name, in_step, error)
+        patch.setattr(Run, "save", lambda self: [save(self), saved.append(contents("run"))])
         code, text = run()
-    assert code == expected and words in text and ("Traceback" in text) == (end == "reward")
+    assert code == expected and words in text
+    assert ("Traceback" in text) == (end in ("reward", "records"))
     assert re.search(rf"The run ended in step \d: --resume run goes on from step {step}\.\n", text)
+    left, kept = contents("run"), FAILED.get(end, ("checkpoint.pt", "model/"))
+    assert {x for x in saved[-1].items() if x[0].startswith(kept)} <= left.items()
+    assert not [name for name in left if ".new" in name]
     assert run("--resume", "run")[0] == 0
     assert_same_run("run", whole())
 
 
 def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, monkeypatch):
     with monkeypatch.context() as patch:
-        fails(patch, ppo, "policy_loss", 8, 9)
+        fails(patch, ppo, "policy_loss", 3, 9)
         process = multiprocessing.get_context("fork").Process(target=run)
         process.start()
         process.join(300)
@@ -178,7 +181,12 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
 
 def test_memory_that_is_missing_in_whatever_words_is_one_line_that_says_what_helps(capsys):
     words = "not enough memory: you tried", "MPS backend out of memory", "CUDA out of memory\nmore"
-    for error in (MemoryError(), *map(RuntimeError, words)):
+    passed = InputError("a"), Fault("b"), MemoryError(), torch.OutOfMemoryError(words[2])
+    for error in passed:
+        with pytest.raises(type(error)) as end, blame("--model x"):
+            raise error
+        assert end.value is error, "of another kind: what was missing was memory"
+    for error in (*passed[2:], *map(RuntimeError, words)):
         with pytest.raises(SystemExit) as end:
             run_main(Mock(side_effect=error))
         line = capsys.readouterr().err

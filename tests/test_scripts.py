@@ -55,17 +55,15 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job):
     assert first["val/ratio_max_dev_first"] < 1e-5
 
 
-def test_an_adapter_is_saved_alone_and_trained_further_and_is_its_own_reference(job):
-    flags = {"learning_rate": 1e-2, "num_steps": 2, "eval_every": 2, "num_epochs": 2}
+def test_an_adapter_is_saved_alone_and_trained_further(job):
+    flags = {"learning_rate": 1e-2, "num_steps": 2, "eval_every": 2}
     first = job(lora_r=4, **flags)
     adapter = (job.folder / "model").rename(job.folder.parent / "adapter")
     assert (adapter / "adapter_config.json").exists()
     assert not (adapter / "model.safetensors").exists()
     second = job(model=adapter, **flags)
     assert second[0]["eval/reward"] == first[2]["eval/reward"] != first[0]["eval/reward"]
-    for steps in (first, second):
-        assert abs(steps[0]["objective/kl"]) < 1e-5 < abs(steps[1]["objective/kl"])
-        assert steps[0]["val/ratio_max_dev_first"] < 1e-5
+    assert abs(second[0]["objective/kl"]) < 1e-5 < abs(second[1]["objective/kl"])
 
 
 def test_dropout_left_on_moves_the_ratio_off_1(job):
@@ -110,15 +108,6 @@ def test_training_draws_from_its_seed_and_evaluations_from_another(job, monkeypa
 
 
 # --- The update ---
-
-
-def test_gradient_checkpointing_changes_no_gradient(job, monkeypatch):
-    recorded = record_gradients(monkeypatch)
-    in_float64(monkeypatch, job.script)
-    for checkpointing in (False, True):
-        job(gradient_checkpointing=checkpointing, learning_rate=1e-3, kl_coef=0.3, **ONE_UPDATE)
-    plain, checkpointed = recorded
-    assert plain.abs().max() > 1e-2 and torch.allclose(checkpointed, plain, atol=1e-12)
 
 
 def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch):
@@ -167,6 +156,9 @@ def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, m
     for other in gradients[1:]:  # without a KL RLOO's advantages are in float32, as scores are
         assert torch.allclose(other, gradients[0], atol=1e-5)
     assert gradients[0].abs().max() > 1e-3
+    if job.script is grpo:  # nothing is learnt from completions that are cut, nor are they read
+        job(kl_coef=0, mask_truncated_completions=True, **flags)
+        assert sum(len(call.args[1].tokens) for call in calls) < counts[0]
 
 
 @pytest.mark.problem("ppo_script", 4, "ppo")
