@@ -20,12 +20,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
-COLOURS = {"PPO": "C0", "GRPO": "C1", "RLOO": "C2", "GRPO, LoRA": "#7b5cc4"}
+# As in plumbing/metrics.py. The ink is for light and for dark pages.
+COLOURS = {"PPO": "#8a63d2", "GRPO": "#d6417f", "RLOO": "#27a074", "GRPO, LoRA": "#c08a1e"}
+TEXTS, INK = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split(), "#7a7f85"
 SEEDS = {"tiny": 8, "pretrained": 2, "updates": 5, "seconds": 3}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
@@ -134,10 +137,11 @@ def table(curves_of: dict[str, list[Curve]]) -> str:
 
 def draw(picture: str, title: str, panels: dict[str, list[tuple]], styles: dict[str, str]) -> None:
     """Two panels, {axis: [(name in COLOURS, style, key of a point, curves)]}; `styles` says what a
-    style means. Lines are means over the seeds, bands go from the lowest to the highest.
+    style means.
     """
-    figure = Figure(figsize=(9, 4.1), layout="constrained")
-    axes, names = figure.subplots(1, 2, sharey=True), {}  # a set would lose the order
+    mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
+    figure = Figure(figsize=(5.2, 6.4), layout="constrained")
+    axes, names = figure.subplots(2, 1), {}  # a set would lose the order
     for panel, (axis, lines) in zip(axes, panels.items(), strict=True):
         for name, style, key, curves in lines:
             # The seeds have their points at the same episodes, but not at the same seconds.
@@ -147,16 +151,15 @@ def draw(picture: str, title: str, panels: dict[str, list[tuple]], styles: dict[
             panel.plot(x, y.mean(0), style, color=COLOURS[name], lw=1.6)
             panel.fill_between(x, y.min(0), y.max(0), color=COLOURS[name], alpha=0.12, lw=0)
         unit = {"episodes": "sampled completions", "seconds": "rollout and update"}[axis]
-        panel.set(xlabel=f"{axis} ({unit})", xlim=(0, None))
-        panel.grid(alpha=0.3)
-    axes[0].set_ylabel("accuracy on held-out sums")
+        panel.set(xlabel=f"{axis} ({unit})", xlim=(0, None), ylabel="held-out sums right")
+        panel.grid(alpha=0.2)
     for name in names:
         axes[1].plot([], [], color=COLOURS[name], label=name)
     for style, meaning in styles.items():
-        axes[1].plot([], [], style, color="black", label=meaning)
-    figure.legend(loc="outside lower center", ncols=6)
-    figure.suptitle(f"{title}\nlines: means over the seeds; bands: lowest to highest", fontsize=11)
-    figure.savefig(REPOSITORY / "docs" / picture, dpi=110)
+        axes[1].plot([], [], style, color=INK, label=meaning)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"{title}\nlines: means over the seeds; bands: lowest to highest", fontsize=10)
+    figure.savefig(REPOSITORY / "docs" / picture, dpi=130, transparent=True)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The first picture of the README: docs/first-light.png, and first-dark.png for dark pages.
 
   python grpo.py --eval_every 5
-  python benchmarks/picture.py runs/grpo-tiny-add-s0 0 25 65
+  python benchmarks/picture.py runs/grpo-tiny-add-s0 0 25 70
 
 Left: learning.json. Right: eight completions at each of three steps of the run.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from learning import REPOSITORY, RESULTS, at
+from learning import COLOURS, REPOSITORY, RESULTS, TEXTS, at
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -21,8 +21,6 @@ THEMES = {  # as in tools/look.html: text; rarer, the same, likelier
     "light": ["#1d1f21", "#f6a14f", "#f0f0ec", "#6db1ee"],
     "dark": ["#e9e7e2", "#9a5200", "#2b3138", "#1b68ab"],
 }
-COLOURS = {"PPO": "#8a63d2", "GRPO": "#d6417f", "RLOO": "#27a074"}
-TEXTS = ["text.color", "axes.labelcolor", "xtick.color", "ytick.color"]
 
 
 def draw_learning(axes: Axes) -> None:

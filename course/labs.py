@@ -219,41 +219,45 @@ def curves_of(found: dict[str, list[tuple]]) -> dict[str, list]:
 
 def draw(name: str, curves: dict[str, list], figures: dict[str, dict], output: Path) -> None:
     """A picture of an experiment: its curves, {variant: one per seed}, with the range over the
-    seeds as a band, and beside them the mean and standard deviation of its first figures.
+    seeds as a band, and below them the mean and standard deviation of its first figures.
     """
     import numpy as np
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    inks = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split()
+    # For light and for dark pages, and for those of a phone.
+    rcParams.update(dict.fromkeys(inks, "#7a7f85") | {"font.size": 9, "axes.titlesize": 9})
     experiment = EXPERIMENTS[name]
     shown = experiment.figures.split()[: 2 if curves else 4]
     panels = [shown] if len(figures) == 1 else [[key] for key in shown]  # rows of one variant
-    widths = [1.7] * bool(curves) + [1.0] * len(panels)
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    figure.suptitle(textwrap.fill(experiment.question, 120), fontsize=9)
-    axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    figure = Figure(figsize=(5.2, 5 if curves else 3), layout="constrained")
+    figure.suptitle(textwrap.fill(experiment.question, 75), fontsize=9)
+    rows = [["curve"] * len(panels)] * bool(curves) + [[*range(len(panels))]]
+    axes = figure.subplot_mosaic(rows)
     colours = {label: f"C{index}" for index, label in enumerate(figures)}
     for label, seeds in curves.items():
         rows = np.array(seeds, dtype=float)  # None, where nothing was measured, becomes NaN
         steps = np.flatnonzero(~np.isnan(rows).any(0))
-        rows = rows[:, steps]
-        axes[0].plot(steps, rows.mean(0), lw=1.4, color=colours[label])
-        axes[0].fill_between(steps, rows.min(0), rows.max(0), color=colours[label], alpha=0.15)
-        axes[0].set(xlabel="step", ylabel=experiment.curve)
-        axes[0].set_title("mean and range of the seeds", fontsize=8)
-    for panel, keys in zip(axes[-len(panels) :], panels):
-        rows = [(label, key) for label in figures for key in keys if key in figures[label]]
+        rows, panel = rows[:, steps], axes["curve"]
+        panel.plot(steps, rows.mean(0), lw=1.4, color=colours[label])
+        panel.fill_between(steps, rows.min(0), rows.max(0), color=colours[label], alpha=0.15)
+        panel.set(xlabel="step", ylabel=experiment.curve, title="mean and range of the seeds")
+    for index, keys in enumerate(panels):
+        rows, panel = [(x, key) for x in figures for key in keys if key in figures[x]], axes[index]
         for label, key in rows:
             x, y = figures[label][key], label if len(keys) == 1 else key
             panel.errorbar(x["mean"], y, xerr=x["std"], fmt="o", capsize=3, color=colours[label])
         panel.invert_yaxis()
         panel.margins(y=0.2)
-        panel.tick_params(labelleft=panel is axes[-len(panels)])
+        panel.locator_params(axis="x", nbins=6 - len(panels))
+        panel.tick_params(labelleft=index == 0)
         title = keys[0] if len(keys) == 1 else next(iter(figures))
-        panel.set_title(f"{title}, mean ± std", fontsize=8)
-    for panel in axes:
+        panel.set(title=title, xlabel="mean ± std")
+    for panel in axes.values():
         panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-    figure.savefig(output, dpi=90)
+        panel.grid(alpha=0.2)
+    figure.savefig(output, dpi=110, transparent=True)
 
 
 def names_in(given: list[str]) -> list[str]:
