@@ -31,6 +31,7 @@ CLIP_CASES = [  # advantage, ratio, loss, slope; clipped where the slope is 0
     (-1.0, 0.5, 0.8, 0.0),  # bad, already less likely by more than the range: no gradient
     (1.0, 1.1, -1.1, -1.1),
     (-1.0, 0.9, 0.9, 0.9),
+    (-1.0, math.exp(102), math.exp(20), math.exp(20)),  # bounded, and still pushed back
 ]
 
 
