@@ -25,12 +25,12 @@ from make import copy_files
 from mutations import planted
 
 SYMPTOMS = COURSE / "symptoms.json"
-# - script, bug. `function`: `what it says` → `the bug`. Why it shows as it does
+# - script, bug. `function`: `what it says` → `the bug`, in it \n for a new line. Why it shows so
 ENTRY = re.compile(
     r"^- (\w+), (.+?)\.\s`(.+?)`:\s`(.+?)`\s→\s`(.+?)`\.\s(.+?)(?=^- |\Z)", re.M | re.S
 )
 FOUND = ENTRY.findall((COURSE / "bughunt.md").read_text(encoding="utf-8").replace("\n  ", " "))
-KEY = {bug: (script, *rest) for script, bug, *rest in FOUND}
+KEY = {bug: (script, *(x.replace("\\n", "\n") for x in rest)) for script, bug, *rest in FOUND}
 # Short runs whose flags bring out what the defaults leave at rest.
 SMALL = "--num_eval_prompts 256 --device cpu --temperature 1.2"
 OF_GROUPS = f"{SMALL} --num_steps 50 --eval_every 50 --num_mini_batches 2 --micro_batch_tokens 64"

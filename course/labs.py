@@ -291,12 +291,12 @@ def main(args: list[str] | None = None) -> int:
     except KeyError as e:
         parser.error(f"there is no experiment {e}; python labs.py lists them")
     answer = options.predict
-    if len(names) == 1:
-        print(f"What will you see? {EXPERIMENTS[names[0]].predict.ask}", flush=True)
-        if answer is None and sys.stdin.isatty():
-            answer = input("+, -, 0 or a number; Enter for no answer: ").strip()
     try:
         for name, found in run(names, range(options.seeds)):
+            if len(names) == 1:  # once nothing can fail for want of a function
+                print(f"What will you see? {EXPERIMENTS[name].predict.ask}", flush=True)
+                if answer is None and sys.stdin.isatty():
+                    answer = input("+, -, 0 or a number; Enter for no answer: ").strip()
             print(table(name, found, expected), flush=True)
             if answer:
                 print(answered(EXPERIMENTS[name].predict, answer, found), flush=True)

@@ -105,10 +105,14 @@ FUNCTIONS_TABLE = """## Functions to write
 {rows}
 Test one with
 
-    {command}"""
+    {command}
+
+A loop is tested with the rest of your files, and stays red until what it calls is written, here and
+in earlier labs. The grader tests each problem with our functions for all others."""
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
 answers.md. `python labs.py` lists the experiments with their seconds. An experiment names a
-function that it needs and that isn't written. It asks what you will see: answer before you look.
+function that it needs and that isn't written. Once it has run it asks what you will see, then
+shows it.
 Nearly all right runs lie within six standard deviations of ours: where yours is marked, look for a
 mistake in your code."""
 
@@ -151,11 +155,12 @@ folder."""
 
 
 def notebook(lab: Lab, url: str) -> str:
-    """The page of a lab as a notebook, the text of its file: each block of commands is a cell."""
+    """The page of a lab as a notebook, the text of its file: each block of commands is a cell.
+    GitHub shows formulas from ```math blocks without a fault, Jupyter those between $$ alone.
+    """
     cells = [cell("markdown", HOW), cell("code", SETUP.replace("URL", url))]
-    for part in re.split(
-        r"^((?:    python .+\n)+)", page(lab) + "\n    python pack.py\n", flags=re.M
-    ):
+    text = re.sub(r"```math\n(.+?)\n```", r"$$\n\1\n$$", page(lab), flags=re.S)
+    for part in re.split(r"^((?:    python .+\n)+)", text + "\n    python pack.py\n", flags=re.M):
         if part.startswith("    python "):
             cells.append(cell("code", "\n".join(f"!{line.strip()}" for line in part.splitlines())))
         elif part.strip():

@@ -24,6 +24,11 @@ import pages
 from experiments import EXPERIMENTS
 from problems import BY_NAME, FILES, PROBLEMS, function_of, marked_tests
 
+import common
+import grpo
+import ppo
+import rloo
+
 pytestmark = pytest.mark.slow  # copies of the repository, and short runs
 LABS = pages.chosen_labs(PROBLEMS)
 QUESTIONS = [question for lab in LABS for question in lab.questions]
@@ -76,7 +81,9 @@ def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     assert make.main([str(out), "--problems", "gae"]) == 0 and make.main([str(out)]) == 2
     assert [path.name for path in (out / "handout").iterdir()] == ["lab3.md"]
     text = (out / "handout" / "lab3.md").read_text()
-    assert "| `gae` |" in text and "| `policy_loss` |" not in text
+    assert "| `gae` |" in text and "| `policy_loss` |" not in text and "```math\n" in text
+    book = json.loads((out / "notebooks" / "lab3.ipynb").read_text())["cells"]
+    assert any("\n$$\n" in x["source"] for x in book) and "```math" not in str(book)
 
 
 def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
@@ -95,6 +102,9 @@ def test_each_problem_has_points_and_a_lab_and_each_question_a_key_and_commands_
     for file, test in (test.split("::") for x in BY_NAME.values() for test in x.properties):
         source = function_of((REPOSITORY / "tests" / file).read_text(), test)
         assert "match=" not in ast.unparse(source), f"{test}: no docstring gives these words"
+    for text in (path.read_text() for path in pages.SOURCES):  # GitHub drops these backslashes
+        inline = re.sub(r"```math.+?```", "", text, flags=re.S)
+        assert "$$" not in text and not re.findall(r"\$[^$]*\\[^\w\s][^$]*\$", inline)
     assert sorted(name for lab in LABS for name in lab.problems) == sorted(x.name for x in PROBLEMS)
     for question in QUESTIONS:
         assert question.deliverable and set(question.about) <= set(BY_NAME)
@@ -224,9 +234,12 @@ def test_what_the_key_says_and_what_is_to_be_predicted_holds_for_99_of_100_singl
         assert noise < 0.025 if predict.than is None else is_clear, name
 
 
-def test_an_answer_is_right_or_gets_a_hint():
+def test_an_answer_is_right_or_gets_a_hint(monkeypatch, capsys):
     predict, found = EXPERIMENTS["dropout"].predict, {"left on": [({"kl_first": -1}, [])]}
-    assert labs.answered(predict, "-", found) == "You said -: right."
+    monkeypatch.setattr(labs, "run", lambda names, seeds: [(names[0], found)])
+    labs.main(["dropout", "--predict", "-"])
+    said = capsys.readouterr().out
+    assert said.startswith("What will you see?") and said.endswith("\nYou said -: right.\n")
     assert labs.answered(predict, "0", found) == f"It is -. {predict.hint}"
     predict, found = EXPERIMENTS["difficulty"].predict, {"none": [({"one_of_8": 7 / 16}, [])]}
     assert labs.answered(predict, "0.44", found) == "You said 0.44: right."
@@ -241,13 +254,20 @@ def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
     assert runs[0][1]["policy/entropy_avg"] != runs[1][1]["policy/entropy_avg"]
 
 
-def test_what_is_not_written_is_named_by_the_grader_and_by_an_experiment_which_asks_first(starter):
+def test_what_is_not_written_is_named_by_the_grader_and_by_an_experiment_before_it_asks(starter):
     found = graded(starter, "gae", "rloo_loop")
     assert found["gae"][0] == found["rloo_loop"][0] == 0 and "not written yet" in found["gae"][1]
     assert "not written yet: set advantages" in found["rloo_loop"][1]
     said = run_in(starter, "labs.py", "estimators")
-    assert said.startswith("What will you see? Is the mean of k2 above, below or at the exact KL?")
-    assert "\nerror: a function is not written yet: decode" in said
+    assert "error: a function is not written yet: decode" in said and "What will you" not in said
+
+
+@pytest.mark.parametrize(("lab", "script"), [(2, rloo), (3, ppo), (4, grpo)])
+def test_the_script_of_a_lab_calls_no_function_of_a_later_one(lab, script, make_job, monkeypatch):
+    for name in [name for later in LABS[lab:] for name in later.problems]:
+        monkeypatch.setattr(common, name, None, raising=False)
+        monkeypatch.setattr(script, name, None, raising=False)
+    assert make_job(script)()
 
 
 def test_every_bug_of_the_hunt_is_measured_and_explained_and_can_be_planted():
