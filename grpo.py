@@ -226,6 +226,7 @@ def main(args: list[str] | None = None) -> None:
         # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
         prompts = task.batch(step, N * config.oversample)
         rollout = sample(policy, *task.encode(prompts), **sampling)
+        num_drawn = rollout.completion_mask.sum()  # tokens; some groups may be left out below
 
         # 2. Score the text of each completion. A reward that is None is NaN here.
         scores, texts = task.score(prompts, rollout)  # (B,)
@@ -264,6 +265,7 @@ def main(args: list[str] | None = None) -> None:
         set_learning_rate(optimizer, config, step)
         orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
+        meter.num_tokens = int(num_drawn)  # for the speed
         for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
             num_tokens = mask[mini_batch].sum().clamp(min=1)
             # A micro-batch of b rows adds its share of the minibatch's loss to the gradient: the
@@ -313,7 +315,7 @@ def main(args: list[str] | None = None) -> None:
             kl = kl_estimate(meter.last_pass["old_logprobs"], ref_logprobs, "k1")
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)
-        run.log(step, meter, episode=(step + 1) * B)
+        run.log(step, meter, episode=(step + 1) * B * config.oversample)
         columns = {"ref_logprobs": ref_logprobs, "kl": kl, "advantages": advantages}
         run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
         clear_cache()  # give back the memory of the update

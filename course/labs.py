@@ -103,8 +103,7 @@ def run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], lis
             flags = flags.replace("JUDGE", shlex.quote(str(folder / "judge")))
         lines = start(module_of(variant.script, variant.change), flags, seed, folder / "run")
         samples = read(folder / "run" / "samples.jsonl")[-4:]
-        drawn = json.loads((folder / "run" / "config.json").read_text()).get("oversample", 1)
-        figures["sampled"] = drawn * lines[-2]["episode"]  # completions
+        figures["sampled"] = lines[-2]["episode"]  # completions
     curve = [line.get(experiment.curve) for line in lines[:-1]]
     texts = [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in samples]
     return figures | figures_of(lines), curve, texts

@@ -278,7 +278,7 @@ def test_the_command_of_a_variant_gives_the_gradient_of_its_paper(variant, tmp_p
     assert config.loss_type == "dr_grpo" or config.num_mini_batches > 1, "else no bound ever acts"
 
 
-def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_g(tmp_path):
+def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_g_less_1(tmp_path):
     """By enumeration of all groups of G of three completions, of which one is right."""
     config, G, lengths = flags_of("MaxRL", tmp_path), 4, torch.tensor([4, 1, 2])
     logits = torch.tensor([-0.5, 0.6, 0.1]).double().requires_grad_()
