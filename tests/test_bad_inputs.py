@@ -13,12 +13,17 @@ from transformers import GPT2Config, XLNetConfig
 import grpo
 import ppo
 import reward_model
+import rloo
 from plumbing.models import add_adapter
 from tools import look, plot
 
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "reward_model": reward_model, "look": look, "plot": plot}
-RUN = """--model small --prompts given.jsonl --reward brevity --num_steps 6 --prompts_per_step 2
---num_generations 2 --max_new_tokens 6 --num_eval_prompts 2 --output_dir new"""
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
+SCRIPTS |= {"look": look, "plot": plot}
+RUN = """--model small --prompts given.jsonl --reward brevity --prompts_per_step 2
+--num_generations 2 --max_new_tokens 6 --output_dir new"""
+# In front of all flags: where a check is lost, its row ends at once.
+SHORT = dict.fromkeys(("ppo", "grpo", "rloo"), "--num_steps 0 --num_eval_prompts 1 ")
+SHORT["reward_model"] = "--num_steps 1 --num_eval_pairs 1 "
 PAIRS = "--model small --pairs given.jsonl --output_dir new"
 SETTINGS = {"script": "ppo", "model": "small", "prompts": "good.jsonl", "reward": ["brevity"]}
 FILES = {
@@ -39,12 +44,9 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "-zzzz", "unknown flag -zzzz: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
-    ("ppo", "--reward_weights 1 nan", "--reward_weights nan: must be a finite number", ""),
-    ("ppo", "--temperature 0.0009", "0.0009: must be a finite number of at least 0.001", ""),
-    ("ppo", "--lam 1.1", "--lam 1.1: must be a finite number from 0 to 1", ""),
-    ("ppo", "--num_epochs 0", "--num_epochs 0: must be a finite number above 0", ""),
     ("ppo", "--device cuda:99", "--device cuda:99: ", ""),
     ("grpo", "--num_generations 1", "so give 2 or more", ""),
+    ("rloo", "--num_generations 1", "so give 2 or more", ""),
     ("ppo", "--prompts_per_step 12 --num_mini_batches 5", "must divide the 12 completions", ""),
     ("ppo", "--eval_generations 300", "must hold the completions of a prompt", ""),
     # Models
@@ -146,6 +148,7 @@ def test_a_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     Path("given.jsonl").write_text(given)
     before = contents(".")
+    flags = flags if "--resume" in flags else SHORT.get(script, "") + flags
     code, text = finished(SCRIPTS[script], flags.split(), capsys)
     assert code == 2 and "Traceback" not in text
     assert text.splitlines()[-1].startswith("error: ") and words in text.splitlines()[-1]

@@ -1,6 +1,8 @@
 """Flags: how they are written, which values are taken, defaults, and those of a resumed run."""
 
 import json
+import re
+import typing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +51,42 @@ def test_every_number_has_the_default_that_the_pages_were_measured_with(script, 
     expected = dict(zip(words[::2], map(float, words[1::2])))
     assert {name: config[name] for name in expected} == expected
     assert config["task"] == ("add" if model == "tiny" else "sentiment")
+
+
+ABOVE_0 = """micro_batch_tokens save_every max_new_tokens rollout_batch_size num_epochs eval_every
+num_mini_batches num_eval_prompts eval_generations prompts_per_step num_generations oversample
+num_eval_pairs max_length pairs_per_step"""
+FLOATS = "max_grad_norm clip_range clip_range_high clip_range_value learning_rate"
+FROM_0 = """num_steps warmup_steps lora_r seed entropy_coef kl_coef missing_eos_penalty vf_coef
+overlong_buffer center_rewards_coef"""
+BOUNDS = {  # by hand: of a flag the rule, what is refused and what is just taken
+    name: bounds
+    for names, *bounds in (
+        (ABOVE_0, "above 0", "-1 0", ""),
+        (FLOATS, "above 0", "-1 0", "1e-9"),
+        (FROM_0, "of at least 0", "-1", "0"),
+        ("gamma lam", "from 0 to 1", "-0.01 1.01", "0 1"),
+        ("temperature", "of at least 0.001", "0.0009", "0.001"),
+        ("reward_weights", "of at least -inf", "", "-2 0"),
+    )
+    for name in names.split()
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_its_bounds_and_is_finite(script):
+    of_script = {"num_steps": BOUNDS["pairs_per_step"]} if script == "reward_model" else {}
+    kinds = typing.get_type_hints(SCRIPTS[script].Config)
+    for name in parse(script, ""):
+        if not re.search(r"\b(int|float)\b", str(kinds[name])):
+            continue
+        rule, refused, taken = (BOUNDS | of_script)[name]
+        for value in f"{refused} nan inf".split():
+            fault = f"^--{name} .*: must be a finite number {rule}$|--{name}: invalid int value"
+            with pytest.raises(InputError, match=fault):
+                parse(script, f"--{name}={value}")
+        for value in taken.split():
+            parse(script, f"--{name}={value}")
 
 
 def test_an_adapter_takes_ten_times_the_learning_rate_unless_it_is_given(tmp_path):
