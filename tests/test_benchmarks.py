@@ -3,6 +3,7 @@ first picture of the README.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,11 @@ def test_the_kernels_of_a_token_and_of_a_micro_batch_are_bounded(name, token, up
 
 
 def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_are_kept(tmp_path):
-    kept = []
-    script = """echo '{"row": 1}'; sleep 86398 & echo '{"row": 2}'; wait"""
+    kept, sleep = [], f"sleep {86_400 + os.getpid()}"  # no other process sleeps as long
+    script = f"""echo '{{"row": 1}}'; {sleep} & echo '{{"row": 2}}'; wait"""
     fault = gpu.run_case(["sh", "-c", script], 1.0, tmp_path / "log", kept.append)
     assert fault == "not done within 1 seconds" and kept == [{"row": 1}, {"row": 2}]
-    left = subprocess.run(["pgrep", "-f", "^sleep 86398"], capture_output=True, text=True)
+    left = subprocess.run(["pgrep", "-f", f"^{sleep}"], capture_output=True, text=True)
     assert not left.stdout
     assert gpu.run_case(["sh", "-c", "exit 3"], 60, tmp_path / "log", kept.append) == "exit code 3"
     assert gpu.run_case(["true"], 60, tmp_path / "log", kept.append) == ""
