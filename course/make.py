@@ -48,6 +48,8 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     pack = (COURSE / "starter" / "pack.py").read_text("utf-8")
     write(out / "pack.py", pack.replace('"FILES"', f'"{" ".join(files)}"'))
     write(out / "README.md", readme(whole))
+    for name in ("AGENTS.md", "CLAUDE.md"):
+        write(out / name, (COURSE / "starter" / name).read_text("utf-8"))
     write(out / "requirements-dev.txt", REQUIREMENTS)
     write(out / "answers.md", pages.answer_sheet(labs))
     for lab in labs:

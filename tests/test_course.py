@@ -4,6 +4,7 @@ import ast
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "course"))
@@ -51,6 +53,7 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
         function = function_of((starter / problem.file).read_text(), problem.function)
         assert "NotImplementedError" in ast.unparse(function), problem.name
         assert problem.step or len(function.body) == 2, "a docstring and raise"
+    assert "@AGENTS.md" in (starter / "CLAUDE.md").read_text() and (starter / "AGENTS.md").exists()
     given = [x for x in starter.rglob("*.*") if x.suffix in (".md", ".py", ".ipynb")]
     given = {x.name: " ".join(x.read_text().replace("\\n", " ").split()) for x in given}
     key = {" ".join(line.split()) for q in QUESTIONS for line in q.key.split("\n")}
@@ -60,8 +63,7 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
 
 
 def test_a_solved_starter_has_no_failure_and_no_warning_by_the_command_of_its_readme(starter):
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, starter / name)
+    hand_in(starter)
     assert "python -m pytest tests  " in (starter / "README.md").read_text()
     said = run_in(starter, "-m", "pytest", "tests")
     assert re.search(r"^[0-9]+ passed in ", said, re.M), said[-3000:]
@@ -159,6 +161,15 @@ def graded(folder: Path, *problems: str, seconds: int = 60) -> dict[str, tuple[i
     assert grade.main([str(folder), *flags]) == 0
     tests = json.loads(file.read_text())["tests"]
     return {test["name"]: (test["score"], test["output"]) for test in tests}
+
+
+def test_the_workflow_for_github_grades_what_is_pushed(tmp_path):
+    text = (REPOSITORY / "course" / "starter" / "grade.yml").read_text()
+    *steps, last = yaml.safe_load(text)["jobs"]["grade"]["steps"]
+    hand_in(tmp_path / steps[0]["with"]["path"])
+    (tmp_path / steps[1]["with"]["path"]).symlink_to(REPOSITORY)
+    run_in(tmp_path, *shlex.split(steps[-1]["run"])[1:], "--problems", "gae")
+    assert json.loads((tmp_path / last["with"]["path"]).read_text())["score"] == 6
 
 
 BROKEN = """
