@@ -142,6 +142,16 @@ def test_the_notebook_for_colab_runs_grpo_and_shows_the_page_of_tokens_on_a_cpu(
     said = run_notebook(Path(path), (r"\"\"  # flags", rf"\"{FEW}\"  # flags"))
     assert "iframe srcdoc" in said and re.search("^step   2: reward [0-9.]+, greedy", said, re.M)
     assert re.search(r"^step 2\n  [01].0  \d+\+\d+= -> ", said, re.M)
+    nowhere = shutil.copy(path, tmp_path / "book.ipynb")
+    with pytest.raises(Exception, match=r"AssertionError.*: set URL to the address"):
+        run_notebook(Path(nowhere), ("", ""))
+
+
+def test_the_notebook_for_colab_is_stored_with_the_pictures_that_it_gives():
+    text = (REPOSITORY / "course" / "colab.ipynb").read_text(encoding="utf-8")
+    outputs = [cell["outputs"] for cell in json.loads(text)["cells"] if "outputs" in cell]
+    assert len(text) < 3e5 and all(outputs)
+    assert sum("image/png" in x.get("data", {}) for some in outputs for x in some) == 2
 
 
 def hand_in(folder: Path, **files: str) -> Path:
