@@ -12,7 +12,8 @@ def on_files(files: Files, config: dict) -> None:
     # The site has a dark mode of its own, whatever the browser's.
     picture = r'<picture>\s*<source .*?srcset="(.+?)">\s*(<img .*?src=")(.+?)(".*?>)\s*</picture>'
     text = re.sub(picture, r"\2\1#only-dark\4 \2\3#only-light\4", text, flags=re.DOTALL)
-    # Not in README.md: GitHub shows the source of an HTML page, not the page.
+    # python tools/look.py runs/grpo-tiny-add-s0 --out docs/credit.html
+    # README.md has no link to it: GitHub shows the source of an HTML page, not the page.
     linked = r"[\1](credit.html)\n\n[Open this page](credit.html)"
     text = re.sub(r"(!\[.*\]\(look.png\))", linked, text)
     files.append(File.generated(config, "index.md", content=text))
