@@ -2,14 +2,15 @@
 
 At the first step every log-ratio, KL and value is 0, so a wrong sign or a dropped coefficient
 cannot show. Of the second one rewards, advantages, gradients, metrics and the weights at the end
-are computed here a second time, row by row and without dropout, which the model has. Both sides
-are in float64, so they agree to nine digits; the metrics, which the loop adds up in float32, to
-six.
+are computed here a second time: row by row, a minibatch at once, and without dropout, which the
+model has. The losses are those of the scripts, which have tests of their own. Both sides are in
+float64, so they agree to nine digits; the metrics, which the loop adds up in float32, to six.
 """
 
 import copy
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -137,64 +138,50 @@ class Job:
                 advantage = rewards[i] - (sum(group) - rewards[i]) / 2
             if scale != "none":
                 advantage /= statistics.stdev(group if scale == "group" else rewards) + 1e-4
-            row.advantages = [advantage] * len(row.ids)
+            row.advantages = row.returns = [advantage] * len(row.ids)  # no returns
 
-    def loss(self, models, chosen: list[int]) -> tuple[Tensor, Tensor, dict]:
-        """By definition: (policy loss, the whole that is trained on, what is logged) of a
-        minibatch.
+    def loss(self, models, chosen: list[int]) -> tuple[Tensor, Tensor, dict[str, list]]:
+        """(Policy loss, the whole that is trained on, what is logged) of a minibatch at once. The
+        losses themselves have their own tests.
         """
-        names = "clipped ratio kl entropy row vf value_clipped sampler_kl"
-        log = {name: [] for name in names.split()}
-        low, high = 1 - self.flags["clip_range"], 1 + self.flags["clip_range"]
-        high = 1 + self.flags.get("clip_range_high", self.flags["clip_range"])
-        losses, entropies = [], []  # of each row, the losses of its tokens or, in RLOO, of the row
-        for i in chosen:
-            row, found = self.rows[i], []
-            logprobs, entropy, values = naive_forward(models, row)
-            losses.append(found)
-            if self.kind == "dapo" and not row.ended:
-                continue  # masked, as it is truncated
-            entropies.append(entropy)
-            d = logprobs - row.old
-            log["kl"] += (0.5 * d**2).tolist()
-            log["entropy"] += entropy.tolist()
-            off = row.sampler - row.old
-            log["sampler_kl"] += (off.neg().exp() - 1 + off).tolist()
-            ratios = d.exp()
-            if self.kind == "gspo":
-                ratios = d.mean().exp().repeat(len(d))
-            if self.kind == "rloo":
-                ratios = d.sum().exp().view(1)
-            for t, ratio in enumerate(ratios):
-                A = row.advantages[t]
-                value = -torch.minimum(ratio * A, ratio.clamp(low, high) * A)
-                clipped = ratio.clamp(low, high) * A < ratio * A
-                if self.script is grpo:
-                    x = row.ref[t] - logprobs[t]
-                    weight = d[t].exp() if self.kind == "gspo" else 1  # its KL is unbiased
-                    value = value + 0.3 * weight * (x.exp() - 1 - x)
-                found.append(value)
-                log["row"].append(i)
-                log["ratio"].append(ratio.item())
-                log["clipped"].append(float(clipped))
-            if self.kind == "ppo":
-                near = row.values + (values - row.values).clamp(-0.03, 0.03)
-                returns = torch.tensor(row.returns, dtype=torch.float64)
-                free, bounded = 0.5 * (values - returns) ** 2, 0.5 * (near - returns) ** 2
-                log["vf"] += torch.maximum(free, bounded)
-                log["value_clipped"] += (bounded > free).double().tolist()
-        total = sum(map(sum, losses)) + 0 * entropy.sum()  # a tensor also if all rows are masked
-        if self.kind in ("ppo", "dapo"):
-            loss = total / max(1, sum(map(len, losses)))
-        elif self.kind == "dr_grpo":
-            loss = total / (len(chosen) * 5)
-        else:
-            loss = sum(sum(values) / len(values) for values in losses) / len(chosen)
-        bonus = self.flags.get("entropy_coef", 0) * sum(x.sum() for x in entropies)
-        whole = loss - bonus / max(1, len(log["entropy"]))
+        if self.kind == "dapo":  # what is truncated is masked
+            chosen = [i for i in chosen if self.rows[i].ended]
+        rows = [self.rows[i] for i in chosen]
+        logprobs, entropy, values = map(padded, zip(*(naive_forward(models, x) for x in rows)))
+        names = "old ref sampler values advantages returns".split()
+        old, ref, sampler, old_values, A, returns = (
+            padded(getattr(row, name) for row in rows) for name in names
+        )
+        mask, clip = padded([1] * len(row.ids) for row in rows).bool(), FLAGS["clip_range"]
+        d, off, log = logprobs - old, sampler - old, {}
+        ratio, of_row = d.exp(), torch.tensor(chosen).unsqueeze(1).expand_as(mask)
         if self.kind == "ppo":
-            whole = whole + 0.5 * sum(log["vf"]) / len(log["vf"])
-        return loss, whole, log
+            loss, clipped = ppo.policy_loss(logprobs, old, A, clip)
+            vf, vf_clipped = ppo.value_loss(values, old_values, returns, 0.03)
+            log |= {"vf": vf[mask], "value_clipped": vf_clipped[mask].double()}
+            loss = loss[mask].mean()
+        elif self.kind == "rloo":
+            loss, clipped = rloo.rloo_loss(logprobs, old, A[:, 0], mask, clip_range=clip)
+            ratio, of_row = ratio.prod(1), torch.tensor(chosen)
+        else:
+            names = {"clip_range", "clip_range_high", "loss_type", "kl_estimator"}
+            options = {name: self.flags[name] for name in names & {*self.flags}}
+            options |= {"ref_logprobs": ref, "kl_coef": 0.3, "max_new_tokens": 5}
+            loss, clipped = grpo.grpo_loss(logprobs, old, A[:, 0], mask, **options)
+        if self.kind == "gspo":
+            ratio = (d.sum(1) / mask.sum(1)).exp().unsqueeze(1).expand_as(mask)
+        where = mask if ratio.dim() == 2 else slice(None)
+        log |= {"row": of_row[where], "ratio": ratio[where], "clipped": clipped[where].double()}
+        log |= {"kl": (0.5 * d**2)[mask], "entropy": entropy[mask]}
+        log |= {"sampler_kl": (off.neg().exp() - 1 + off)[mask]}
+        whole = loss - self.flags.get("entropy_coef", 0) * log["entropy"].mean()
+        if self.kind == "ppo":
+            whole = whole + 0.5 * log["vf"].mean()
+        return loss, whole, {name: x.tolist() for name, x in log.items()}
+
+
+def padded(rows: Iterator) -> Tensor:
+    return pad_sequence([torch.as_tensor(x, dtype=torch.float64) for x in rows], batch_first=True)
 
 
 def credit_tokens(rows: list[SimpleNamespace]) -> None:
@@ -212,7 +199,7 @@ def credit_tokens(rows: list[SimpleNamespace]) -> None:
         row.advantages = [(a - mean) / std for a in row.advantages]
 
 
-def naive_forward(models, row: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor | None]:
+def naive_forward(models, row: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and values of the tokens of one row, without padding."""
     policy, *value_models = models
     tokens, before_each = torch.tensor([row.prompt + row.ids]), slice(len(row.prompt) - 1, -1)
@@ -221,7 +208,7 @@ def naive_forward(models, row: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor 
     for model in value_models:
         hidden = model.backbone(tokens).last_hidden_state[0, before_each]
         return logprobs, entropy, model.head(hidden).squeeze(-1)
-    return logprobs, entropy, None
+    return logprobs, entropy, torch.zeros_like(entropy)
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -285,7 +272,7 @@ def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
     def mean(name: str) -> float:
-        values = [torch.as_tensor(x).item() for _, _, log in naive for x in log[name]]
+        values = [x for _, _, log in naive for x in log[name]]
         return sum(values) / len(values)
 
     lengths = [len(row.ids) for row in job.rows]
