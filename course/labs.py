@@ -232,8 +232,8 @@ def draw(name: str, curves: dict[str, list], figures: dict[str, dict], output: P
     panels = [shown] if len(figures) == 1 else [[key] for key in shown]  # rows of one variant
     figure = Figure(figsize=(5.2, 5 if curves else 3), layout="constrained")
     figure.suptitle(textwrap.fill(experiment.question, 75), fontsize=9)
-    rows = [["curve"] * len(panels)] * bool(curves) + [[*range(len(panels))]]
-    axes = figure.subplot_mosaic(rows)
+    places = [["curve"] * len(panels)] * bool(curves) + [[*range(len(panels))]]
+    axes = figure.subplot_mosaic(places)
     colours = {label: f"C{index}" for index, label in enumerate(figures)}
     for label, seeds in curves.items():
         rows = np.array(seeds, dtype=float)  # None, where nothing was measured, becomes NaN
