@@ -131,7 +131,11 @@ def test_verl_knows_the_settings_that_the_page_names():
             found = found[part]
 
 
-RANK = """import os
+RANK = """import atexit
+import os
+import torch
+
+atexit.register(lambda: print("connected:", torch.distributed.is_initialized()))
 
 def rank(completions, **columns):
     with open(f"{os.path.dirname(__file__)}/scored-by-{os.environ.get('RANK')}", "a") as file:
@@ -158,6 +162,7 @@ def test_trl_trains_the_job_of_a_run_on_two_processes(script, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("not in TRL: --stop ['x']") == 1
+    assert done.stdout.count("connected: False") == 2, "left connected, one of 15 jobs was aborted"
     # Each process scores its half of the completions of the one prompt: before the first step, in
     # two steps and after the last.
     for process in "01":

@@ -141,6 +141,7 @@ def main(args: list[str] | None = None) -> None:
         )
     trainer.train(resume_from_checkpoint=settings.resume_from_checkpoint)
     trainer.save_model()
+    trainer.accelerator.end_training()  # else gloo's threads may abort Python as it ends
 
 
 if __name__ == "__main__":
