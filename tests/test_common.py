@@ -341,7 +341,7 @@ WIDE = make_rollout(*RAGGED_ROWS, extra_left=2, extra_right=3)
 WIDE.tokens[~WIDE.attention_mask] = EOS  # the mask says what is padding, not the ids
 
 
-@pytest.mark.problem("completion_logprobs", 1)
+@pytest.mark.problem("completion_logprobs", 2)
 def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     logprobs, entropies = completion_logprobs(small_model, RAGGED, 0.7)
     assert gradients(logprobs, small_model)[0].abs().max() > 0.1
@@ -350,7 +350,7 @@ def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     assert completion_logprobs(small_model, RAGGED, 0.7, entropy=False)[1] is None
 
 
-@pytest.mark.problem("completion_logprobs", 4)
+@pytest.mark.problem("completion_logprobs", 3)
 @pytest.mark.parametrize("rollout", [WIDE, IN_GROUPS], ids=["wide", "in groups"])
 def test_padding_shared_prompts_and_micro_batches_change_no_value_and_no_gradient(
     small_model, rollout

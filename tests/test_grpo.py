@@ -125,37 +125,46 @@ def naive_loss(logprobs, old, advantages, mask, kind, ref, kl_coef, estimator, h
     return sum(map(sum, rows)) / count, clipped
 
 
-@pytest.mark.problem("grpo_loss", 5)
-@pytest.mark.parametrize(
-    ("kl_coef", "estimator", "high"),  # None: not given
-    [(None, "k3", None), (0.4, "k3", 0.3), (1.0, "unbiased", 0.3)],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradient_equal_their_definition_and_so_do_the_tokens_clipped(
-    kind, kl_coef, estimator, high
-):
-    """Padding holds NaN, a row is masked as a whole, and no input is changed."""
+FLAGS = [(None, "k3", None), (0.4, "k3", 0.3), (1.0, "unbiased", 0.3)]  # None: not given
+
+
+@pytest.fixture(params=itertools.product(KINDS, FLAGS), ids=str)
+def losses(request) -> list[tuple]:
+    """Log-probs, ours and what is expected, each loss with its clips, of advantages of either sign
+    and of none. Padding holds NaN, a row is masked as a whole, and no input is changed.
+    """
+    kind, (kl_coef, estimator, high) = request.param
     more = options(kind) | {"kl_estimator": estimator, "clip_range_high": high}
     more |= {} if kl_coef is None else {"kl_coef": kl_coef}
-    mask, clips = torch.cat([MASK, MASK[:1] & False]), set()
+    mask, found = torch.cat([MASK, MASK[:1] & False]), []
     logprobs, old, ref = (torch.cat([numbers(i, 0.5), numbers(9)[:1]]) - 2 for i in range(3))
     x, old, ref = (y.masked_fill(~mask, nan).requires_grad_() for y in (logprobs, old, ref))
     for sign in (1, -1, 0):
         inputs = x, old, sign * torch.tensor([1.0, -1.0, -0.5, 2.0, 1.0]).double(), mask
         before = [y.clone() for y in (*inputs, ref)]
-        loss, clipped = grpo_loss(*inputs, ref_logprobs=ref, **more)
-        expected, stopped = naive_loss(*inputs, kind, ref, kl_coef or 0, estimator, high or 0.2)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        ours, theirs = (torch.autograd.grad(y, x)[0] for y in (loss, expected))
-        assert torch.allclose(ours, theirs, atol=1e-12) and not ours[~mask].any()
-        assert clipped.dtype == torch.bool and clipped.shape == mask.shape
-        assert (clipped & mask).nonzero().tolist() == stopped
-        clips.add(bool(stopped))
+        ours = grpo_loss(*inputs, ref_logprobs=ref, **more)
         for y, was in zip((*inputs, ref), before, strict=True):
             assert torch.equal(y.nan_to_num(9), was.nan_to_num(9))
-    assert clips == {True, False} and not stopped, "without an advantage no clip decides"
-    loss, _ = grpo_loss(*inputs[:3], mask & False, ref_logprobs=ref, **more)
-    assert loss.item() == 0 and not torch.autograd.grad(loss, x)[0].any(), "no row has a token"
+        expected = naive_loss(*inputs, kind, ref, kl_coef or 0, estimator, high or 0.2)
+        found.append((x, mask, *ours, *expected))
+    nothing, _ = grpo_loss(*inputs[:3], mask & False, ref_logprobs=ref, **more)
+    return [*found, (x, mask, nothing, mask & False, 0 * x[0, 0], [])]
+
+
+@pytest.mark.problem("grpo_loss", 3)
+def test_the_loss_equals_its_definition_and_so_do_the_tokens_clipped(losses):
+    for _, mask, loss, clipped, expected, stopped in losses:
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert clipped.dtype == torch.bool and clipped.shape == mask.shape
+        assert (clipped & mask).nonzero().tolist() == stopped
+    assert losses[0][-1] and losses[1][-1] and not losses[2][-1], "each clip decides somewhere"
+
+
+@pytest.mark.problem("grpo_loss", 2)
+def test_the_gradient_is_that_of_the_definition_and_0_at_padding_that_holds_nan(losses):
+    for x, mask, loss, _, expected, _ in losses:
+        ours, theirs = (torch.autograd.grad(y, x)[0] for y in (loss, expected))
+        assert torch.allclose(ours, theirs, atol=1e-12) and not ours[~mask].any()
 
 
 @pytest.mark.problem("grpo_loss", 1, " ".join(KINDS))

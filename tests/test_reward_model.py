@@ -197,9 +197,3 @@ def test_own_pairs_prefer_right_sums_with_some_training_labels_flipped():
     forgetful = {p["prompt"] for p in heldout if int(p["chosen"]) - int(p["rejected"]) == 10}
     carries = {p["prompt"] for p in heldout if int(p["prompt"][1]) + int(p["prompt"][4]) > 9}
     assert carries and carries <= forgetful
-
-
-@pytest.mark.slow
-def test_the_embedded_model_learns_from_its_own_pairs(tmp_path):
-    reward_model.main(f"--num_steps 60 --device cpu --output_dir {tmp_path}/run".split())
-    assert lines_of(tmp_path / "run" / "metrics.jsonl")[-1]["eval/accuracy"] > 0.7
