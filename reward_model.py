@@ -20,7 +20,7 @@ didn't say: see docs/experiments.md, "Trusted too far".
 [3] Touvron et al. 2023, arXiv 2307.09288. [4] Eisenstein et al. 2023, arXiv 2312.09244.
 
   python reward_model.py         # pairs of sums: 96% of the held-out ones right, a minute on a CPU
-  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model --kl_coef 0.1  # sums 46% -> 90%
+  python ppo.py --reward_model runs/reward_model-tiny-add-s0/model --kl_coef 0.1  # sums 46% -> 86%
   python reward_model.py --model gpt2 --pairs my_pairs.jsonl
 """
 
