@@ -80,6 +80,10 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     """RLOO's KL inside the reward needs the old ones even for a single update; GRPO's in the loss
     doesn't. PPO computes them always.
     """
+    if num_epochs == 1 and job.script is not ppo:
+        # Step 3 may round otherwise, in bfloat16: the ratio of an only update is 1 all the same.
+        other = mock.Mock(side_effect=lambda *args: 1.01 * rollout_logprobs(*args))
+        monkeypatch.setattr(job.script, "rollout_logprobs", other)
     calls = record_calls(monkeypatch, job.script, "rollout_logprobs")
     flags = {"num_epochs": num_epochs, "num_mini_batches": 1, "kl_coef": kl_coef}
     line = job(learning_rate=1e-2, warmup_steps=0, **flags)[0]
@@ -88,13 +92,6 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert len(models) == len(set(models)) == needs_old + (kl_coef > 0)
     assert line["val/ratio_max_dev_first"] < 1e-5
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
-
-
-@pytest.mark.parametrize("job", [rloo], ids=["rloo"], indirect=True)
-def test_with_one_update_per_rollout_the_ratio_is_1_however_step_3_rounds(job, monkeypatch):
-    """In bfloat16 other batches round log-probs by a percent, which RLOO sums over a row."""
-    monkeypatch.setattr(rloo, "rollout_logprobs", lambda *args: 1.01 * rollout_logprobs(*args))
-    assert job(kl_coef=0.1, **ONE_UPDATE)[0]["val/ratio_max_dev_first"] == 0
 
 
 # --- A run ---
@@ -126,15 +123,16 @@ def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch
     assert max(moved) > 1e-7, "a step of 1e-6 is lost where weights are bfloat16"
 
 
-def test_a_gradient_that_is_nan_ends_the_run_before_it_reaches_the_weights(
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(
     job, monkeypatch, capsys
 ):
-    clip, factors = torch.nn.utils.clip_grad_norm_, iter([1.0, math.nan])
+    bad = math.inf if job.script is rloo else math.nan
+    clip, factors = torch.nn.utils.clip_grad_norm_, iter([1.0, bad])
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *x: clip(*x) * next(factors))
     with pytest.raises(SystemExit):
         job.script.run_main(lambda: job(num_steps=3, **ONE_UPDATE))
     printed = capsys.readouterr().err
-    assert "goes on from step 1" in printed and "the gradient is nan: lower --learn" in printed
+    assert "goes on from step 1" in printed and f"the gradient is {bad}: lower --learn" in printed
 
 
 @pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
