@@ -33,11 +33,10 @@ def test_of_the_groups_that_are_drawn_those_that_teach_are_kept_first(
     samples = [x for x in lines_of(job.folder / "samples.jsonl") if x["split"] == "train"]
     found = [(x["prompt"], x["completion"], x["score"]) for x in samples[:8]]
     assert found == [(*x, float("a" not in x[0]) * i) for g in kept for i, x in enumerate(g)]
-    assert metrics["reward/frac_flat_groups"] == 1 / 4
+    assert metrics["reward/frac_flat_groups"] == 1 / 4 and metrics["episode"] == 40
     seconds = metrics["time/rollout"] + metrics["time/update"]  # its cost is of all that is drawn
     num_tokens = sum(min(6, len(text) + 1) for _, text in drawn)
     assert metrics["tokens_per_second"] * seconds == pytest.approx(num_tokens)
-    assert metrics["episode"] == 40
     # What is trained on: tokens, prompts, padding and log-probs belong together.
     tokens = ["".join(line["tokens"]) for line in lines_of(job.folder / "tokens.jsonl")[:8]]
     assert [text.removesuffix("<eos>") for text in tokens] == [text for _, text, _ in found]
