@@ -237,12 +237,13 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
             ours = {"num_generations": 1 if script.__name__ == "ppo" else 4} | flags | changes
             ours.setdefault("prompts_per_step", ours["completions"] // ours["num_generations"])
             del ours["completions"]
+            ours["output_dir"] = None if "resume" in ours else ours["output_dir"]
             args = ["--overwrite"]
             for name, value in ours.items():
                 values = value if isinstance(value, list) else [value]
                 args += [] if value is None else [f"--{name}", *map(str, values)]
             script.main(args)
-            return lines_of(Path(ours["output_dir"]) / "metrics.jsonl")
+            return lines_of(Path(ours["output_dir"] or ours["resume"]) / "metrics.jsonl")
 
         run.script, run.folder, run.model = script, Path(flags["output_dir"]), folder
         return run
