@@ -67,7 +67,7 @@ class RunConfig(TrainConfig):
     """
 
     smallest_group: ClassVar[int] = 1  # completions per prompt
-    on_gpu: ClassVar = {"micro_batch_tokens": 4096, "rollout_batch_size": 64}
+    on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 4096, "rollout_batch_size": 64}
 
     task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
     prompts: str | None = flag(None, "JSON lines, CSV or a dataset NAME:SUBSET:SPLIT")

@@ -119,7 +119,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
     """A folder with the files and the models of the commands."""
-    folder, model, tokenizer = tmp_path_factory.mktemp("x"), small_gpt2(0, 20), letter_tokenizer()
+    folder, model, tokenizer = tmp_path_factory.mktemp("x"), small_gpt2(0.0, 20), letter_tokenizer()
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
