@@ -38,7 +38,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 # while sampling and never from token ids, because pad may equal EOS.
 #
 #   score         the number that the reward function gives a completion: s
-#   reference     the model before training
+#   reference     the model before training, or the one that --reference names
 #   KL            how far the policy has drifted from the reference, in nats
 #   reward        the score less the KL penalty (PPO, RLOO) or alone (GRPO): r; makes advantages
 #   return        the sum of the rewards to come, by GAE: R; the value model learns to predict it
@@ -527,15 +527,19 @@ def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo=rounded)
 
 
-def reference(policy: nn.Module, kl_coef: float) -> contextlib.AbstractContextManager:
+def reference(
+    policy: nn.Module, kl_coef: float, named: nn.Module | None = None
+) -> contextlib.AbstractContextManager:
     """The reference model that the KL is measured against: the one place that decides it.
 
     Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0. A
     copy shares the weights that don't train.
     """
-    # Without a KL penalty no reference is needed.
     if kl_coef == 0:
         return contextlib.nullcontext(None)
+    # The model that --reference names, if it names one.
+    if named is not None:
+        return contextlib.nullcontext(named.eval().requires_grad_(False))
     # A new LoRA adapter: the reference is the policy without it, which needs no memory.
     if has_new_adapter(policy):
         return AdapterOff(policy)

@@ -52,7 +52,7 @@ from common import (
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate, explained_variance
-from plumbing.models import load_policy, set_up_training
+from plumbing.models import load_policy, load_reference, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -149,7 +149,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy, value_model)
     if config.disable_dropout:
         disable_dropout(policy, value_model)
-    ref = reference(policy, config.kl_coef)
+    ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
 
     # One optimiser for both models. Under an adapter the base model has nothing to train.
     parameters = [*policy.parameters(), *value_model.parameters()]

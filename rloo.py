@@ -40,7 +40,7 @@ from common import (
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import load_policy, set_up_training
+from plumbing.models import load_policy, load_reference, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -129,7 +129,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
-    ref = reference(policy, config.kl_coef)
+    ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]

@@ -116,11 +116,11 @@ PROBLEMS = [
     ),
     Problem(
         "reference", "common.py", "which reference model there is",
-        "A context manager that can be entered often, for three cases: no KL, a new adapter,"
-        " everything else.",
+        "A context manager that can be entered often, for four cases: no KL, a named model, a new"
+        " adapter, everything else.",
         "contextlib.nullcontext gives what you put into it. Without KL: None. With a new adapter"
-        " (there is a function that says so): the class AdapterOff. Else a copy by the function"
-        " that shares what doesn't train, in evaluation mode and without gradients.",
+        " (there is a function that says so): the class AdapterOff. Else the named model, or a copy"
+        " by the function that shares what doesn't train; in evaluation mode, without gradients.",
     ),
     Problem(
         "decode", "sampling.py", "the sampling loop",

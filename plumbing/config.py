@@ -69,6 +69,7 @@ class RunConfig(TrainConfig):
     smallest_group: ClassVar[int] = 1  # completions per prompt
     on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 4096, "rollout_batch_size": 64}
 
+    reference: str | None = flag(None, "the KL is to this model; default: --model as it begins")
     task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
     prompts: str | None = flag(None, "JSON lines, CSV or a dataset NAME:SUBSET:SPLIT")
     prompt_template: str | None = flag(None, "text with {column}; default: {prompt}")
@@ -227,7 +228,7 @@ def _check_folder(config: TrainConfig) -> None:
 
 def _lost(config: TrainConfig, folder: Path) -> str | None:
     """What this run would destroy in a folder, and what to do instead; None if nothing."""
-    needed = [getattr(config, flag, None) for flag in ("model", "reward_model")]
+    needed = [getattr(config, flag, None) for flag in ("model", "reference", "reward_model")]
     for path in [Path(name).resolve() for name in needed if name and Path(name).exists()]:
         if folder.resolve() in (path, *path.parents):
             return f"{path}, which the run needs: name another --output_dir"

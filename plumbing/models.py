@@ -74,15 +74,16 @@ def is_adapter(name: str) -> bool:
     return (Path(name) / "adapter_config.json").exists()
 
 
-def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
-    """The policy that the flags name, on its device, and its tokenizer. Raises InputError.
+def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]:
+    """The policy that the flag names, on its device, and its tokenizer. Raises InputError.
 
     It is in float32. With --lora_r, or an adapter as --model, the adapter alone trains: a
     PeftModel, whose frozen weights are in bfloat16 where the run computes in it.
     """
-    name, base, rank = config.model, config.model, config.lora_r
+    name = base = getattr(config, flag)
+    rank = config.lora_r if flag == "model" else 0
     has_adapter = rank > 0 or is_adapter(name)
-    with blame(f"--model {name}" + f" --lora_r {rank}" * (rank > 0)):
+    with blame(f"--{flag} {name}" + f" --lora_r {rank}" * (rank > 0)):
         if is_adapter(name):
             if rank > 0:
                 raise InputError(f"--lora_r {rank}: {name} holds an adapter, leave the flag out")
@@ -101,6 +102,16 @@ def load_policy(config: Any) -> tuple[nn.Module, Tokenizer]:
         elif rank > 0:
             model = add_adapter(model, rank)
         return model.to(config.device), load_tokenizer(name, base)
+
+
+def load_reference(config: Any, tokenizer: Tokenizer) -> nn.Module | None:
+    """The model that --reference names; None without the flag. Raises InputError."""
+    if config.reference is None:
+        return None
+    model, its_tokenizer = load_policy(config, "reference")
+    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"--reference {config.reference}: its tokens aren't those of --model")
+    return model
 
 
 def load(auto_class: type, name: str, new_head: bool = False, **options: Any) -> PreTrainedModel:

@@ -63,7 +63,9 @@ class Run:
         # Absolute: a reward may change the working directory.
         self.generators, self.folder = list(generators), Path(config.output_dir).absolute()
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
-        self.history, self.warned = [], set()
+        self.history, named = [], getattr(config, "reference", None)
+        # What is learnt from a named reference needs no score, and may begin far away from it.
+        self.warned = {"large KL", "flat groups", "constant reward"} if named else set()
         self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand

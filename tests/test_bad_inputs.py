@@ -54,6 +54,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--model headless", "is no ModelForCausalLM, its checkpoint has no", ""),
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
     ("ppo", f"{RUN} --model adapter --lora_r 2", "holds an adapter, leave the flag out", TWO),
+    ("grpo", f"{RUN} --reference small/no", "--reference small/no: OSError", TWO),
+    ("rloo", f"{RUN} --reference tiny", "tiny: its tokens aren't those of --model", TWO),
     ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
     ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
@@ -103,6 +105,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
             (f".{more}", "/small, which the run needs"),
             (f"a_link{more} --model a_run/model", "/a_run/model, which the run needs"),
             (f"a_run{more} --reward_model a_link/model", "/a_run/model, which the run needs"),
+            (f"a_run{more} --reference a_link/model", "/a_run/model, which the run needs"),
         )
     ),
     ("ppo", "--resume small", "--resume small: is not a run of ppo.py", ""),

@@ -27,6 +27,7 @@ FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread 
 --eval_every 2 --save_every 2 --learning_rate 1e-2 --warmup_steps 2 --device cpu --bf16 false
 --output_dir run""".split()
 LORA, DROPOUT = ["--lora_r", "2"], ["--disable_dropout", "false"]
+TAUGHT = [*LORA, "--reference", "small-gpt2"]
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def fails(monkeypatch, module, name, step, error):
     monkeypatch.setattr(module, name, fail)
 
 
-@pytest.mark.parametrize(("script", "flags"), [(ppo, LORA), (grpo, DROPOUT), (rloo, LORA)])
+@pytest.mark.parametrize(("script", "flags"), [(ppo, LORA), (grpo, DROPOUT), (rloo, TAUGHT)])
 def test_interrupted_in_a_rollout_a_run_goes_on_bit_for_bit(script, flags, run, monkeypatch):
     _, expected = run(*flags, "--output_dir", "expected", script=script)
     with monkeypatch.context() as patch:

@@ -1,12 +1,14 @@
 """Whole runs of ppo.py, grpo.py and rloo.py on small models: what must hold for all three."""
 
+import copy
 import math
 from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from small import in_float64, lines_of
+from small import in_float64, letter_tokenizer, lines_of, save_model
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -14,7 +16,7 @@ import ppo
 import reward_model
 import rloo
 import sampling
-from common import rollout_logprobs
+from common import completion_logprobs, rollout_logprobs
 from plumbing.config import settings_of_run
 
 FLAT = """
@@ -53,6 +55,28 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job):
     assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
     assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
     assert first["val/ratio_max_dev_first"] < 1e-5
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_the_kl_is_to_the_model_that_is_named_and_that_teaches_without_a_score(
+    lora_r, job, monkeypatch
+):
+    """It may be an adapter, and far away: nothing is wrong then, so nothing is warned of."""
+    folder, base = job.folder.parent, AutoModelForCausalLM.from_pretrained(job.model)
+    adapter = LoraConfig(lora_alpha=99, init_lora_weights=False)
+    teacher = get_peft_model(copy.deepcopy(base), adapter)
+    teacher = teacher if lora_r else teacher.merge_and_unload()
+    save_model(folder / "teacher", teacher, letter_tokenizer())
+    (folder / "reward.py").write_text("def zero(completions, **_): return [0] * len(completions)")
+    flags = {"reward": f"{folder}/reward.py:zero", "kl_coef": 1, "lora_r": lora_r, "num_steps": 5}
+    calls = record_calls(monkeypatch, job.script, "rollout_logprobs")
+    first = job(reference=folder / "teacher", **flags)[0]
+    with torch.no_grad():
+        rollout, models = calls[0].args[1], (base.eval(), teacher.eval())
+        ours, theirs = (completion_logprobs(x, rollout, 0.7)[0] for x in models)
+    kl = (ours - theirs).sum(1).mean().item()
+    assert first["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 10
+    assert all("were cut" in x["text"] for x in lines_of(job.folder / "warnings.jsonl"))
 
 
 def test_an_adapter_is_saved_alone_and_trained_further(job):
