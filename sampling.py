@@ -120,8 +120,8 @@ def decode(
     tokens = torch.zeros(B, T, dtype=torch.long, device=logits.device)
     logprobs, ends = torch.zeros_like(tokens).float(), torch.zeros_like(tokens).bool()
     rows = torch.arange(B, device=logits.device)  # those that haven't been dropped
+    drawn, logprob = draw(logits, uniforms[0], **settings)
     for t in range(T):
-        drawn, logprob = draw(logits, uniforms[t, rows], **settings)
         tokens[rows, t], logprobs[rows, t] = drawn, logprob
         ends[rows, t] = torch.isin(drawn, eos)
         if stop is not None:  # a string that begins in the prompt doesn't count
@@ -137,20 +137,22 @@ def decode(
                 kept = running.nonzero().squeeze(1)
                 rows, drawn = rows[kept], drawn[kept]
                 step.drop(kept)
-        logits = step(drawn)
+        drawn, logprob = step(drawn, uniforms[t + 1, rows], settings)
     return tokens, logprobs, ends
 
 
 class Step:
-    """`step(drawn (R,))` reads a token of each row: logits (R, V) of the next one."""
+    """`step(drawn, uniform, settings)` reads a token of each row, and draws the next one with this
+    uniform number and these settings of `draw`: (tokens, log-probs), each (R,).
+    """
 
     def __init__(self, model: nn.Module, cache: DynamicCache, mask: Tensor) -> None:
         self.model, self.cache, self.mask = model, cache, mask  # (R, columns of the cache)
 
-    def __call__(self, drawn: Tensor) -> Tensor:
+    def __call__(self, drawn: Tensor, uniform: Tensor, settings: dict) -> tuple[Tensor, Tensor]:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
         inputs = model_inputs(self.model, drawn.unsqueeze(1), self.mask, self.cache)
-        return self.model(**inputs).logits[:, -1]
+        return draw(self.model(**inputs).logits[:, -1], uniform, **settings)
 
     def drop(self, kept: Tensor) -> None:
         """Keep these of the rows."""
@@ -228,12 +230,14 @@ class Decoder:
     ) -> None:
         self.trained, self.half = model, half
         self.has_graphs = graphs and model.device.type == "cuda"
-        self.graph: torch.cuda.CUDAGraph | None = None
+        # By the settings of `draw`: a graph, and the tensors that its replay draws into. They
+        # share what lies below.
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
 
     @torch.no_grad()
     def __enter__(self) -> Decoder:
         """Begin a rollout: round the weights as they are now."""
-        if self.half and self.graph is not None:  # it holds the address of each weight
+        if self.half and self.graphs:  # they hold the address of each weight
             rounded, weights = self.model.parameters(), self.trained.parameters()
             torch._foreach_copy_(list(rounded), list(weights))
         else:
@@ -243,22 +247,24 @@ class Decoder:
     def __exit__(self, *error: object) -> None:
         """End it. What it holds is kept where that takes less than a fifth of what is free."""
         kept = [*self.model.parameters()] if self.half else []
-        if self.graph is not None:
+        if self.graphs:
             kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
             free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
             free += torch.cuda.memory_reserved()
-        if any(error) or self.graph is None or 5 * sum(x.nbytes for x in kept) > free:
-            self.model = self.graph = self.cache = self.logits = None
+        if any(error) or not self.graphs or 5 * sum(x.nbytes for x in kept) > free:
+            self.model, self.cache, self.graphs = None, None, {}
 
     def start(self, cache: DynamicCache, mask: Tensor, max_new_tokens: int) -> Decoder:
         """Take over the prompts: their keys and values, and their mask (B, P)."""
         B, columns = len(mask), mask.shape[1] + max_new_tokens
-        if self.graph is None or len(self.mask) != B or self.mask.shape[3] < columns:
+        if not self.graphs or len(self.mask) != B or self.mask.shape[3] < columns:
             # Their memory is free before the new ones take theirs.
-            self.graph = self.cache = self.logits = None
+            self.cache, self.graphs = None, {}
             columns = -(-columns // 128) * 128
             self.cache = StaticCache(config=without_windows(self.model), max_cache_len=columns)
+            self.pool = torch.cuda.graph_pool_handle()  # the graphs run one at a time
             self.token = torch.zeros(B, 1, dtype=torch.long, device=mask.device)
+            self.uniform = torch.zeros(B, device=mask.device)
             self.position, self.column = torch.zeros_like(self.token), self.token.new_zeros(1)
             self.columns = torch.arange(columns, device=mask.device)
             # 0 where a column is seen, -inf elsewhere.
@@ -272,29 +278,32 @@ class Decoder:
         self.mask[:, 0, 0, : mask.shape[1]].masked_fill_(mask, 0)
         return self
 
-    def __call__(self, drawn: Tensor) -> Tensor:
-        """Read a token of each row: the logits (B, V) of the next one, in memory that the next call
-        overwrites. Raises Fault where there can be no graph.
+    def __call__(self, drawn: Tensor, uniform: Tensor, settings: dict) -> tuple[Tensor, Tensor]:
+        """As a Step, but what it gives lies in memory that the next call overwrites. Raises Fault
+        where there can be no graph.
         """
         self.token.copy_(drawn.unsqueeze(1))
-        if self.graph is not None:
-            self.graph.replay()
-            return self.logits
-        self._forward()  # the token itself, and the warm-up
-        logits = self.logits
-        self.graph = torch.cuda.CUDAGraph()
+        self.uniform.copy_(uniform)
+        kind = tuple(settings.items())
+        if kind in self.graphs:
+            graph, result = self.graphs[kind]
+            graph.replay()
+            return result
+        result = self._step(settings)  # the token itself, and the warm-up
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self.graph):  # noted, not run: nothing moves on
-                self._forward()
+            with torch.cuda.graph(graph, pool=self.pool):  # noted, not run: nothing moves on
+                self.graphs[kind] = graph, self._step(settings)
         except RuntimeError as e:
             reason = str(e.__context__ or e).split("\n")[0]  # the end of a capture fails as well
             raise Fault(f"no CUDA graph of a step: give --cuda_graphs false ({reason})") from e
-        return logits
+        return result
 
-    def _forward(self) -> None:
+    def _step(self, settings: dict[str, float]) -> tuple[Tensor, Tensor]:
         self.mask.index_fill_(3, self.column, 0)
         masks = masks_of_layers(self.model, self.mask, self.columns, self.column)
         inputs = model_inputs(self.model, self.token, masks, self.cache, self.position)
-        self.logits = self.model(**inputs).logits[:, -1]
+        logits = self.model(**inputs).logits[:, -1]
         self.position.add_(1)
         self.column.add_(1)
+        return draw(logits, self.uniform, **settings)

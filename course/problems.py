@@ -125,11 +125,12 @@ PROBLEMS = [
     Problem(
         "decode", "sampling.py", "the sampling loop",
         "draw() takes logits and a uniform number for each row; step() reads the tokens that were"
-        " drawn and gives the logits of the next ones. A row that has ended may go on: what it"
-        " draws then is cut off by `generate`. Dropping such rows only saves time.",
-        "For each t: draw with uniforms[t] and the settings; note the tokens, their log-probs, and"
-        " which of them are an EOS or make stop(the tokens of the rows so far, None) true; leave"
-        " the loop when each row has ended or t is the last; else logits = step(the tokens).",
+        " drawn and draws the next ones. A row that has ended may go on: what it draws then is cut"
+        " off by `generate`. Dropping such rows only saves time.",
+        "Draw the first tokens from the logits, with uniforms[0] and the settings. For each t: note"
+        " the tokens, their log-probs, and which of them are an EOS or make stop(the tokens of the"
+        " rows so far, None) true; leave the loop when each row has ended or t is the last; else"
+        " step(the tokens, uniforms[t + 1], settings) gives the next tokens and log-probs.",
     ),
     Problem(
         "completion_logprobs", "common.py", "log-probs of a completion by the training forward",

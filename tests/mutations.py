@@ -86,7 +86,7 @@ BUGS = [
     ("sampling.sample", "prompt_mask.split(num_prompts))", "prompt_mask.split(num_prompts)[::-1])", "sub-batches get the masks of others"),
     ("sampling.generate", "completion_mask(ends.long(), [1])", "tokens != pad_token_id", "the mask is inferred from the ids"),
     ("sampling.generate", "with evaluating(model):", "with torch.no_grad():", "dropout while sampling"),
-    ("sampling.decode", "uniforms[t, rows]", "uniforms[t, : len(rows)]", "random numbers go to other rows"),
+    ("sampling.decode", "uniforms[t + 1, rows]", "uniforms[t + 1, : len(rows)]", "random numbers go to other rows"),
     ("sampling.decode", "stop(tokens[rows, : t + 1], None)", "stop(tokens[rows, max(0, t - 1) : t + 1], None)", "a stop string of three tokens is missed"),
     ("sampling.Step.drop", "self.mask[kept]", "self.mask[: len(kept)]", "rows that go on get the masks of others"),
     ("sampling.draw", "sorted_probs.cumsum(-1) - sorted_probs", "sorted_probs.cumsum(-1)", "top_p drops the token that crosses p"),

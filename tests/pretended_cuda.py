@@ -201,7 +201,8 @@ class Generator(torch.Generator):
 ANSWERS = {"is_available": True, "device_count": 1, "set_device": None, "empty_cache": None}
 ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "manual_seed_all": None}
 ANSWERS |= {"mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0}
-ANSWERS |= {"max_memory_allocated": 0, "get_rng_state_all": [], "set_rng_state_all": None}
+ANSWERS |= {"max_memory_allocated": 0, "reset_peak_memory_stats": None}
+ANSWERS |= {"graph_pool_handle": None, "get_rng_state_all": [], "set_rng_state_all": None}
 
 
 @contextlib.contextmanager
@@ -222,7 +223,7 @@ def pretended_cuda():
         # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
         (torch.accelerator, "current_stream", lambda *_: stream),
         (torch.cuda, "CUDAGraph", CUDAGraph),
-        (torch.cuda, "graph", lambda graph: graph.capture()),
+        (torch.cuda, "graph", lambda graph, **_: graph.capture()),
         (torch, "Generator", Generator),
         (clip_grad, "_has_foreach_support", lambda *args: False),
         (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),

@@ -40,27 +40,35 @@ def gpu():
     [*((make, None) for make in MODELS), ("llama", torch.bfloat16), ("both", torch.float16)],
 )
 def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
-    """Log-probs as drawn are those of a forward pass, and tokens those without a graph."""
+    """Log-probs as drawn are those of a forward pass, and tokens those without a graph. Other
+    settings of `draw` have graphs of their own.
+    """
     model, found = MODELS[make]().eval().to("cuda"), []
     fuse(model)
     decoders = [Decoder(model, half), Decoder(model, graphs=False)]
-    for number, ids in enumerate((PROMPTS[:2, 2:], PROMPTS[:2], PROMPTS[:2])):
+    rollouts = [(PROMPTS[:2, 2:], {}), (PROMPTS[:2], {}), (PROMPTS[:2], {})]
+    for more in ({"top_k": 1}, {"top_k": 9, "top_p": 0.8}) if half is None else ():
+        rollouts.append((PROMPTS[:2], more))
+    for number, (ids, more) in enumerate(rollouts):
         options = [{"generator": torch.Generator("cuda").manual_seed(number)} for _ in decoders]
         graph, eager = (
-            sample(model, ids, ids > 0, decoder=decoder, **OPTIONS, **more)
-            for decoder, more in zip(decoders, options)
+            sample(model, ids, ids > 0, decoder=decoder, **OPTIONS, **more, **generator)
+            for decoder, generator in zip(decoders, options)
         )
-        expected, _ = completion_logprobs(rounded_copy(model, half or model.dtype), graph, 1.5)
+        expected = eager.logprobs
+        if not more:
+            expected, _ = completion_logprobs(rounded_copy(model, half or model.dtype), graph, 1.5)
         wrong = (graph.logprobs - expected).abs().max()
         assert wrong < {None: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.02}[half]
         assert half or graph.tokens.tolist() == eager.tokens.tolist()
-        found.append(decoders[0].graph)
+        found.append({**decoders[0].graphs})
         for layer in decoders[0].cache.layers:  # as a row may leave it
             layer.keys.fill_(torch.nan), layer.values.fill_(torch.nan)
         for p in model.parameters() if number == 1 else ():
             p.data.mul_(0.8)
     assert len({*graph.completion_mask.sum(1).tolist()}) > 1, "rows end at different times"
-    assert found[0] is found[1] is found[2] is not None and decoders[1].graph is None
+    assert found[0] == found[1] == found[2] and not decoders[1].graphs
+    assert [len(graphs) for graphs in found] == [1, 1, 1, 2, 3][: len(found)]
 
 
 def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_short(monkeypatch):
@@ -74,8 +82,8 @@ def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_sho
         options["eos_token_ids"] = list(range(VOCAB))  # all have ended when it looks, after eight
         rollout = sample(model, PROMPTS[:rows], PROMPTS[:rows] > 0, decoder=decoder, **options)
         assert rollout.completion_mask.sum(1).tolist() == [1] * rows and rollout.finished.all()
-        graphs.append(decoder.graph)
-    assert len({*graphs[:3]}) == 3 and graphs[2] is graphs[3] and graphs[4] is None
+        graphs.append([graph for graph, _ in decoder.graphs.values()])
+    assert len({graph for [graph] in graphs[:3]}) == 3 and graphs[2:] == [graphs[2], graphs[2], []]
 
 
 def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
