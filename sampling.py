@@ -142,9 +142,7 @@ def decode(
 
 
 class Step:
-    """`step(drawn, uniform, settings)` reads a token of each row, and draws the next one with this
-    uniform number and these settings of `draw`: (tokens, log-probs), each (R,).
-    """
+    """`step(drawn, uniform, settings)` reads a token of each row and draws the next ones, (R,)."""
 
     def __init__(self, model: nn.Module, cache: DynamicCache, mask: Tensor) -> None:
         self.model, self.cache, self.mask = model, cache, mask  # (R, columns of the cache)
@@ -230,8 +228,8 @@ class Decoder:
     ) -> None:
         self.trained, self.half = model, half
         self.has_graphs = graphs and model.device.type == "cuda"
-        # By the settings of `draw`: a graph, and the tensors that its replay draws into. They
-        # share what lies below.
+        self.stretch = 128  # columns that a graph fills before one that reads more takes its place
+        # Each with the tensors that its replay draws into.
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
 
     @torch.no_grad()
@@ -260,8 +258,8 @@ class Decoder:
         if not self.graphs or len(self.mask) != B or self.mask.shape[3] < columns:
             # Their memory is free before the new ones take theirs.
             self.cache, self.graphs = None, {}
-            columns = -(-columns // 128) * 128
-            self.cache = StaticCache(config=without_windows(self.model), max_cache_len=columns)
+            columns = -(-columns // self.stretch) * self.stretch
+            self.cache = FilledColumns(without_windows(self.model), max_cache_len=columns)
             self.pool = torch.cuda.graph_pool_handle()  # the graphs run one at a time
             self.token = torch.zeros(B, 1, dtype=torch.long, device=mask.device)
             self.uniform = torch.zeros(B, device=mask.device)
@@ -272,6 +270,7 @@ class Decoder:
         self.cache.reset()  # also what ended rows have left: weight 0 times NaN is NaN
         for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
             layer.update(prompt.keys, prompt.values)
+        self.num_filled = mask.shape[1]
         self.position.copy_(mask.sum(1, keepdim=True))
         self.column.fill_(mask.shape[1])
         self.mask.fill_(-torch.inf)
@@ -284,7 +283,9 @@ class Decoder:
         """
         self.token.copy_(drawn.unsqueeze(1))
         self.uniform.copy_(uniform)
-        kind = tuple(settings.items())
+        self.num_filled += 1  # columns: attention reads them, up to a whole number of stretches
+        self.cache.length = -(-self.num_filled // self.stretch) * self.stretch
+        kind = (self.cache.length, *settings.items())
         if kind in self.graphs:
             graph, result = self.graphs[kind]
             graph.replay()
@@ -301,9 +302,17 @@ class Decoder:
 
     def _step(self, settings: dict[str, float]) -> tuple[Tensor, Tensor]:
         self.mask.index_fill_(3, self.column, 0)
-        masks = masks_of_layers(self.model, self.mask, self.columns, self.column)
+        mask, columns = (x[..., : self.cache.length] for x in (self.mask, self.columns))
+        masks = masks_of_layers(self.model, mask, columns, self.column)
         inputs = model_inputs(self.model, self.token, masks, self.cache, self.position)
         logits = self.model(**inputs).logits[:, -1]
         self.position.add_(1)
         self.column.add_(1)
         return draw(logits, self.uniform, **settings)
+
+
+class FilledColumns(StaticCache):
+    """Attention reads the first `length` of its columns alone."""
+
+    def update(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        return tuple(x[:, :, : self.length] for x in super().update(*args, **options))
