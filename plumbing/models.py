@@ -190,6 +190,8 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
 
     Before disable_dropout: its copies of a config don't follow a change.
     """
+    # The head stays in float32 where the rest is in bfloat16: TF32 makes its products far faster.
+    torch.backends.cuda.matmul.allow_tf32 = config.bf16
     for model in models:
         model.train()
         backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model

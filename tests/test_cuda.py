@@ -31,6 +31,7 @@ MODELS = SMALL_MODELS | {"window": lambda: of_config(WINDOW), "both": lambda: of
 @pytest.fixture(autouse=True)
 def gpu():
     torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
     with contextlib.nullcontext() if torch.cuda.is_available() else pretended_cuda() as gpu:
         yield gpu
 
@@ -108,3 +109,4 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_its_weights_move(script, flags, mo
     assert abs(lines[0]["objective/kl"]) < most and lines[0]["val/ratio_max_dev_first"] < most
     assert all(0 < line["grad_norm"] < 1e3 for line in lines[:-1])
     assert lines[-2]["objective/kl"] != 0
+    assert torch.backends.cuda.matmul.allow_tf32 == flags.get("bf16", False)
