@@ -251,14 +251,16 @@ def completion_logprobs(
         return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
 
     # All logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens
-    # at a time, and made again in the backward pass instead of being kept for it.
-    size = max(1, CHUNK // head.weight.shape[0])
+    # at a time, and take at most 20 bytes each meanwhile: on CUDA an eighth of the card's memory.
+    # Not of what is free: a resumed run must round as before. The backward pass needs 4 bytes of
+    # them, with `entropy_grad` more. Five chunks keep these, the others make their logits again.
+    chunk = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
+    size = max(1, chunk // head.weight.shape[0])
     chunks = list(zip(states.split(size), tokens.split(size)))
-    if len(chunks) > 1 and torch.is_grad_enabled():
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        scores = [checkpoint(score, *chunk, **options) for chunk in chunks]
-    else:
-        scores = [score(*chunk) for chunk in chunks]
+    num_kept = 1 if entropy_grad else 5
+    scores = [score(*chunk) for chunk in chunks[:num_kept]]
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    scores += [checkpoint(score, *chunk, **options) for chunk in chunks[num_kept:]]
     scores = torch.cat(scores, dim=1)  # (2, n)
     padded = scores.new_zeros(len(scores), *mask.shape)
     padded[:, mask] = scores

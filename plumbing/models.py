@@ -246,7 +246,7 @@ def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> R
 
 def _one_pass(config: Any, models: list[nn.Module], part: Rollout) -> None:
     """Forward and backward over a micro-batch."""
-    options = {"bf16": config.bf16, "entropy_grad": True}
+    options = {"bf16": config.bf16, "entropy_grad": config.entropy_coef > 0}
     logprobs, entropy = completion_logprobs(models[0], part, config.temperature, **options)
     loss = (logprobs + entropy).sum()
     for value_model in models[1:]:

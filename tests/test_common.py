@@ -391,22 +391,27 @@ def test_a_prompt_is_read_once_for_all_its_completions_and_columns_of_padding_ne
 
 def test_logits_are_made_for_a_few_tokens_at_a_time_with_the_same_values_and_gradients(monkeypatch):
     """(rows, T, V) in float32 is what a step would run out of memory with."""
-    model = small_gpt2(vocab_size=5000).double()
+    model, kept = small_gpt2(vocab_size=5000).double(), []
 
     def keep(x: Tensor) -> Tensor:
-        is_logits = x.shape[-1:] == (5000,) and x.shape != (32, 5000)
-        assert not is_logits, "logits kept for the backward pass"
+        if x.shape[-1:] == (5000,) and x.shape != (32, 5000):
+            kept.append(x)
         return x
 
-    def result() -> list[Tensor]:
-        both = torch.stack(completion_logprobs(model, RAGGED, 0.7, entropy_grad=True))
+    def result(entropy_grad: bool) -> list[Tensor]:
+        both = torch.stack(completion_logprobs(model, RAGGED, 0.7, entropy_grad=entropy_grad))
         return [both, *gradients(both, model)]
 
-    whole = result()
-    monkeypatch.setattr(common, "CHUNK", 2 * 5000)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        parts = result()
-    assert all(torch.allclose(x, y, atol=1e-10) for x, y in zip(parts, whole, strict=True))
+    wholes = [result(False), result(True)]
+    monkeypatch.setattr(common, "CHUNK", 2 * 5000)  # 9 chunks
+    for entropy_grad, whole in enumerate(wholes):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            parts = result(bool(entropy_grad))
+        assert all(torch.allclose(x, y, atol=1e-10) for x, y in zip(parts, whole, strict=True))
+        assert {len(x) for x in kept} == {2}
+        num_kept = len({x.data_ptr() for x in kept})
+        assert num_kept == (3 if entropy_grad else 5), "of one chunk, or the log-probs of five"
 
 
 def test_under_autocast_the_backbone_rounds_and_logits_and_values_are_made_in_float32(small_model):
