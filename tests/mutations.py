@@ -40,7 +40,7 @@ BUGS = [
     ("common.completion_logprobs", "logprobs if entropy_grad else logprobs.detach()", "logprobs.detach()", "the entropy bonus has no gradient"),
     ("common.completion_logprobs", "at_least_float32(logits_from(model, states.to(head.weight.dtype)))", "logits_from(model, states.to(head.weight.dtype)).bfloat16().float()", "logits are rounded to bfloat16"),
     ("common.completion_values", "completion_states(value_model.backbone, rollout))", "completion_states(value_model.backbone, rollout).roll(-1, 1))", "the value knows the action"),
-    ("common.completion_states", "cache.reorder_cache)(prompt_of_row)", "cache.reorder_cache)(prompt_of_row.sort().values)", "rows get the keys of another prompt"),
+    ("common.completion_states", "cache.reorder_cache(prompt_of_row)", "cache.reorder_cache(prompt_of_row.sort().values)", "rows get the keys of another prompt"),
     ("common._over_rollout", "found[torch.cat([rows for rows, _ in parts]).argsort()]", "found", "log-probs stay in the order of the lengths"),
     ("common.micro_batches", "len(distinct | {prompts[row]}) * P", "(len(parts[-1]) + 1) * P", "a prompt that rows share counts for each"),
     ("common.micro_batches", "rows[wanted] if wanted.any() else rows[:1]", "rows[wanted]", "an update without any gradient has no row"),

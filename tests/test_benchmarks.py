@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu
 
 
-@pytest.mark.parametrize(("name", "token", "update"), [("gpt2", 64, 345), ("qwen", 103, 600)])
+@pytest.mark.parametrize(("name", "token", "update"), [("gpt2", 64, 172), ("qwen", 103, 300)])
 def test_the_kernels_of_a_token_and_of_a_micro_batch_are_bounded(name, token, update):
     found = gpu.count(gpu.model_of(name, narrow=True, layers=2))
     assert 20 < found["graph"] <= token and found["eager"] <= 7

@@ -6,13 +6,22 @@ import copy
 import pytest
 import torch
 from pretended_cuda import pretended_cuda
-from small import EOS, SMALL_MODELS, VOCAB, byte_tokenizer, job_maker, reads_bytes, small_llama
+from small import (
+    EOS,
+    IN_GROUPS,
+    SMALL_MODELS,
+    VOCAB,
+    byte_tokenizer,
+    job_maker,
+    reads_bytes,
+    small_llama,
+)
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, StopStringCriteria
 
 import grpo
 import ppo
 import rloo
-from common import completion_logprobs, rounded_copy
+from common import Rollout, completion_logprobs, micro_batches, rounded_copy
 from plumbing.models import fuse
 from sampling import Decoder, sample
 
@@ -100,6 +109,25 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
     assert [row[-1] for row in ends] == rollout.finished.tolist() and 0 < sum(map(sum, ends)) < 24
     assert not any(sum(row[:-1]) for row in ends)
     assert gpu is None or gpu.waits.total() < 60, "three sub-batches of 30 tokens"
+
+
+def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gradients_of_a_cpu(
+    monkeypatch,
+):
+    """Where rows of one prompt share it, and all logits are one chunk."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 160 * 5 * VOCAB))  # 5 tokens
+    found = []
+    for device, sizes in (("cpu", [4, 2]), ("cuda", [3, 3])):
+        model = small_llama().double().to(device)
+        fuse(model)  # Llama's own norm is in float32, whatever its weights are
+        rollout = Rollout(*(x.to(device) for x in vars(IN_GROUPS).values()))
+        parts = micro_batches(rollout, max_tokens=30)
+        assert [len(rows) for rows, _ in parts] == sizes
+        logprobs = torch.cat([completion_logprobs(model, part, 0.7)[0] for _, part in parts])
+        logprobs = logprobs[torch.cat([rows for rows, _ in parts]).argsort()]
+        (logprobs**2).sum().backward()
+        found.append([x.detach().cpu() for x in (logprobs, *(p.grad for p in model.parameters()))])
+    assert all(torch.allclose(x, y, atol=1e-9) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("script", [ppo, grpo, rloo], ids=lambda script: script.__name__)
