@@ -43,7 +43,7 @@ class TrainConfig:
     model: str = flag("tiny", "embedded, or a local folder, or a name on the model hub")
     warmup_steps: int = flag(10, "steps over which the learning rate rises; then it falls", least=0)
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = flag(1024, "most tokens of a forward and backward pass; GPU: 4096")
+    micro_batch_tokens: int = flag(1024, "most tokens of a training pass; GPU: 16384, pairs: 4096")
     disable_dropout: bool = flag(True, "false shows what dropout does to the ratio")
     lora_r: int = flag(0, "rank of a new LoRA adapter; 0 trains all weights", least=0)
     gradient_checkpointing: bool = flag(False, "less memory, more time")
@@ -67,7 +67,7 @@ class RunConfig(TrainConfig):
     """
 
     smallest_group: ClassVar[int] = 1  # completions per prompt
-    on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 4096, "rollout_batch_size": 64}
+    on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 16384, "rollout_batch_size": 256}
 
     reference: str | None = flag(None, "the KL is to this model; default: --model as it begins")
     task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
@@ -83,7 +83,7 @@ class RunConfig(TrainConfig):
     max_new_tokens: int = flag(24, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)", least=1e-3)
     stop: list[str] = flag([], "strings that end a completion, and belong to it")
-    rollout_batch_size: int = flag(32, "most completions decoded at a time; GPU: 64")
+    rollout_batch_size: int = flag(32, "most completions decoded at a time; GPU: 256")
     fp16: bool | None = flag(None, "decode in float16; default: on a T4 or V100, without --bf16")
     cuda_graphs: bool = flag(True, "false: decode without CUDA graphs, slowly")
 

@@ -118,7 +118,7 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     config = parse("ppo", "--device cuda:1 --bf16 false --model x/y")
     assert chosen == [there.device] and config["device"] == "cuda:1"
-    assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (64, 4096)
+    assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (256, 16384)
 
 
 def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
