@@ -227,6 +227,7 @@ def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) ->
             for p in trained:
                 p.grad = None
             clear_cache()
+    torch.cuda.reset_peak_memory_stats()  # memory/peak_gb is of the run alone
     if config.micro_batch_tokens < asked:
         print(f"--micro_batch_tokens {asked} doesn't fit: it is {config.micro_batch_tokens} here.")
 

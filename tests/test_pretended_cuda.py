@@ -113,15 +113,18 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
 
     def tried(config, trained, part):
         sizes.append(len(part.finished))
+        assert not part.attention_mask.all(), "a mask of padding takes memory"
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError
         one_pass(config, trained, part)
 
     monkeypatch.setattr(models, "_one_pass", tried)
     with pretended_cuda():
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
         run(device="cuda", micro_batch_tokens=1000)
     kept = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
-    assert sizes == [8, 4, 2] and kept == 2 * (4 + 6)  # the longest prompt, and max_new_tokens
+    assert sizes == [8, 4, 2, "reset"]
+    assert kept == 2 * (4 + 6)  # the longest prompt, and max_new_tokens
     assert f"--micro_batch_tokens 1000 doesn't fit: it is {kept} here" in capsys.readouterr().out
 
 
