@@ -1,48 +1,49 @@
-"""What a GPU does with this project, in at most eight minutes, without network or models.
+"""What a GPU does with this project, without network or models. One command, four minutes:
 
-  python benchmarks/gpu.py --out FOLDER             # all cases; a line for each in FOLDER/gpu.jsonl
-  python benchmarks/gpu.py gpt2-grpo qwen-rollouts --out FOLDER
+  python benchmarks/gpu.py --out FOLDER             # a line for each result in FOLDER/gpu.jsonl
+  python benchmarks/gpu.py --smoke --out FOLDER     # jobs of ten kinds, some minutes more
+  python benchmarks/gpu.py qwen-grpo qwen-trl --out FOLDER
   python benchmarks/gpu.py --rehearse --out FOLDER  # on a CPU: tiny sizes and a pretended GPU
   python benchmarks/gpu.py --count                  # on a CPU: the kernels that a GPU would launch
 
-Models have random weights and a tokenizer of words. Each case is a process of its own, whose output
-goes to FOLDER/<case>.log; a line of results is written as soon as it is made. A case that takes too
-long is ended with all that it has started. Exit code 1: an essential case has failed.
+"grpo" is steps of grpo.py, in seconds: rollout, the reference's pass, which is a part of it, and
+update. "trl" is TRL's on the same prompts, where trl is installed. "decode" is tokens a second:
+ours, ours with one graph for all columns, model.generate, and what the memory's bandwidth allows.
+In smoke jobs val/sampler_kl should be below 1e-3 (decoding agrees with training), and
+val/ratio_max_dev_first 0 or of the size of rounding.
 
-In a run val/sampler_kl should be below 1e-3 (decoding agrees with training), and
-val/ratio_max_dev_first 0 or of the size of rounding. "rollouts" gives tokens per second,
-"uncleared" goes without common.clear_cache: give PYTORCH_ALLOC_CONF=expandable_segments:True too.
+Models have random weights and a tokenizer of words. Each case is a process of its own, whose output
+goes to FOLDER/<case>.log, and is ended if it takes too long. Exit code 1: a case has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import importlib
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import speed
 import torch
 import transformers
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from pretended_cuda import pretended_cuda  # noqa: E402
 
+import grpo  # noqa: E402
 from common import completion_logprobs, disable_dropout  # noqa: E402
 from plumbing import models  # noqa: E402
 from plumbing.run import run_main  # noqa: E402
@@ -59,29 +60,23 @@ MODELS = {  # of the published config.json files, but for the last two
     "judge": ("Qwen2", dict(zip(SHAPE, (896, 4864, 2, 14, 2, 64, 151936)))),
     "experts": ("Qwen3Moe", dict(zip(SHAPE, (1024, 2048, 4, 16, 4, 64, 50000, 16)))),
 }
+CASES = [f"{model}-{what}" for model in ("qwen", "gpt2") for what in ("grpo", "trl", "decode")]
 RUN = "--num_steps 3 --eval_every 100 --device cuda --output_dir {folder}/{name} "
 OWN = "--model {folder}/{model} --prompts {folder}/prompts.jsonl --num_eval_prompts 8 "
 OWN += "--learning_rate 1e-6 --prompts_per_step {N} --max_new_tokens {T} "
 GROUPS = f"{OWN} --num_generations 8 --reward {__file__}:brief"
-CASES = {  # MODEL-SCRIPT-...: the flags of a run
+SMOKE = {  # MODEL-SCRIPT-...: the flags of a run
     "tiny-ppo": "",
-    "gpt2-grpo": GROUPS,
-    "qwen-grpo": GROUPS,
-    "qwen-rollouts": "",
-    "gpt2-rollouts": "",
-    "qwen-grpo-eager": f"{GROUPS} --cuda_graphs false",
-    "qwen-grpo-lora": f"{GROUPS} --lora_r 16 --gradient_checkpointing",
-    "qwen-ppo-judge": f"{OWN} --reward_model {{folder}}/judge",
-    "gemma-rloo": GROUPS,
-    "experts-grpo": GROUPS,
+    "gpt2-grpo-eager": f"{GROUPS} --cuda_graphs false",
     "gpt2-grpo-fp16": f"{GROUPS} --bf16 false --fp16 true",
     "gpt2-grpo-stop": f"{GROUPS} --stop w77",
-    "qwen-grpo-large": f"{GROUPS} --micro_batch_tokens 4000000 --rollout_batch_size 256",
-    "qwen-grpo-uncleared": GROUPS,
+    "qwen-ppo-judge": f"{OWN} --reward_model {{folder}}/judge",
+    "qwen-grpo-lora": f"{GROUPS} --lora_r 16 --gradient_checkpointing",
+    "qwen-grpo-large": f"{GROUPS} --micro_batch_tokens 4000000",
+    "qwen3-rloo": GROUPS,
+    "gemma-rloo": GROUPS,
+    "experts-grpo": GROUPS,
 }
-ESSENTIAL = ("tiny-ppo", "gpt2-grpo", "qwen-grpo")
-SHOWN = """time/rollout time/update tokens_per_second memory/peak_gb grad_norm val/sampler_kl
-val/ratio_max_dev_first objective/kl length/mean""".split()
 
 
 def brief(completions: list[str], **columns: object) -> list[float]:
@@ -125,71 +120,90 @@ def save_model(name: str, folder: Path, small: bool) -> None:
 
 def do_case(name: str, folder: Path, small: bool) -> None:
     """Do a case and print its results, a line of JSON each; all else goes to the log."""
-
-    def say(record: dict) -> None:
-        print(json.dumps({"case": name} | record), file=sys.__stdout__, flush=True)
-
     for model in {name.split("-")[0], "judge" if "judge" in name else "tiny"} - {"tiny"}:
         if not (folder / model).exists():
             save_model(model, folder, small)
-    device = pretended_cuda() if small else contextlib.nullcontext()
-    with device, contextlib.redirect_stdout(sys.stderr):
-        (rollouts if "rollouts" in name else run_script)(name, folder, small, say)
+    do = smoke if name in SMOKE else decode if "decode" in name else step
+    pretended = small and "trl" not in name  # TRL asks more of a device
+    # AutoTokenizer would make Qwen2's tokenizer of the words.
+    words = transformers.PreTrainedTokenizerFast.from_pretrained
+    with (
+        pretended_cuda() if pretended else contextlib.nullcontext(),
+        contextlib.redirect_stdout(sys.stderr),
+        mock.patch.object(transformers.AutoTokenizer, "from_pretrained", words),
+    ):
+        for record in do(name, folder, small):
+            record |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+            print(json.dumps({"case": name} | record), file=sys.__stdout__, flush=True)
 
 
-def run_script(name: str, folder: Path, small: bool, say: Callable) -> None:
+def step(name: str, folder: Path, small: bool) -> Iterator[dict]:
+    """Steps of grpo.py or of TRL's GRPOTrainer."""
+    model, system = name.split("-")
+    N, T = (4, 9) if small else (32, 256)
+    rows = (folder / "prompts.jsonl").read_text().splitlines()[:N]
+    job = {"kind": "grpo", "prompts": N, "generations": 8, "max_new_tokens": T, "bf16": not small}
+    job |= {"model": str(folder / model), "asked": [json.loads(row)["prompt"] for row in rows]}
+    job |= {"device": "cpu" if small and system == "trl" else "cuda", "batch": 32}
+    whole, seconds = grpo.rollout_logprobs, []
+
+    def reference(*args: object) -> Tensor:
+        seconds.append({})
+        result, seconds[-1]["reference"] = timed(whole, *args)
+        return result
+
+    with mock.patch.object(grpo, "rollout_logprobs", reference):
+        steps = speed.ours(job) if system == "grpo" else speed.trl_groups(job)
+    for number, found in enumerate(steps):
+        found |= seconds[number] if seconds else {}
+        yield {"step": number, "seconds": found["rollout"] + found["update"]} | found
+
+
+def smoke(name: str, folder: Path, small: bool) -> Iterator[dict]:
     """Three steps of a script."""
     model, script, *_ = name.split("-")
     sizes = {"N": 4, "T": 9} if small else {"N": 32, "T": 256}
-    flags = (RUN + CASES[name]).format(folder=folder, name=name, model=model, **sizes).split()
-    main, path = importlib.import_module(script).main, folder / name / "metrics.jsonl"
-    if "uncleared" in name:
-        torch.cuda.empty_cache = lambda: None
-    # AutoTokenizer would make Qwen2's tokenizer of the words.
-    words = transformers.PreTrainedTokenizerFast.from_pretrained
-    with mock.patch.object(transformers.AutoTokenizer, "from_pretrained", words):
-        try:
-            run_main(lambda: main(flags))
-        finally:
-            for line in path.read_text().splitlines()[:3] if path.exists() else ():
-                found = json.loads(line)
-                say({"step": found["step"]} | {k: found[k] for k in SHOWN if k in found})
-            say({"memory/reserved_gb": torch.cuda.max_memory_reserved() / 1e9})
+    flags = (RUN + SMOKE[name]).format(folder=folder, name=name, model=model, **sizes).split()
+    run_main(lambda: importlib.import_module(script).main(flags))
+    yield from map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
 
 
-def rollouts(name: str, folder: Path, small: bool, say: Callable) -> None:
-    """Tokens per second of rollouts in bfloat16."""
-    P, T = (16, 9) if small else (128, 256)
+def decode(name: str, folder: Path, small: bool) -> Iterator[dict]:
+    """Tokens a second of rollouts in bfloat16."""
     load, path = transformers.AutoModelForCausalLM.from_pretrained, folder / name.split("-")[0]
     model, half = (load(path, dtype=x).to("cuda") for x in (torch.float32, torch.bfloat16))
     models.fuse(model)
-    decoder = Decoder(model, torch.bfloat16)
-    numbers = torch.empty(2**18 if small else 2**28, device="cuda")
-    bandwidth = 2 * numbers.nbytes / seconds(lambda: numbers.add_(1))
-    options = {"max_new_tokens": T, "pad_token_id": 0, "temperature": 1.0, "top_k": 0}
-    own = {"eos_token_ids": [], "num_generations": 8, "decoder": decoder}
-    for rows in (8, 16) if small else (64, 256):
+    numbers = torch.empty(2**18 if small else 2**30, device="cuda")
+    bandwidth = 2 * numbers.nbytes / min(timed(numbers.add_, 1)[1] for _ in range(5))
+    P, sizes = (16, [(8, 9)]) if small else (128, [(64, 256), (256, 256), (256, 800)])
+    for rows, T in sizes:
         ids = torch.arange(rows // 8 * P).view(-1, P) % 290
         mask = torch.ones_like(ids)
         mask[0, 0] = 0
-        there = [x.repeat_interleave(8, dim=0).to("cuda") for x in (ids, mask)]
-
-        theirs = {"attention_mask": there[1], "do_sample": True, "min_new_tokens": T}
-        ours = functools.partial(sample, model, ids, mask, max_rows=rows, **own, **options)
-        generate = functools.partial(half.generate, there[0], **theirs, **options)
-        say({"rows": rows, "ours": round(rows * T / seconds(ours))})
-        with torch.profiler.profile() as seen:
-            ours()
-        launched = [x.count for x in seen.key_averages() if x.device_type.name == "CUDA"]
-        say({"rows": rows, "kernels per token, those of the prompt too": sum(launched) / T})
+        options = {"max_new_tokens": T, "pad_token_id": 0, "temperature": 1.0, "top_k": 0}
+        own = {"eos_token_ids": [], "num_generations": 8, "max_rows": rows} | options
+        found = {"rows": rows, "new_tokens": T}
+        for what, columns in (("ours", 128), ("one graph", -(-(P + T) // 128) * 128)):
+            decoder = Decoder(model, torch.bfloat16)
+            decoder.stretch = columns
+            runs = [timed(sample, model, ids, mask, decoder=decoder, **own) for _ in range(3)]
+            found[what] = round(rows * T / min(seconds for _, seconds in runs))
         cache = sum(x.nbytes for layer in decoder.cache.layers for x in (layer.keys, layer.values))
         read = cache * (P + T / 2) / decoder.mask.shape[3] + 2 * model.num_parameters()  # a token
-        say({"rows": rows, "what the bandwidth allows": round(rows * bandwidth / read)})
-        say({"rows": rows, "model.generate": round(rows * T / seconds(generate, 1))})
+        found["bandwidth"] = round(rows * bandwidth / read)
+        if T < 800:  # model.generate takes long
+            there = [x.repeat_interleave(8, dim=0).to("cuda") for x in (ids, mask)]
+            options |= {"attention_mask": there[1], "do_sample": True, "min_new_tokens": T}
+            found["model.generate"] = round(rows * T / timed(half.generate, there[0], **options)[1])
+        yield found
 
 
-def seconds(work: Callable[[], object], number: int = 3) -> float:
-    return Timer("work()", globals={"work": work}).timeit(number).median
+def timed(work: Callable, *args: object, **options: object) -> tuple:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    result = work(*args, **options)
+    torch.cuda.synchronize()
+    return result, time.perf_counter() - begun
 
 
 # --- Kernels, counted without a GPU ---
@@ -224,43 +238,31 @@ def count(model: transformers.PreTrainedModel) -> dict[str, int]:
             totals.append(kernels(gpu.operations))
         gpu.operations.clear()
         completion_logprobs(model.train(), rollout, 1.0, bf16=True)[0].sum().backward()
-    steps = decoder.graphs.popitem()[1][0].steps
-    graph = Counter(function.overloadpacket.__name__ for function, *_ in steps)
-    found = {"graph": kernels(graph), "eager": totals[2] - totals[1]}
-    return found | {"micro_batch": kernels(gpu.operations)}
+    [(graph, _)] = decoder.graphs.values()
+    graph = Counter(function.overloadpacket.__name__ for function, *_ in graph.steps)
+    totals = {"graph": kernels(graph), "eager": totals[2] - totals[1]}
+    return totals | {"micro_batch": kernels(gpu.operations)}
 
 
-def run_case(command: list[str], limit: float, log: Path, keep: Callable) -> str:
-    """Run a command and keep its records as they come; what is wrong with its end, or "". After
-    `limit` seconds it is ended with all that it has started.
-    """
-    begun = time.perf_counter()
-    with log.open("w") as file:
-        options = {"stdout": subprocess.PIPE, "stderr": file, "text": True}
-        process = subprocess.Popen(command, start_new_session=True, **options)
-
-    def end() -> None:
+def run_case(command: list[str], limit: float, results: object, log: Path) -> str:
+    """Run a command for at most `limit` seconds; what is wrong with its end, or ""."""
+    files = {"stdout": results, "stderr": log.open("w")}
+    process = subprocess.Popen(command, **files, start_new_session=True)
+    try:
+        code = process.wait(limit)
+        return f"exit code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        return f"not done within {limit:.0f} seconds"
+    finally:  # also at SIGTERM, and for all that it has started
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit, end)
-    timer.start()
-    try:
-        for line in process.stdout:
-            if line.startswith("{"):  # else a library has written it
-                keep(json.loads(line))
-        code = process.wait()
-    finally:  # also at SIGTERM
-        timer.cancel()
-        end()
-    late = time.perf_counter() - begun >= limit
-    return f"not done within {limit:.0f} seconds" if late else f"exit code {code}" if code else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=" ".join(CASES))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=" ".join([*CASES, *SMOKE]))
     parser.add_argument("--out", type=Path, help="the folder of results and logs")
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--do", nargs=2, help=argparse.SUPPRESS)  # a case, and a folder for models
@@ -274,26 +276,24 @@ def main() -> None:
     if options.out is None or not (options.rehearse or torch.cuda.is_available()):
         sys.exit("error: give --out FOLDER; without a CUDA device, --rehearse or --count as well")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    begun, failed = time.perf_counter(), []
     options.out.mkdir(parents=True, exist_ok=True)
-    results = (options.out / "gpu.jsonl").open("a")
+    path, failed = options.out / "gpu.jsonl", False
 
-    def keep(record: dict) -> None:
-        print(text := json.dumps(record), flush=True)
-        print(text, file=results, flush=True)
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    keep({"gpu": gpu, "torch": torch.__version__, "transformers": transformers.__version__})
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.cases or CASES:
+    gpu = torch.cuda.is_available() and torch.cuda.get_device_name()
+    versions = {"gpu": gpu, "torch": torch.__version__, "transformers": transformers.__version__}
+    with path.open("a") as results, tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(versions), file=results, flush=True)
+        for name in options.cases or (SMOKE if options.smoke else CASES):
+            if name.endswith("trl") and importlib.util.find_spec("trl") is None:
+                continue
             command = [sys.executable, __file__, "--do", name, folder]
             command += ["--rehearse"] * options.rehearse
-            left = 480 - (time.perf_counter() - begun)
-            limit, log = 600 if options.rehearse else min(left, 90), options.out / f"{name}.log"
-            if fault := run_case(command, limit, log, keep) if limit > 15 else "no time is left":
-                failed.append(name)
-                keep({"case": name, "error": fault})
-    sys.exit(bool({*failed} & {*ESSENTIAL}))
+            limit = 600 if options.rehearse else 90
+            if fault := run_case(command, limit, results, options.out / f"{name}.log"):
+                print(json.dumps({"case": name, "error": fault}), file=results, flush=True)
+                failed = True
+    print(path.read_text())
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def ours(job: dict) -> list[dict]:
             "model": job["model"], "prompts": f"{folder}/prompts.jsonl", "num_steps": STEPS,
             "prompts_per_step": job["prompts"], "num_generations": job["generations"],
             "max_new_tokens": job["max_new_tokens"], "learning_rate": 1e-6, "num_eval_prompts": 1,
-            "rollout_batch_size": rows, "eval_every": 100, "bf16": job["bf16"], "device": "cpu",
-            "reward": "brevity", "output_dir": f"{folder}/run",
+            "rollout_batch_size": rows, "eval_every": 100, "bf16": job["bf16"],
+            "device": job["device"], "reward": "brevity", "output_dir": f"{folder}/run",
         }  # fmt: skip
         script.main([f"--{name}={value}" for name, value in flags.items()])
         text = Path(folder, "run", "metrics.jsonl").read_text()
@@ -84,17 +84,18 @@ def trl_groups(job: dict) -> list[dict]:
             self.started = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs):
+            torch.accelerator.synchronize() if torch.cuda.is_available() else None
             steps.append(now | {"update": time.perf_counter() - self.started - now["rollout"]})
 
     name, rows = job["kind"].upper(), job["prompts"] * job["generations"]
     with tempfile.TemporaryDirectory() as folder:
         config = getattr(trl, f"{name}Config")(
             output_dir=folder, bf16=job["bf16"], report_to=[], max_steps=STEPS, logging_steps=1000,
-            per_device_train_batch_size=min(rows, TRL_BATCH), save_strategy="no", use_cpu=True,
-            gradient_accumulation_steps=max(1, rows // TRL_BATCH), disable_tqdm=True, top_k=0,
+            per_device_train_batch_size=min(rows, job["batch"]), save_strategy="no", top_k=0,
+            gradient_accumulation_steps=max(1, rows // job["batch"]), disable_tqdm=True,
             num_generations=job["generations"], max_completion_length=job["max_new_tokens"],
             beta=0.04, learning_rate=1e-6, gradient_checkpointing=False, temperature=1.0,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": "float32"}, use_cpu=job["device"] == "cpu",
         )  # fmt: skip
         trainer = getattr(trl, f"{name}Trainer")(
             model=job["model"], reward_funcs=brevity, args=config, callbacks=[Clock()],
@@ -105,8 +106,8 @@ def trl_groups(job: dict) -> list[dict]:
         def timed(inputs):
             started = time.perf_counter()
             output = make(inputs)
+            now["tokens"] = int(output["completion_mask"].sum())  # waits for a GPU
             now["rollout"] = time.perf_counter() - started
-            now["tokens"] = int(output["completion_mask"].sum())
             return output
 
         trainer._generate_and_score_completions = timed
@@ -175,6 +176,7 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"jobs": {}}
     for name in args.jobs:
         job = dict(zip(SIZES, JOBS[name], strict=True)) | {"threads": args.threads}
+        job |= {"device": "cpu", "batch": TRL_BATCH}
         job["kind"], model = name.split("-")
         job["asked"] = prompts(model, job["prompts"])
         job["model"] = str(REPOSITORY / "tiny") if model == "tiny" else args.chat_model
