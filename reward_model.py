@@ -26,6 +26,7 @@ didn't say: see docs/experiments.md, "Trusted too far".
 
 import functools
 import math
+import random
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,7 @@ def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
         raise InputError(f"--pairs: is needed for --model {config.model}; tiny has its own")
     if config.eval_pairs:
         heldout = with_ids(read_rows(config.eval_pairs, "test"))
+        random.Random(0).shuffle(heldout)  # the file may be sorted, and be cut below
     elif config.pairs:
         # Without a prompt a row is told by its conversation but for the answer, or by its text.
         train, heldout = split_rows(train, lambda x: str(x.get("prompt") or x["chosen"][:-1]))

@@ -147,21 +147,25 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the last number of the completion is that of the answer, else 0. Of a text with
     "####", GSM8K's mark, the number behind it counts. 1,024 and $1,024. are read as 1024.
     """
-    expected = [_number(str(a)) for a in answer]
-    if None in expected:
-        fault = f"finds no number in {answer[expected.index(None)]!r}; give another --reward"
+    expected = [_numbers(str(a).rpartition("####")[2]) for a in answer]
+    # Of the answer 3/2 it would look for the 2 alone, and pay 1/2.
+    if bad := [a for a, numbers in zip(answer, expected) if len(numbers) != 1]:
+        fault = f"needs one number as an answer, not {bad[0]!r}; give another --reward"
         raise InputError(f"the reward numeric_match {fault}")
-    numbers = [_number(text_of(c)) for c in completions]
-    return [float(n == a) for n, a in zip(numbers, expected, strict=True)]
+    found = [_last_number(text_of(c)) for c in completions]
+    return [float(n == a) for n, a in zip(found, expected, strict=True)]
 
 
-def _number(text: str) -> Decimal | None:
-    """The last number of a text, or the first one behind "####"."""
+def _last_number(text: str) -> list[Decimal]:
+    """The last number of a text, or the first one behind "####"; none of a text without one."""
+    marked = _numbers(text.rpartition("####")[2]) if "####" in text else []
+    return marked[:1] or _numbers(text)[-1:]
+
+
+def _numbers(text: str) -> list[Decimal]:
     # LaTeX writes the commas in numbers as {,}.
     text = re.sub(COMMA, "", text.replace("{,}", ",").replace(MINUS, "-"))
-    marked = NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []
-    found = marked[:1] or NUMBER.findall(text)[-1:]
-    return Decimal(found[0]) if found else None
+    return [Decimal(number) for number in NUMBER.findall(text)]
 
 
 gsm8k = numeric_match  # by the name of its data

@@ -49,7 +49,7 @@ class TrainConfig:
     gradient_checkpointing: bool = flag(False, "less memory, more time")
     bf16: bool | None = flag(None, "bfloat16 autocast; default: where the device is fast at it")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
-    seed: int = flag(0, "of every random draw", least=0)
+    seed: int = flag(0, "of all random draws but a reward's own", least=0)
     output_dir: str | None = flag(None, "default: runs/<script>-<model>-<task>-s<seed>")
     overwrite: bool = flag(False, "begin anew in a folder that holds a run, which is lost")
     resume: str | None = flag(None, "go on with the run in this folder, with its settings")
@@ -176,7 +176,7 @@ def _argument(kind: Any) -> dict[str, Any]:
     if type(None) in inner:  # X | None
         return _argument(inner[0])
     if typing.get_origin(kind) is list:
-        return _argument(inner[0]) | {"nargs": "+"}
+        return _argument(inner[0]) | {"nargs": "+", "action": "extend"}
     if typing.get_origin(kind) is Literal:
         return {"choices": inner}
     if kind is bool:

@@ -68,8 +68,10 @@ class Task:
     def tokenise(self, rows: list[dict]) -> None:
         """Make the tokens of the prompts that have none yet. Raises InputError."""
         prompts = [row["prompt"] for row in rows]
-        if new := [prompt for prompt in prompts if str(prompt) not in self.tokens]:
-            self.tokens |= zip(map(str, new), prompt_tokens(self.tokenizer, new))
+        new = [prompt for prompt in prompts if str(prompt) not in self.tokens]
+        # In slices: what a tokenizer returns takes far more memory than the ids.
+        for some in (new[i : i + 1000] for i in range(0, len(new), 1000)):
+            self.tokens |= zip(map(str, some), prompt_tokens(self.tokenizer, some))
 
     def score(
         self, rows: list[dict], rollout: Rollout, every: bool = False
@@ -106,16 +108,18 @@ def load_task(
     task.tokenizer, task.seed = tokenizer, config.seed
     task.eos_token_ids = eos_token_ids(policy, tokenizer)
     if config.prompts:
-        rows = read_rows(config.prompts, "train")
-        task.train, task.heldout = (rows, []) if config.eval_prompts else split_rows(rows)
+        task.train, task.heldout = read_rows(config.prompts, "train"), []
     if config.eval_prompts:
         task.heldout = read_rows(config.eval_prompts, "test")
+        random.Random(0).shuffle(task.heldout)  # it may be sorted; the first are evaluated
     if (config.prompts or config.eval_prompts) and (config.reward or config.reward_model):
         task.verifier = None  # it was made for the task's own prompts
     task.train, task.heldout = (
         [row | {"prompt": _prompt_of(config, row)} for row in rows]
         for rows in (task.train, task.heldout)
     )
+    if config.prompts and not config.eval_prompts:
+        task.train, task.heldout = split_rows(task.train, lambda row: str(row["prompt"]))
     _load_rewards(config, task, tasks)
     _check_prompts(config, task, policy)
     return task
@@ -150,11 +154,11 @@ def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
         print('The prompts are plain text, without the chat template. --system_prompt "" adds it:')
         print("completions are then messages, and text_of of tasks.py gives a reward their text.")
     task.tokenise(task.train + task.heldout)
-    longest = max(task.tokens.values(), key=len)
+    text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
         fault = f"a prompt of {len(longest)} tokens and {new} new ones don't fit into the model's"
-        raise InputError(f"{fault} context of {limit}: lower --max_new_tokens or shorten prompts")
+        raise InputError(f"{fault} context of {limit}: lower --max_new_tokens or cut {text[:50]!r}")
     largest, known = max(map(max, task.tokens.values())), policy.get_input_embeddings().weight
     if largest >= len(known):
         fault = f"its tokenizer gives id {largest}, and the model knows {len(known)} tokens"
@@ -175,30 +179,28 @@ def read_rows(name: str, split: str) -> list[dict]:
     Raises InputError.
     """
     path = Path(name)
-    with blame(name):
-        if not path.is_file():
+    is_folder, kind = path.is_dir(), path.suffix.lower()
+    with blame(f"{name} (JSON lines, .csv, .tsv or a dataset)"):
+        if is_folder or (kind not in (".jsonl", ".json", ".csv", ".tsv") and not path.is_file()):
             import datasets
 
             if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
                 # What save_to_disk has written.
                 found = datasets.load_from_disk(name)
                 return (found[split] if isinstance(found, dict) else found).to_list()
-            source, subset, own_split = [*name.split(":", 2), "", ""][:3]
+            parts = [name] if is_folder else name.split(":", 2)  # it may be on drive C:
+            source, subset, own_split = [*parts, "", ""][:3]
             found = datasets.load_dataset(source, subset or None, split=own_split or split)
             return found.to_list()
         # "sig": without the byte order mark that some editors write at the start.
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as e:  # packed, or of another kind
-            fault = "is not text in UTF-8: give JSON lines, .csv, .tsv or a dataset's folder"
-            raise InputError(f"{name}: {fault}") from e
-        if path.suffix.lower() in (".csv", ".tsv"):
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        text = path.read_text(encoding="utf-8-sig")
+        if kind in (".csv", ".tsv"):
+            delimiter = "\t" if kind == ".tsv" else ","
             return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        with blame(f"{name}, line {number}"):
-            rows += [json.loads(line)] if line.strip() else []
+        with blame(f"{name}, line {number}: give one JSON object a line"):
+            rows += [{**json.loads(line)}] if line.strip() else []
     return rows
 
 
@@ -209,29 +211,29 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
         column = template[1:-1]
         is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
         prompt = row[column] if is_alone else template.format(**row)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None:
             before = [{"role": "system", "content": system}] if system else []
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             prompt = [*before, *turns]
-        is_text = isinstance(prompt, str) or all({"role", "content"} <= {*m} for m in prompt)
-        if not prompt or not is_text:
+        if not prompt or not all(m["role"] and isinstance(m["content"], str) for m in turns):
             raise InputError(f"a prompt is text or chat messages, and not empty: {str(row)[:60]}")
         return prompt
 
 
-def split_rows(rows: list[dict], key: Callable[[dict], Any] = str) -> tuple[list[dict], list[dict]]:
-    """(train, held out): a tenth, at most 512, is held out; of fewer than ten rows, all are on both
-    sides. Else no `key` is on both sides, unless every held-out one would be.
+def split_rows(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
+    """(train, held out): the rows of a tenth of the keys, at most 512, are held out. Of fewer than
+    ten keys, all rows are on both sides.
     """
-    rows = list(rows)
-    random.Random(0).shuffle(rows)
-    if len(rows) < 10:
-        print("Fewer than ten rows: none is held out, they are trained on and evaluated.")
+    # Whole keys are held out, not rows: a file may have a prompt several times.
+    rows, keys = list(rows), list(dict.fromkeys(map(key, rows)))
+    for some in (rows, keys):
+        random.Random(0).shuffle(some)
+    if len(keys) < 10:
+        print("Fewer than ten prompts: none is held out, they are trained on and evaluated.")
         return rows, rows
-    num_heldout = min(512, len(rows) // 10)
-    train, heldout = rows[num_heldout:], rows[:num_heldout]
-    seen = {key(row) for row in train}  # the file may have a prompt twice
-    return train, [row for row in heldout if key(row) not in seen] or heldout
+    kept = {*keys[: min(512, len(keys) // 10)]}
+    train = [row for row in rows if key(row) not in kept]
+    return train, [row for row in rows if key(row) in kept]
 
 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:

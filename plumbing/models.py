@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.activations import NewGELUActivation
 
@@ -92,6 +92,9 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
             base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
         dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
         model = load(AutoModelForCausalLM, base, dtype=dtype)
+        layers = DynamicCache(config=model.config).layers
+        if model._is_stateful or any("Linear" in type(layer).__name__ for layer in layers):
+            raise InputError(f"{name}: a {type(model).__name__} has layers other than attention")
         # The head stays float32, and an embedding that shares its weights. So do norms and biases:
         # they are small, and on a CPU a norm refuses mixed types.
         model.get_output_embeddings().float()
@@ -121,6 +124,7 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     path = str(TINY) if name == "tiny" else name
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     options = {"dtype": torch.float32, "use_safetensors": True} | options  # not as it was saved
+    options |= {"trust_remote_code": False}  # or transformers asks at the terminal
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = auto_class.from_pretrained(path, **options)
     # They are random numbers now: what the checkpoint lacks, or has in another size.
@@ -146,7 +150,8 @@ def load_tokenizer(name: str, base: str | None = None) -> Tokenizer:
     """The tokenizer of a model; for an adapter without one, that of its base model. InputError."""
     name = base if base and not any(Path(name).glob("tokenizer*")) else name
     with blame(f"the tokenizer of {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(str(TINY) if name == "tiny" else name)
+        path = str(TINY) if name == "tiny" else name
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
             raise InputError(f"{name}: has no tokenizer files")
         return tokenizer

@@ -1,14 +1,15 @@
 """What the user gave wrongly is one line that says what, and exit code 2, without a traceback."""
 
-import gzip
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import small
 from small import byte_tokenizer, contents, finished, letter_tokenizer, save_model, small_gpt2
+from transformers import AutoModelForCausalLM as CausalLM
 from transformers import AutoModelForSequenceClassification as Classifier
-from transformers import GPT2Config, XLNetConfig
+from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
 
 import grpo
 import ppo
@@ -36,6 +37,7 @@ FILES = {
     "a_model/model/weights": "",
     "a_checkpoint/checkpoint.pt": "",
 }
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
@@ -52,6 +54,10 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     # Models
     ("ppo", "--model nowhere/at-all", "--model nowhere/at-all: OSError", ""),
     ("ppo", "--model headless", "is no ModelForCausalLM, its checkpoint has no", ""),
+    ("ppo", "--model own_config", "own_config contains custom code", ""),
+    ("ppo", "--model own_tokenizer_config", "_config contains custom code", ""),
+    ("ppo", "--model hybrid", "a Lfm2ForCausalLM has layers other than attention", ""),
+    ("ppo", "--model state", "a RwkvForCausalLM has layers other than attention", ""),
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
     ("ppo", f"{RUN} --model adapter --lora_r 2", "holds an adapter, leave the flag out", TWO),
     ("grpo", f"{RUN} --reference small/no", "--reference small/no: OSError", TWO),
@@ -61,18 +67,19 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
     ("reward_model", f"{PAIRS} --model xlnet", "XLNetForSequenceClassification can't be", ""),
     # Prompts
-    ("ppo", "--prompts nowhere.jsonl", "nowhere.jsonl: ", ""),
-    ("ppo", f"{RUN} --prompts packed.jsonl.gz", "packed.jsonl.gz: is not text in UTF-8: give", ""),
+    ("ppo", "--prompts nowhere.jsonl", "(JSON lines, .csv, .tsv or a dataset): FileNot", ""),
     ("ppo", RUN, "needs prompts to train on and held-out ones", "\n"),
-    ("ppo", RUN, "given.jsonl, line 2: JSONDecodeError", '{"prompt": "a"}\n{"prompt": '),
-    ("ppo", RUN, "a row of the prompts, ['prompt']: TypeError", '["prompt"]'),
+    ("ppo", RUN, "line 2: give one JSON object a line: JSON", '{"prompt": "a"}\n{"prompt": '),
+    ("ppo", RUN, "line 1: give one JSON object a line: TypeError", f"[{TWO}]".replace("\n", "")),
     ("ppo", RUN, "a row of the prompts, {'text': 'a'}: KeyError: 'prompt'", '{"text": "a"}'),
     ("ppo", RUN, "a row of the prompts, {'prompt': 5}: ", '{"prompt": 5}'),
     ("ppo", RUN, "a prompt is text or chat messages, and not empty", '{"prompt": ""}'),
-    ("ppo", RUN, "a prompt is text or chat messages", '{"prompt": [{"role": "user"}]}'),
+    ("ppo", RUN, "a prompt is text or chat messages", json.dumps({"prompt": PARTS})),
+    ("ppo", RUN, "KeyError: 'content'", '{"prompt": [{"role": "user"}]}'),
+    ("ppo", RUN, "KeyError: 'role'", '{"prompt": [{"content": "a"}]}'),
     ("ppo", RUN, "no chat template", '{"prompt": [{"role": "user", "content": "a"}]}'),
     ("ppo", RUN, "the prompts can't be turned into tokens: TypeError", r'{"prompt": "a\ud800"}'),
-    ("ppo", RUN, "of 59 tokens and 6 new ones don't fit", json.dumps({"prompt": "x" * 59})),
+    ("ppo", RUN, "max_new_tokens or cut 'xx", TWO + json.dumps({"prompt": "x" * 59})),
     ("ppo", RUN, "gives id 20, and the model knows 20 tokens", '{"prompt": "a<new>"}'),
     ("ppo", f"{RUN} --system_prompt Hello", "the model has no chat template", TWO),
     ("ppo", RUN + r" --prompt_template \boxed{}{prompt}", "IndexError: Replacement index 0", TWO),
@@ -90,7 +97,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--reward rewards.py:f", "rewards.py:f: the file has no function f", ""),
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1", ""),
     ("ppo", "--prompts good.jsonl", "needs a column answer in each row", ""),
-    ("ppo", "--prompts given.jsonl", "numeric_match finds no number", TWO.replace("2", "two")),
+    ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
+    ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
     # Folders
     ("ppo", "--output_dir a_run", "a_run already holds a run: --resume a_run goes on with it", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", TWO),
@@ -128,9 +136,19 @@ def inputs(tmp_path_factory) -> Path:
         (folder / name).write_text(text)
     tokenizer.add_tokens("<new>")
     (folder / "a_link").symlink_to("a_run")
-    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(b"text"))
     save_model(folder / "small", model, tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
+    for name, auto_class in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
+        file = Path(
+            save_model(folder / f"own_{name}", small.small_llama(), tokenizer), f"{name}.json"
+        )
+        own = {"model_type": "own", "tokenizer_class": "Own", "auto_map": {auto_class: "own.Own"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | own))
+        file.with_name("own.py").write_text("")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
+    hybrid = Lfm2Config(num_attention_heads=2, layer_types=["conv"] * 2, **sizes)
+    for name, config in (("hybrid", hybrid), ("state", RwkvConfig(**sizes))):
+        save_model(folder / name, CausalLM.from_config(config), tokenizer)
     sizes = {"vocab_size": 20, "n_layer": 1, "n_head": 2, "num_labels": 2}
     for name, config in (
         ("two_labels", GPT2Config(n_embd=32, **sizes)),
@@ -149,6 +167,7 @@ def test_a_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
 ):
     monkeypatch.chdir(inputs)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr("builtins.input", lambda question: "y")  # it must not be asked
     Path("given.jsonl").write_text(given)
     before = contents(".")
     flags = flags if "--resume" in flags else SHORT.get(script, "") + flags

@@ -141,7 +141,9 @@ def test_several_processes_as_of_torchrun_are_refused(monkeypatch):
 
 
 def test_a_resumed_run_has_the_settings_of_its_folder_and_the_flags_win(tmp_path):
-    settings = parse("grpo", "--model x/y --seed 3 --lora_r 2 --bf16 true --save_every 7")
+    flags = "--model x/y --seed 3 --lora_r 2 --bf16 true --save_every 7 --stop a b --stop c"
+    settings = parse("grpo", flags)
+    assert settings["stop"] == ["a", "b", "c"], "a list that is given twice is one list"
     (tmp_path / "config.json").write_text(json.dumps({"script": "grpo"} | settings))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     resumed = parse("grpo", f"--resume {tmp_path} --num_steps 40 --save_every 9")

@@ -7,7 +7,8 @@ import pytest
 from small import byte_tokenizer, task_of
 from tokenizers import processors
 
-from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows, split_rows
+from plumbing import data
+from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -60,10 +61,12 @@ def test_of_a_dataset_the_subset_and_the_split_are_those_of_its_name(tmp_path, m
             rows = [{"prompt": f"{subset} {split}", "n": n} for n in range(20)]
             write(Path("hub", subset, f"{split}.jsonl"), rows)
     Path("hub/README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    Path("C:hub").symlink_to("hub/main")
     for name, split, expected in (
         ("hub:main", "train", ("main train", 20)),
         ("hub:main:", "test", ("main test", 20)),
         ("hub:more:test[:3]", "train", ("more test", 3)),
+        ("C:hub", "test", ("main test", 20)),  # a folder with a colon, as on drive C:
     ):
         rows = read_rows(name, split)
         assert rows == [{"prompt": expected[0], "n": n} for n in range(expected[1])]
@@ -124,15 +127,28 @@ def test_the_prompts_of_a_task_and_those_of_a_file_get_the_template():
 # --- What is held out, and the batch of a step ---
 
 
-def test_a_tenth_of_a_file_is_held_out_and_of_fewer_than_ten_none(capsys):
+def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows_of_fewer_than_ten_none(
+    capsys, tmp_path
+):
+    def split(rows):
+        task = load(reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
+        return task.train, task.heldout
+
     for n, sizes in ((1, (1, 1)), (9, (9, 9)), (10, (9, 1)), (6000, (5488, 512))):
-        both = split_rows([{"prompt": f"p{i}"} for i in range(n)])
+        both = split([{"prompt": f"p{i}", "id": i} for i in range(n)])
         assert tuple(map(len, both)) == sizes
         assert ("none is held out" in capsys.readouterr().out) == (n < 10)
         train, heldout = ({row["prompt"] for row in rows} for rows in both)
         assert len(train | heldout) == n and (n < 10 or not train & heldout)
-    train, heldout = split_rows([{"prompt": f"p{i % 40}"} for i in range(50)])  # some twice
-    assert heldout and not [row for row in heldout if row in train]
+    train, heldout = split([{"prompt": f"p{i % 40}", "id": i} for i in range(600)])
+    assert (len(train), len(heldout)) == (36 * 15, 4 * 15), "each of four prompts with all its rows"
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+
+
+def test_the_first_of_own_held_out_prompts_are_not_the_first_of_a_sorted_file(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(100)])
+    order = [int(row["prompt"]) for row in load(reward=["brevity"], eval_prompts=path).heldout]
+    assert sorted(order) == [*range(100)] and 25 < sum(order[:24]) / 24 < 75
 
 
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():
@@ -148,6 +164,15 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
 
 
 # --- Tokens ---
+
+
+def test_many_prompts_are_turned_into_tokens_a_thousand_at_a_time(monkeypatch):
+    """A call with 30,000 of them took 638 MB."""
+    sizes, task = [], Task([], [], [])
+    found = lambda _, some: sizes.append(len(some)) or [[int(x)] for x in some]  # noqa: E731
+    monkeypatch.setattr(data, "prompt_tokens", found)
+    task.tokenise([{"prompt": str(i)} for i in range(2500)])
+    assert sizes == [1000, 1000, 500] and [*task.tokens.values()] == [[i] for i in range(2500)]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
     pairs = pairs_of(tmp_path, rows, max_length=20, **evaluated)
     assert "3 of 20 pairs are left out: longer than 20 tokens, or both" in capsys.readouterr().out
     assert len(pairs.train) == 17 and max(len(pair["ids"][0]) for pair in pairs.train) == 20
-    assert [pair["chosen"] for pair in pairs.heldout] == [row["chosen"] for row in rows_of(9, 1)]
+    texts = [row["chosen"] for row in rows_of(12, 1)]
+    places = [texts.index(pair["chosen"]) for pair in pairs.heldout]
+    assert len(places) == 9 and max(places) > 8, "not the first of a file, which may be sorted"
     assert {p["margin"] for p in pairs.train} == {2.0} and pairs.heldout[0]["margin"] == 0.0
 
 
