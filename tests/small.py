@@ -224,9 +224,12 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
     folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, vocab_size=20), letter_tokenizer())
     (tmp_path / "reward.py").write_text(REWARD)
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    random.Random(0).shuffle(lines)
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines[3:]))
+    (tmp_path / "heldout.jsonl").write_text("\n".join(lines[:3]))
     flags = {
         "model": folder, "prompts": tmp_path / "prompts.jsonl",
+        "eval_prompts": tmp_path / "heldout.jsonl",
         "reward": f"{tmp_path}/reward.py:spread", "num_steps": 1, "completions": 8,
         "max_new_tokens": 6, "temperature": 0.7, "micro_batch_tokens": 40, "rollout_batch_size": 4,
         "num_eval_prompts": 2, "device": "cpu", "bf16": False, "output_dir": tmp_path / "run",

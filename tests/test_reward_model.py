@@ -88,7 +88,7 @@ def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     first, last = job(
         model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "pairs.jsonl",
-        num_eval_pairs=12, num_steps=1, pairs_per_step=20, micro_batch_tokens=60,
+        num_eval_pairs=80, num_steps=1, pairs_per_step=20, micro_batch_tokens=60,
         center_rewards_coef=0.3,
     )  # fmt: skip
     model, (a, b) = by_hand(judge, rows)
@@ -99,7 +99,7 @@ def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
         assert torch.allclose(ours, p.grad, atol=1e-5) and p.grad.abs().max() > 1e-4, name
     means = {"loss/pairs": softplus(b - a), "reward/margin": a - b, "reward/mean": (a + b) / 2}
     assert_means(first, means | {"reward/accuracy": a > b})
-    rows = rows_of(80)[:12]
+    rows = rows_of(80)
     longer = torch.tensor([float(len(row["chosen"]) - len(row["rejected"])) for row in rows])
     for metrics, folder in ((first, judge), (last, tmp_path / "run" / "model")):
         a, b = by_hand(folder, rows)[1].detach()

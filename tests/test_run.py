@@ -25,7 +25,7 @@ from plumbing.run import Run, run_main
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 4
 --prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2
 --eval_every 2 --save_every 2 --learning_rate 1e-2 --warmup_steps 2 --device cpu --bf16 false
---output_dir run""".split()
+--eval_prompts heldout.jsonl --output_dir run""".split()
 LORA, DROPOUT = ["--lora_r", "2"], ["--disable_dropout", "false"]
 TAUGHT = [*LORA, "--reference", "small-gpt2"]
 
@@ -232,9 +232,9 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):
-    reward = "def of_prompt(prompts, **columns): return [None, *map(len, prompts[1:])]"
-    Path("more.py").write_text(reward)
-    flags = "--num_steps 1 --prompts_per_step 4 --reward more.py:of_prompt".split()
+    reward = "def spread(prompts, **columns): return [None, *map(len, prompts[1:])]"
+    Path("reward.py").write_text(reward)
+    flags = "--num_steps 1 --prompts_per_step 4".split()
     code, text = run(*flags, script=grpo)
     samples = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
     assert code == 0 and len(samples) == 8 and len({x["prompt"] for x in samples}) == 4
