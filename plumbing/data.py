@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import functools
 import importlib.util
@@ -12,7 +11,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -184,10 +183,6 @@ def read_rows(name: str, split: str) -> list[dict]:
         if is_folder or (kind not in (".jsonl", ".json", ".csv", ".tsv") and not path.is_file()):
             import datasets
 
-            if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-                # What save_to_disk has written.
-                found = datasets.load_from_disk(name)
-                return (found[split] if isinstance(found, dict) else found).to_list()
             parts = [name] if is_folder else name.split(":", 2)  # it may be on drive C:
             source, subset, own_split = [*parts, "", ""][:3]
             found = datasets.load_dataset(source, subset or None, split=own_split or split)
@@ -353,29 +348,12 @@ def _import(file: Path) -> ModuleType:
     """Import a file, once for all its functions: it may load a model."""
     # Its folder is in the path, and its name its own: a pool can import it and its neighbours.
     sys.path.append(str(file.parent))
-    for other in file.parent.glob("[!_]*.py"):  # a tasks.py, say
-        found = importlib.util.find_spec(other.stem) if other.stem.isidentifier() else None
-        if other != file and found and found.origin and Path(found.origin).resolve() != other:
-            what = f"For `import {other.stem}` {file.name} gets {found.origin}"
-            print(f"{what}, not its neighbour: rename that one.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)  # a math.py must not hide Python's
-    with _torch_as_it_was():
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch them off
         spec.loader.exec_module(module)
     return module
-
-
-@contextlib.contextmanager
-def _torch_as_it_was() -> Iterator[None]:
-    """Undo what a user's code sets for all of torch: no gradients, a default type, a device."""
-    dtype = torch.get_default_dtype()
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
 
 
 def call_reward(
@@ -405,7 +383,7 @@ def call_reward(
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
     with blame(f"the reward {name} gets the columns {sorted(map(str, keys))} besides the prompt"):
         signature.bind(**arguments)
-    with _torch_as_it_was():
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
         values = reward(**arguments)
     with blame(f"the reward {name} must return a list of numbers or None"):
         values = list(values)

@@ -72,17 +72,6 @@ def test_of_a_dataset_the_subset_and_the_split_are_those_of_its_name(tmp_path, m
         assert rows == [{"prompt": expected[0], "n": n} for n in range(expected[1])]
 
 
-def test_a_folder_of_save_to_disk_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    saved = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
-    saved.save_to_disk(tmp_path / "alone")
-    datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "both")
-    assert read_rows(str(tmp_path / "alone"), "test") == [{"prompt": "a"}, {"prompt": "b"}]
-    both = str(tmp_path / "both")
-    task = load(reward=["brevity"], prompts=both, eval_prompts=both)
-    assert (task.train, task.heldout) == ([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "b"}])
-
-
 # --- The template and the system prompt ---
 
 SYSTEM, HI = message("Be brief.", "system"), message("hi")
