@@ -50,6 +50,11 @@ def test_without_kl_there_is_no_reference_with_or_without_adapter(policy):
             assert ref is None
 
 
+def test_a_named_model_is_frozen_and_its_dropout_is_off():
+    with reference(small_gpt2(), 0.1, named := small_llama(dropout=0.3).train()) as ref:
+        assert ref is named and not ref.training and not names_of_trained(ref)
+
+
 PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 RANDOM_B = {"target_modules": "all-linear", "init_lora_weights": False}
 
