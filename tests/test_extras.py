@@ -24,8 +24,8 @@ def test_of_the_groups_that_are_drawn_those_that_teach_are_kept_first(
     monkeypatch.setitem(tasks.REWARDS, "mine", flat_with_an_a)
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"prompt": x}) for x in prompts))
     job = make_job(grpo)
-    flags = {"prompts": tmp_path / "some.jsonl", "reward": "mine", "num_generations": 2}
-    metrics = job(oversample=5, **flags)[0]
+    flags = {"prompts": tmp_path / "some.jsonl", "eval_prompts": None, "reward": "mine"}
+    metrics = job(oversample=5, num_generations=2, **flags)[0]
     drawn = calls[2]  # after the two of the evaluation
     groups = [drawn[i : i + 2] for i in range(0, len(drawn), 2)]
     assert len(groups) == 4 * 5
