@@ -136,11 +136,6 @@ def verl_gae(gamma: float, lam: float) -> Tensor:
     return torch.cat([x * REAL for x in found])
 
 
-def verl_reinforce(gamma: float) -> Tensor:
-    function = verl().compute_reinforce_plus_plus_outcome_advantage
-    return function(REWARDS, REAL, types.SimpleNamespace(gamma=gamma))[0]
-
-
 # --- Ours, theirs, tolerance ---
 
 
@@ -225,17 +220,18 @@ def whitened_gae(gamma: float, lam: float) -> Tensor:
 
 ADVANTAGES = {
     "verl-rloo": (lambda: rloo_advantages(SCORES, G), lambda: verl_advantages("rloo"), EXACT),
+    "verl-reinforce++": (  # PPO with lambda 1 and V = 0
+        lambda: masked_whiten(gae(REWARDS, 0 * VALUES, MASK, 0.9, 1.0)[0], MASK),
+        lambda: verl().compute_reinforce_plus_plus_outcome_advantage(
+            REWARDS, REAL, types.SimpleNamespace(gamma=0.9)
+        )[0], ADDED,
+    ),
     "verl-grpo": (  # here 1e-4 is added to the std, as in TRL; there 1e-6 by default
         lambda: group_advantages(SCORES, G), lambda: verl_advantages("grpo", epsilon=1e-4), EXACT,
     ),
 }  # fmt: skip
 for x in ((1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0)):
     ADVANTAGES[f"verl-gae-{x}"] = lambda x=x: whitened_gae(*x), lambda x=x: verl_gae(*x), ADDED
-for x in (1.0, 0.9):  # REINFORCE++ is PPO with lambda 1 and V = 0
-    ADVANTAGES[f"verl-reinforce++-{x}"] = (
-        lambda x=x: masked_whiten(gae(REWARDS, 0 * VALUES, MASK, x, 1.0)[0], MASK),
-        lambda x=x: verl_reinforce(x), ADDED,
-    )  # fmt: skip
 for known, s in (("all", SCORES), ("some", SOME)):
     ours = functools.partial(rloo_advantages, s - 0.7 * (LOGPROBS - REF).sum(1), G)
     theirs = functools.partial(trl_advantages, "RLOO", s, beta=0.7)

@@ -58,9 +58,7 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job):
 
 
 @pytest.mark.parametrize("lora_r", [0, 2])
-def test_the_kl_is_to_the_model_that_is_named_and_that_teaches_without_a_score(
-    lora_r, job, monkeypatch
-):
+def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatch):
     """It may be an adapter, and far away: nothing is wrong then, so nothing is warned of."""
     folder, base = job.folder.parent, AutoModelForCausalLM.from_pretrained(job.model)
     adapter = LoraConfig(lora_alpha=99, init_lora_weights=False)
