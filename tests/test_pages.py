@@ -44,7 +44,7 @@ OTHERS = [REPOSITORY / folder / "README.md" for folder in ("tests", "tiny")]
 TEXTS = PAGES | {path.parent.name: path.read_text(encoding="utf-8") for path in OTHERS}
 TEXTS |= {f"{name}.py": script.__doc__ for name, script in SCRIPTS.items()}
 OF_OTHERS = """help strict no-deps config_file nproc_per_node use_vllm model_name_or_path
-dataset_name""".split()  # pip, mkdocs, torchrun, TRL
+dataset_name signal""".split()  # pip, mkdocs, torchrun, TRL, srun
 
 
 def commands(text: str) -> list[str]:
