@@ -61,7 +61,7 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1(job):
 def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatch):
     """It may be an adapter, and far away: nothing is wrong then, so nothing is warned of."""
     folder, base = job.folder.parent, AutoModelForCausalLM.from_pretrained(job.model)
-    adapter = LoraConfig(lora_alpha=99, init_lora_weights=False)
+    adapter = LoraConfig(lora_alpha=99, init_lora_weights=False, fan_in_fan_out=True)
     teacher = get_peft_model(copy.deepcopy(base), adapter)
     teacher = teacher if lora_r else teacher.merge_and_unload()
     save_model(folder / "teacher", teacher, letter_tokenizer())
