@@ -141,9 +141,7 @@ class Job:
             row.advantages = row.returns = [advantage] * len(row.ids)  # no returns
 
     def loss(self, models, chosen: list[int]) -> tuple[Tensor, Tensor, dict[str, list]]:
-        """(Policy loss, the whole that is trained on, what is logged) of a minibatch at once. The
-        losses themselves have their own tests.
-        """
+        """(Policy loss, the whole that is trained on, what is logged) of a minibatch at once."""
         if self.kind == "dapo":  # what is truncated is masked
             chosen = [i for i in chosen if self.rows[i].ended]
         rows = [self.rows[i] for i in chosen]
@@ -239,7 +237,6 @@ def naive(job) -> list[tuple]:
 @pytest.mark.problem("grpo_loop", 4, "grpo dr_grpo dapo")
 @pytest.mark.problem("rloo_loop", 2, "rloo")
 def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive):
-    """And it is clipped as a whole."""
     hint = (
         "another gradient: a sign, a coefficient (vf_coef, kl_coef, entropy_coef, the"
         " temperature), the clip, the level of the ratio, the advantages, the order of whitening"

@@ -64,7 +64,6 @@ VALUE_CASES = [  # less the old value: value and return; loss over that without 
 @pytest.mark.problem("value_loss", 2)
 @pytest.mark.parametrize(("value", "ret", "share", "slope"), VALUE_CASES)
 def test_of_two_squared_errors_the_larger_counts(value, ret, share, slope):
-    """The gradient of the clipped one is 0."""
     found = []
     for clip_range in (0.2, 1e6):
         values = torch.tensor([[0.7 + value]], requires_grad=True)

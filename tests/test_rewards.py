@@ -177,7 +177,8 @@ def test_a_reward_model_scores_prompt_and_completion_and_is_the_last_of_the_rewa
 # --- Verifiers ---
 
 
-def test_numeric_match_compares_the_last_number_exactly():
+def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_last_one_exactly():
+    gsm8k = "She has 7 * 10 = <<7*10=70>>70, and 1002 more, of 2000.\n#### 1,072"
     for text, answer, expected in (
         ("12 + 34 = 46.", 46, 1),
         ("-46", 46, 0),
@@ -189,27 +190,16 @@ def test_numeric_match_compares_the_last_number_exactly():
         ("\u22125", "-5", 1),  # the minus sign of Unicode
         ("it is x=-5", "\u22125", 1),
         ("10-5", 5, 1),
-        ("10-5", -5, 0),
         ("(1)-5", 5, 1),
+        ("#### 1072\nQ: 99", gsm8k, 1),
+        ("#### 71, or 1072", gsm8k, 0),
+        ("#### 71\n#### 1072\n#### ", gsm8k, 1),
+        ("\\boxed{1{,}072}", gsm8k, 1),
+        ("1002 + 70 = 1072 dollars, as 268 * 4", gsm8k, 0),
+        ("1072,000", gsm8k, 0),
+        ("four", gsm8k, 0),
     ):
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
-
-
-def test_gsm8k_reads_the_number_behind_its_mark_else_the_last_one():
-    answer = ["She has 7 * 10 = <<7*10=70>>70, and 1002 more, of 2000.\n#### 1,072"]
-    for text, expected in (
-        ("#### 1072\nQ: 99", 1),
-        ("#### 71, or 1072", 0),
-        ("#### 71\n#### 1072\n#### ", 1),
-        ("It is $1,072.", 1),
-        ("\\boxed{1{,}072}", 1),
-        ("1002 + 70 = 1072 dollars, as 268 * 4", 0),
-        ("1072,000", 0),
-        ("\u22121072", 0),
-        ("2000-1072", 1),
-        ("four", 0),
-    ):
-        assert REWARDS["gsm8k"]([text], answer=answer) == [expected], text
 
 
 def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):

@@ -42,7 +42,6 @@ def shapes_read(model) -> list[tuple[int, int]]:
 @pytest.mark.problem("decode", 2)
 @pytest.mark.parametrize(("pad", "ends"), [(0, [EOS]), (EOS, [EOS]), (0, [EOS, 7]), (0, [0])])
 def test_eos_is_kept_and_all_after_it_is_padding_even_where_pad_equals_eos(pad, ends):
-    """Gemma 3 ends at either of two ids (huggingface/trl#7039)."""
     options = {"num_generations": 40, "temperature": 2.0}
     rollout = sample(small_gpt2(), pad_token_id=pad, eos_token_ids=ends, **options)
     tokens, mask = rollout.tokens[:, 4:], rollout.completion_mask
@@ -279,7 +278,6 @@ def test_the_completions_of_a_prompt_are_consecutive_and_top_k_1_takes_the_likel
 
 @pytest.mark.parametrize("max_rows", [5, 8, 100])
 def test_sub_batches_are_generated_in_turn_and_put_together(max_rows):
-    """Bit for bit: the same calls of generate, with the same use of the generator."""
     model, order = small_gpt2(), [0, 1, 2, 0, 1]
     prompts, mask = PROMPTS[order], PROMPT_MASK[order]
     generator = torch.Generator().manual_seed(0)

@@ -116,17 +116,11 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
 
 
-# --- A run ---
-
-
 def test_training_draws_from_its_seed_and_evaluations_from_another(job, monkeypatch):
     calls = record_calls(monkeypatch, sampling, "generate")
     job(seed=3, num_eval_prompts=3)
     seeds = {(len(call.args[1]) == 3, call.kwargs["generator"].initial_seed()) for call in calls}
     assert seeds == {(False, 3), (True, 4)}
-
-
-# --- The update ---
 
 
 def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch):
