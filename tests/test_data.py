@@ -27,9 +27,6 @@ def message(content: str, role: str = "user") -> dict:
     return {"role": role, "content": content}
 
 
-# --- Rows ---
-
-
 def test_json_lines_are_read_with_all_their_columns(tmp_path):
     # A line separator of Unicode ends no line of JSON, and a byte order mark is no part of it.
     rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": "c", "level": None}]

@@ -11,13 +11,7 @@ from small import EOS, letter_tokenizer, make_rollout, small_gpt2
 import ppo
 from common import is_flat
 from plumbing.data import Task
-from plumbing.metrics import (
-    Meter,
-    evaluate,
-    explained_variance,
-    headline,
-    warnings_about,
-)
+from plumbing.metrics import Meter, evaluate, explained_variance, headline, warnings_about
 
 
 def test_of_constant_returns_no_variance_is_explained():

@@ -6,8 +6,7 @@
 Their own functions run here; of their trainers and configurations, which want a model, Ray and
 vLLM, there are stand-ins. Where a library is missing its rows are skipped. TRL has no PPO any more.
 What verl does otherwise is switched off in its rows: it gives no gradient to a bad token with a
-ratio above clip_ratio_c, and bounds the weight of CISPO below as well. Nor has it a gradient at
-log-ratios above 20 and where k3 is above 10, which no row here reaches.
+ratio above clip_ratio_c, and bounds the weight of CISPO below as well.
 """
 
 import functools
