@@ -25,9 +25,6 @@ SCALES = ["group", "batch", "none", "mean", "rloo"]  # of GRPO; and RLOO
 nan = math.nan
 
 
-# --- Advantages ---
-
-
 def advantages_of(rewards: torch.Tensor, group_size: int, scale: str) -> torch.Tensor:
     if scale == "rloo":
         return rloo_advantages(rewards, group_size)

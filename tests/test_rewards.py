@@ -26,9 +26,6 @@ def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
     return scores.tolist()
 
 
-# --- TRL's signature ---
-
-
 def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     def reward(prompts, completions, completion_ids, n, **kwargs):
         seen.update(prompts=prompts, completions=completions, n=n, ids=completion_ids)

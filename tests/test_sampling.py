@@ -36,9 +36,6 @@ def shapes_read(model) -> list[tuple[int, int]]:
     return shapes
 
 
-# --- Where rows end ---
-
-
 @pytest.mark.problem("decode", 2)
 @pytest.mark.parametrize(("pad", "ends"), [(0, [EOS]), (EOS, [EOS]), (0, [EOS, 7]), (0, [0])])
 def test_eos_is_kept_and_all_after_it_is_padding_even_where_pad_equals_eos(pad, ends):
