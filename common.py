@@ -251,11 +251,11 @@ def completion_logprobs(
         return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
 
     # All logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens
-    # at a time, and take at most 20 bytes each meanwhile: on CUDA an eighth of the card's memory.
-    # Not of what is free: a resumed run must round as before. The backward pass needs 4 bytes of
-    # them, with `entropy_grad` more. Five chunks keep these, the others make their logits again.
-    chunk = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
-    size = max(1, chunk // head.weight.shape[0])
+    # at a time, at most 20 bytes each: on CUDA an eighth of the card's memory, not of what is free,
+    # for a resumed run must round as before. For the backward pass five chunks are kept, or one with
+    # `entropy_grad`; the others make their logits again.
+    num_logits = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
+    size = max(1, num_logits // head.weight.shape[0])
     chunks = list(zip(states.split(size), tokens.split(size)))
     num_kept = 1 if entropy_grad else 5
     scores = [score(*chunk) for chunk in chunks[:num_kept]]
@@ -389,8 +389,8 @@ def micro_batches(
 ) -> list[tuple[Tensor, Rollout]]:
     """Cut `rows` (n,) of a rollout, default all, into parts of at most max_tokens tokens, padding
     included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A row alone may be
-    longer. A prompt that rows of a part share counts once, but for CUDA, as completion_states reads
-    it; also under gradient checkpointing, which reads it for each row and keeps far less of each.
+    longer. A prompt that rows of a part share counts once, on CUDA for each row, as it is read.
+    Gradient checkpointing reads it for each row on a CPU too, but keeps far less of it.
 
     The longest completions come first: a part is as wide as its longest row, and padding costs as
     much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
@@ -404,8 +404,8 @@ def micro_batches(
         rows = rows[wanted] if wanted.any() else rows[:1]
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    prompts = [tuple(prompt) for prompt in rollout.tokens[:, :P].tolist()]
-    prompts = range(len(prompts)) if rollout.tokens.is_cuda else prompts  # there each has its own
+    prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
+    prompts = range(len(prompts)) if rollout.tokens.is_cuda else prompts
     parts, distinct, longest = [[]], set(), 0
     for row in rows.tolist():
         num_tokens = len(distinct | {prompts[row]}) * P + (len(parts[-1]) + 1) * longest

@@ -168,10 +168,8 @@ def _numbers(text: str) -> list[Decimal]:
     return [Decimal(number) for number in NUMBER.findall(text)]
 
 
-gsm8k = numeric_match  # by the name of its data
-
 # Those whose mean is an accuracy: 1 for a right answer, 0 for a wrong one.
-VERIFIERS = {"exact_match": exact_match, "numeric_match": numeric_match, "gsm8k": gsm8k}
+VERIFIERS = {"exact_match": exact_match, "numeric_match": numeric_match}
 
 
 # --- The words that the reward of the task sentiment counts ---

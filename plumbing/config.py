@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -83,7 +82,7 @@ class RunConfig(TrainConfig):
     max_new_tokens: int = flag(24, "longest completion")
     temperature: float = flag(1.0, "the policy is softmax(logits / temperature)", least=1e-3)
     stop: list[str] = flag([], "strings that end a completion, and belong to it")
-    rollout_batch_size: int = flag(32, "most completions decoded at a time; GPU: 256")
+    rollout_batch_size: int = flag(32, "most completions decoded at once, or a prompt's; GPU: 256")
     fp16: bool | None = flag(None, "decode in float16; default: on a T4 or V100, without --bf16")
     cuda_graphs: bool = flag(True, "false: decode without CUDA graphs, slowly")
 
@@ -96,11 +95,11 @@ class RunConfig(TrainConfig):
     eval_generations: int = flag(1, "completions per held-out prompt, K, for pass@1 and pass@K")
 
     def check(self) -> None:
-        group, most = self.num_generations, self.rollout_batch_size
+        group = self.num_generations
         if group < self.smallest_group:
             raise InputError(f"--num_generations {group}: they are compared, so give 2 or more")
-        if most < max(group, self.eval_generations):
-            raise InputError(f"--rollout_batch_size {most}: must hold the completions of a prompt")
+        if self.reference and self.kl_coef == 0:
+            raise InputError("--reference: is for the KL, so give a --kl_coef above 0")
         if (batch := self.prompts_per_step * group) % self.num_mini_batches:
             raise InputError(f"--num_mini_batches: must divide the {batch} completions of a step")
 
@@ -130,10 +129,7 @@ def parse_flags(
         parser.add_argument(f"--{field.name}", help=help, **_argument(kinds[field.name]))
     given, unknown = parser.parse_known_args(args)
     if unknown:
-        names = [f"--{field.name}" for field in dataclasses.fields(config_class)]
-        near = difflib.get_close_matches(unknown[0], names, 1)
-        hint = f"is it {near[0]}?" if near else "--help lists them"
-        raise InputError(f"unknown flag {unknown[0]}: {hint}")
+        raise InputError(f"unknown flag {unknown[0]}: --help lists them")
     return complete(config_class, vars(given), tiny)
 
 
@@ -146,8 +142,7 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[
         settings = settings_of_run(Path(folder))
         if settings.pop("script", None) != config_class.script:
             raise InputError(f"--resume {folder}: is not a run of {config_class.script}.py")
-        num_steps = settings["num_steps"]  # the learning rate falls over them
-        if "output_dir" in given or given.get("num_steps", num_steps) != num_steps:
+        if "output_dir" in given or given.get("num_steps") not in (None, settings["num_steps"]):
             raise InputError("--num_steps and --output_dir can't change on --resume")
         given = settings | {"overwrite": False} | given | {"output_dir": folder}
     elif given.get("model", "tiny") == "tiny":
@@ -234,7 +229,8 @@ def _lost(config: TrainConfig, folder: Path) -> str | None:
             return f"{path}, which the run needs: name another --output_dir"
     settings, metrics = folder / "config.json", folder / "metrics.jsonl"
     if not settings.is_file() or b'"script": ' not in settings.read_bytes():
-        found = [x for x in ("model", "config.json", "checkpoint.pt") if (folder / x).exists()]
+        names = "model config.json checkpoint.pt metrics.jsonl samples.jsonl tokens.jsonl".split()
+        found = [name for name in names if (folder / name).exists()]
         return f"{found[0]}, and no run: name another --output_dir" if found else None
     # One line is an evaluation alone, by --num_steps 0.
     has_steps = metrics.exists() and metrics.read_bytes().count(b"\n") > 1

@@ -150,8 +150,7 @@ def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
-        print('The prompts are plain text, without the chat template. --system_prompt "" adds it:')
-        print("completions are then messages, and text_of of tasks.py gives a reward their text.")
+        print('The prompts are text. --system_prompt "" makes messages of them and of completions.')
     task.tokenise(task.train + task.heldout)
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
@@ -207,11 +206,12 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
         is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
         prompt = row[column] if is_alone else template.format(**row)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        is_text = prompt and all(m["role"] and isinstance(m["content"], str) for m in turns)
         if system is not None:
             before = [{"role": "system", "content": system}] if system else []
             prompt = [*before, *turns]
-        if not prompt or not all(m["role"] and isinstance(m["content"], str) for m in turns):
-            raise InputError(f"a prompt is text or chat messages, and not empty: {str(row)[:60]}")
+        if not is_text:
+            raise InputError(f"a prompt is text or messages of text, not empty: {str(row)[:60]}")
         return prompt
 
 

@@ -114,6 +114,7 @@ def load_reference(config: Any, tokenizer: Tokenizer) -> nn.Module | None:
     model, its_tokenizer = load_policy(config, "reference")
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(f"--reference {config.reference}: its tokens aren't those of --model")
+    set_up_training(config, model)  # the policy's kind of attention: another one rounds otherwise
     return model
 
 
@@ -139,9 +140,6 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     if lost:
         fault = f"its checkpoint has no {min(lost)}, or in another size"
         raise InputError(f"{name}: is no {auto_class.__name__[4:]}, {fault}")
-    generation = getattr(model, "generation_config", None)
-    if generation and any(getattr(generation, x) for x in ("temperature", "top_p", "top_k")):
-        generation.do_sample = True  # or transformers before 5.21 refuses to save the model
     fuse(model)
     return model.eval()
 

@@ -63,9 +63,7 @@ class Run:
         # Absolute: a reward may change the working directory.
         self.generators, self.folder = list(generators), Path(config.output_dir).absolute()
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
-        self.history, named = [], getattr(config, "reference", None)
-        # What is learnt from a named reference needs no score, and may begin far away from it.
-        self.warned = {"large KL", "flat groups", "constant reward"} if named else set()
+        self.history, self.warned = [], set()
         self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
@@ -150,8 +148,11 @@ class Run:
         if len(self.history) == 1 and off > 0.3 and self.config.disable_dropout:
             fault = f"sampling and training differ by {off:.2g} nats per token, beyond rounding"
             raise Fault(f"{fault}: --model {self.config.model} can't be trained here")
+        # What is learnt from a named reference alone has no score, and may begin far away from it.
+        distils = getattr(self.config, "reference", None) and metrics["objective/scores"] == 0
+        silent = {"large KL", "flat groups", "constant reward"} if distils else set()
         for name, text in meter.warnings(self.history, self.config.bf16):
-            if name not in self.warned:
+            if name not in self.warned | silent:
                 self.warned.add(name)
                 self._write("warnings", [{"text": text}], step=step)
                 tqdm.write(f"warning, step {step}: {text}")
@@ -175,7 +176,7 @@ class Run:
         self._write("samples", records, step=step, split="train")
         tqdm.write("\n".join([f"step {step}: samples from training", *lines[:4]]))
         policy = next(iter(self.models.values()))
-        # The first group whose scores differ, if there is one: equal scores push no token.
+        # The first group whose (first eight) scores differ, if one does: equal ones push no token.
         size = len(texts) // len(prompts) if len(texts) > len(prompts) else 8
         differ = [i for i, x in enumerate(scores.split(size)) if not is_flat(x[None, :8])]
         first = size * differ[0] if differ else 0

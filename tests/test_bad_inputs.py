@@ -41,7 +41,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
-    ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: is it --kl_coef?", ""),
+    ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: --help lists them", ""),
     ("ppo", "--scrip=1", "unknown flag --scrip=1: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
@@ -49,7 +49,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("grpo", "--num_generations 1", "so give 2 or more", ""),
     ("rloo", "--num_generations 1", "so give 2 or more", ""),
     ("ppo", "--prompts_per_step 12 --num_mini_batches 5", "must divide the 12 completions", ""),
-    ("ppo", "--eval_generations 300", "must hold the completions of a prompt", ""),
+    ("grpo", "--reference tiny --kl_coef 0", "so give a --kl_coef above 0", ""),
     # Models
     ("ppo", "--model nowhere/at-all", "--model nowhere/at-all: OSError", ""),
     ("ppo", "--model headless", "is no ModelForCausalLM, its checkpoint has no", ""),
@@ -72,8 +72,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "line 1: give one JSON object a line: TypeError", f"[{TWO}]".replace("\n", "")),
     ("ppo", RUN, "a row of the prompts, {'text': 'a'}: KeyError: 'prompt'", '{"text": "a"}'),
     ("ppo", RUN, "a row of the prompts, {'prompt': 5}: ", '{"prompt": 5}'),
-    ("ppo", RUN, "a prompt is text or chat messages, and not empty", '{"prompt": ""}'),
-    ("ppo", RUN, "a prompt is text or chat messages", json.dumps({"prompt": PARTS})),
+    ("ppo", RUN, "a prompt is text or messages of text, not empty", '{"prompt": ""}'),
+    ("ppo", RUN, "a prompt is text or messages of text", json.dumps({"prompt": PARTS})),
     ("ppo", RUN, "KeyError: 'content'", '{"prompt": [{"role": "user"}]}'),
     ("ppo", RUN, "KeyError: 'role'", '{"prompt": [{"content": "a"}]}'),
     ("ppo", RUN, "no chat template", '{"prompt": [{"role": "user", "content": "a"}]}'),

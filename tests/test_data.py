@@ -100,7 +100,7 @@ def test_a_prompt_is_that_of_its_row_in_the_template_with_the_system_prompt(
     path = write(tmp_path / "p.jsonl", [row] * 2)
     task = load(chat=True, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
     assert task.train == task.heldout == [row | {"prompt": expected or [SYSTEM, HI]}] * 2
-    advised = "completions are then messages, and text_of" in capsys.readouterr().out
+    advised = "makes messages of them and of completions" in capsys.readouterr().out
     assert advised == isinstance(task.train[0]["prompt"], str)
 
 

@@ -203,8 +203,8 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
     path = str(tmp_path / "p.jsonl")
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for flags, expected in (
-        ({"prompts": path, "reward": ["brevity", "gsm8k", "exact_match"]}, "numeric_match"),
-        ({"prompts": path, "reward": ["gsm8k"], "verifier": "exact_match"}, "exact_match"),
+        ({"prompts": path, "reward": ["brevity", "numeric_match", "exact_match"]}, "numeric_match"),
+        ({"prompts": path, "reward": ["numeric_match"], "verifier": "exact_match"}, "exact_match"),
         ({"prompts": path}, "numeric_match"),
         ({"reward": ["brevity"]}, "numeric_match"),  # that of the task's prompts
         ({"reward": ["brevity"], "prompts": path}, None),  # for which it was not made
