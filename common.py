@@ -252,8 +252,8 @@ def completion_logprobs(
 
     # All logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens
     # at a time, at most 20 bytes each: on CUDA an eighth of the card's memory, not of what is free,
-    # for a resumed run must round as before. For the backward pass five chunks are kept, or one with
-    # `entropy_grad`; the others make their logits again.
+    # for a resumed run must round as before. For the backward pass five chunks are kept, or one
+    # with `entropy_grad`; the others make their logits again.
     num_logits = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
     size = max(1, num_logits // head.weight.shape[0])
     chunks = list(zip(states.split(size), tokens.split(size)))
@@ -405,7 +405,7 @@ def micro_batches(
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
     prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
-    prompts = range(len(prompts)) if rollout.tokens.is_cuda else prompts
+    prompts = range(len(prompts)) if rollout.tokens.is_cuda else prompts  # each its own
     parts, distinct, longest = [[]], set(), 0
     for row in rows.tolist():
         num_tokens = len(distinct | {prompts[row]}) * P + (len(parts[-1]) + 1) * longest
