@@ -116,10 +116,11 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
 ):
     """Where rows of one prompt share it, and all logits are one chunk."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 160 * 5 * VOCAB))  # 5 tokens
-    found = []
+    found, chunks = [], []
     for device, sizes in (("cpu", [4, 2]), ("cuda", [3, 3])):
         model = small_llama().double().to(device)
         fuse(model)  # Llama's own norm is in float32, whatever its weights are
+        model.lm_head.register_forward_hook(lambda _, args, out: chunks.append(len(args[0])))
         rollout = Rollout(*(x.to(device) for x in vars(IN_GROUPS).values()))
         parts = micro_batches(rollout, max_tokens=30)
         assert [len(rows) for rows, _ in parts] == sizes
@@ -128,6 +129,7 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
         (logprobs**2).sum().backward()
         found.append([x.detach().cpu() for x in (logprobs, *(p.grad for p in model.parameters()))])
     assert all(torch.allclose(x, y, atol=1e-9) for x, y in zip(*found, strict=True))
+    assert max(chunks[:2]) > max(chunks[2:]) == 5
 
 
 @pytest.mark.parametrize("script", [ppo, grpo, rloo], ids=lambda script: script.__name__)

@@ -110,6 +110,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
     make_job, monkeypatch, capsys
 ):
     run, sizes, one_pass = make_job(ppo), [], models._one_pass
+    logprobs = models.completion_logprobs
 
     def tried(config, trained, part):
         sizes.append(len(part.finished))
@@ -118,6 +119,11 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
             raise torch.OutOfMemoryError
         one_pass(config, trained, part)
 
+    def scored(*args, entropy_grad, **options):
+        assert not entropy_grad, "it would keep fewer logits than the run"
+        return logprobs(*args, entropy_grad=entropy_grad, **options)
+
+    monkeypatch.setattr(models, "completion_logprobs", scored)
     monkeypatch.setattr(models, "_one_pass", tried)
     with pretended_cuda():
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
