@@ -36,6 +36,7 @@ FILES = {
     "a_run/model/weights": "",
     "a_model/model/weights": "",
     "a_checkpoint/checkpoint.pt": "",
+    "records/samples.jsonl": "",
 }
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -80,6 +81,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "the prompts can't be turned into tokens: TypeError", r'{"prompt": "a\ud800"}'),
     ("ppo", RUN, "max_new_tokens or cut 'xx", TWO + json.dumps({"prompt": "x" * 59})),
     ("ppo", RUN, "gives id 20, and the model knows 20 tokens", '{"prompt": "a<new>"}'),
+    ("ppo", f"{RUN} --system_prompt Hello", "not empty", '{"prompt": []}'),
     ("ppo", f"{RUN} --system_prompt Hello", "the model has no chat template", TWO),
     ("ppo", RUN + r" --prompt_template \boxed{}{prompt}", "IndexError: Replacement index 0", TWO),
     # Pairs
@@ -107,6 +109,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
             (f"small{more} --model tiny", "small already holds config.json, and no run"),
             (f"a_model{more}", "a_model already holds model, and no run"),
             (f"a_checkpoint{more}", "a_checkpoint already holds checkpoint.pt, and no run"),
+            (f"records{more}", "records already holds samples.jsonl, and no run"),
             (f"small{more}", "/small, which the run needs"),
             (f".{more}", "/small, which the run needs"),
             (f"a_link{more} --model a_run/model", "/a_run/model, which the run needs"),

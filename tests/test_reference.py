@@ -11,6 +11,7 @@ from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2
 from torch import Tensor, nn
 
 from common import ValueModel, completion_logprobs, completion_values, reference
+from grpo import Config
 from plumbing import models
 from plumbing.models import add_adapter, load_policy, load_tokenizer
 
@@ -53,6 +54,14 @@ def test_without_kl_there_is_no_reference_with_or_without_adapter(policy):
 def test_a_named_model_is_frozen_and_its_dropout_is_off():
     with reference(small_gpt2(), 0.1, named := small_llama(dropout=0.3).train()) as ref:
         assert ref is named and not ref.training and not names_of_trained(ref)
+
+
+def test_a_named_model_has_the_attention_of_the_policy_which_rounds_as_it_does():
+    config = Config(model="tiny", reference="tiny", bf16=True, device="cpu")
+    policy, tokenizer = load_policy(config)
+    models.set_up_training(config, policy)
+    both = policy, models.load_reference(config, tokenizer)
+    assert {model.config._attn_implementation for model in both} == {"eager"}
 
 
 PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
