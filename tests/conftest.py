@@ -61,6 +61,14 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plumbing.run.draw_curves", lambda folders, path: path.touch())
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, what is marked cuda alone sees it: figures are those of a CPU."""
+    if not request.node.get_closest_marker("cuda"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the processes that a test starts
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
 @pytest.fixture(params=["gpt2", "llama"])
 def small_model(request: pytest.FixtureRequest):
     """A GPT-2 (learned positions) and a Llama (rotary positions), in evaluation mode."""
