@@ -7,6 +7,7 @@ from mkdocs.structure.files import File, Files
 
 
 def on_files(files: Files, config: dict) -> None:
+    """Add index.md, made of README.md. mkdocs calls it when it has found the pages."""
     text = Path(config["config_file_path"]).with_name("README.md").read_text(encoding="utf-8")
     text = re.sub(r'(\]\(|src(?:set)?=")(?![a-z]+:|#)', r"\1../", text).replace("../docs/", "")
     # The site has a dark mode of its own, whatever the browser's.
