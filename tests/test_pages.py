@@ -190,19 +190,6 @@ def test_a_reward_of_a_page_scores_chat_messages_as_it_scores_text():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_lines_that_compare_grpo_loss_with_trl_print_one_number_twice(
-    tmp_path, monkeypatch, capsys
-):
-    pytest.importorskip("trl")
-    monkeypatch.chdir(tmp_path)
-    Path("tiny").symlink_to(REPOSITORY / "tiny")
-    exec(block("pip install trl==1.16.0", "others.md"), {})
-    theirs, ours = map(float, capsys.readouterr().out.split()[-2:])
-    assert ours == pytest.approx(theirs, rel=1e-5) and ours != 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_the_recipe_for_reasoning_gym_writes_puzzles_whose_answers_are_right_and_trains(
     tmp_path, monkeypatch
 ):
