@@ -1,7 +1,7 @@
 """A copy of the program with one bug in it, and the curve that it makes.
 
-  python course/bughunt.py OUT --seed 3    # the same number, the same bug
-  python course/bughunt.py --reveal 3      # the line, what it should say, and why it shows
+  python course/bughunt.py OUT --seed 3    # the folder for a student: the same number, the same bug
+  python course/bughunt.py --reveal 3 4    # FILE:LINE, what it should say, and why it shows
   python course/bughunt.py --measure       # which bugs show, and where: writes symptoms.json
 
 The bugs are those of bughunt.md. Each leaves the range of five right runs in some metric.
@@ -47,6 +47,7 @@ loss/policy_avg grad_norm val/num_eos_tokens length/truncated_frac lr objective/
 def edit_of(bug: str) -> tuple[str, str, str]:
     """(file, its text, its text with the bug)."""
     path, text = planted(*KEY[bug][1:4])
+    text = text.replace("\n        pass\n", "\n")  # a statement that is missing leaves no trace
     return path.relative_to(COURSE.parent).as_posix(), path.read_text(encoding="utf-8"), text
 
 
@@ -131,24 +132,34 @@ def make(out: Path, seed: int) -> None:
     (out / "README.md").write_text(text, encoding="utf-8")
 
 
+def answer(seed: int) -> str:
+    """Where the bug of a hunt is, what stands there, what should, and why it shows."""
+    bug = chosen(seed)[0]
+    file, right, wrong = (text.split("\n") for text in edit_of(bug))
+    matcher = difflib.SequenceMatcher(None, wrong, right, autojunk=False)
+    [(_, a, b, c, d)] = [x for x in matcher.get_opcodes() if x[0] != "equal"]
+    says = "\n".join(wrong[a:b]) or "        (a line is missing here)"
+    should = "\n".join(right[c:d]) or "        (nothing: the line is one too many)"
+    head = f"Hunt {seed}, {file[0]}:{a + 1}, {bug}"
+    return f"{head}\nIt says\n{says}\nIt should say\n{should}\n{KEY[bug][-1].strip()}\n"
+
+
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the hunt")
     parser.add_argument("--seed", type=int, default=0, help="which bug (0)")
-    parser.add_argument("--reveal", type=int, metavar="SEED", help="print the answer")
+    parser.add_argument("--reveal", type=int, nargs="+", metavar="SEED", help="print the answer")
     parser.add_argument("--measure", action="store_true", help="run all bugs, write symptoms.json")
     options = parser.parse_args(args)
     if options.measure:
         measure()
-    elif options.reveal is not None:
-        bug = chosen(options.reveal)[0]
-        file, right, wrong = (text.split("\n") for text in edit_of(bug))
-        changes = difflib.unified_diff(wrong, right, "wrong", "right", n=0, lineterm="")
-        print(f"{file[0]}: {bug}", *changes, KEY[bug][-1], sep="\n")
+    elif options.reveal:
+        print("\n".join(map(answer, options.reveal)))
     elif options.out is None or options.out.exists():
         parser.error("give a folder that doesn't exist yet")
     else:
         make(options.out, options.seed)
+        print(f"{options.out} is hunt {options.seed}. Hand out the folder: README.md has the task.")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
   python course/grade.py SUBMISSION                      # a folder, or a zip file
   python course/grade.py SUBMISSION --json results.json  # in the form of Gradescope
   python course/grade.py FOLDER --class grades.csv       # a folder of submissions: a row for each
+  python course/grade.py SUBMISSION --week 1             # the points of that week alone
 
 For each problem the student's function takes the place of ours in a copy of the repository, and the
 tests that are marked for it run there, in a process of its own: a fault costs its problem alone.
@@ -28,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import judge
-from problems import BY_NAME, FILES, PROBLEMS, PROGRAM, REPOSITORY, SHARED, NotFound, Problem
+from problems import BY_NAME, FILES, PROBLEMS, PROGRAM, REPOSITORY, SHARED, WEEKS, NotFound, Problem
 
 # Each process is forked off one that has done the slow imports.
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -161,10 +162,13 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("submission", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--class", dest="table", type=Path, metavar="CSV", help="grade a folder")
-    parser.add_argument("--problems", nargs="+", choices=BY_NAME, default=[*BY_NAME])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--problems", nargs="+", choices=BY_NAME, default=[*BY_NAME])
+    which.add_argument("--week", type=int, choices=WEEKS, help="the problems due in this week")
     parser.add_argument("--time_limit", type=int, default=120, help="seconds of a problem (120)")
     options = parser.parse_args(args)
-    problems = [BY_NAME[name] for name in options.problems]
+    names = WEEKS[options.week].split() if options.week else options.problems
+    problems = [BY_NAME[name] for name in names]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     FORKSERVER.set_forkserver_preload(PRELOAD)
     results, fault = [], ""

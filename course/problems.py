@@ -271,6 +271,14 @@ SCRIPTS = [
     )
 ]  # fmt: skip
 BY_NAME = {problem.name: problem for problem in [*PROBLEMS, *SCRIPTS]}
+# What is due at the end of each week of the plan in course/README.md. Week 5 has questions alone.
+WEEKS = {
+    1: "token_logprobs kl_estimate completion_mask masked_whiten decode completion_logprobs",
+    2: "disable_dropout reference rloo_advantages rloo_loss schedule rloo_loop rloo_script",
+    3: "shape_rewards gae policy_loss value_loss ppo_loop ppo_script group_advantages"
+    " preference_loss last_real_token reward_script",
+    4: "grpo_loss grpo_loop grpo_script",
+}
 FILES = sorted({problem.file for problem in PROBLEMS})  # those that have something to write
 SHARED = [file for file in FILES if file not in {script.file for script in SCRIPTS}]
 
