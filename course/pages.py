@@ -110,9 +110,9 @@ Test one with
 A loop is tested with the rest of your files, and stays red until what it calls is written, here and
 in earlier labs. The grader tests each problem with our functions for all others."""
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
-answers.md. `python labs.py` lists the experiments with their seconds. An experiment names a
-function that it needs and that isn't written. Once it has run it asks what you will see, then
-shows it.
+answers.md. `python labs.py` lists the experiments with their seconds. If an experiment needs a
+function that isn't written yet, it says which. When it has run it first asks what you expect, and
+then shows the figures.
 Nearly all right runs lie within six standard deviations of ours: where yours is marked, look for a
 mistake in your code."""
 
