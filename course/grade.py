@@ -137,7 +137,8 @@ def graded(path: Path, problems: list[Problem], seconds: int) -> list[dict]:
 
 def grade_class(folder: Path, table: Path, problems: list[Problem], seconds: int) -> None:
     """A row for each submission in a folder, written as soon as it is known."""
-    columns = ["name", "total", *(problem.name for problem in problems), "faults"]
+    columns = ["name", "total", "of", *(problem.name for problem in problems), "faults"]
+    most = sum(problem.points for problem in problems)
     with table.open("x", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -149,10 +150,10 @@ def grade_class(folder: Path, table: Path, problems: list[Problem], seconds: int
                 fault = str(e)
             faults = [f"{x['name']}: {x['output']}" for x in results if x["output"]]
             row = {x["name"]: x["score"] for x in results}
-            row |= {"name": path.name, "total": sum(row.values())}
+            row |= {"name": path.name, "total": sum(row.values()), "of": most}
             writer.writerow(row | {"faults": fault or "\n".join(faults)})
             file.flush()
-            print(f"{row['total']:4}  {path.name}  {fault}")
+            print(f"{row['total']:4} of {most}  {path.name}  {fault}")
 
 
 def main(args: list[str] | None = None) -> int:
