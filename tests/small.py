@@ -23,13 +23,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import grpo
 import ppo
+import reward_model
+import rloo
 import tasks
 from common import Rollout
 from plumbing.data import Task, load_task
 
 torch.set_num_threads(1)
 
+SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
 VOCAB = 40
 EOS = 39
 

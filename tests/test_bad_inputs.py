@@ -11,15 +11,10 @@ from transformers import AutoModelForCausalLM as CausalLM
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
 
-import grpo
-import ppo
-import reward_model
-import rloo
 from plumbing.models import add_adapter
 from tools import look, plot
 
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
-SCRIPTS |= {"look": look, "plot": plot}
+SCRIPTS = small.SCRIPTS | {"look": look, "plot": plot}
 RUN = """--model small --prompts given.jsonl --reward brevity --prompts_per_step 2
 --num_generations 2 --max_new_tokens 6 --output_dir new"""
 # In front of all flags: where a check is lost, its row ends at once.
@@ -61,7 +56,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
     ("ppo", f"{RUN} --model adapter --lora_r 2", "holds an adapter, leave the flag out", TWO),
     ("grpo", f"{RUN} --reference small/no", "--reference small/no: OSError", TWO),
-    ("rloo", f"{RUN} --reference tiny", "tiny: its tokens aren't those of --model", TWO),
+    ("rloo", f"{RUN} --reference other", "other: its tokens aren't those of --model", TWO),
     ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
     ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
@@ -137,6 +132,8 @@ def inputs(tmp_path_factory) -> Path:
         (folder / name).write_text(text)
     tokenizer.add_tokens("<new>")
     (folder / "a_link").symlink_to("a_run")
+    (same_number := letter_tokenizer()).add_tokens("<other>")
+    save_model(folder / "other", model, same_number)
     save_model(folder / "small", model, tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
     for name, auto_class in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):

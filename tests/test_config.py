@@ -9,16 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small import SCRIPTS
 
 import grpo
 import plumbing.config
-import ppo
-import reward_model
-import rloo
 from common import InputError
 from plumbing.config import parse_flags
 
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
 
 
 def parse(script: str, flags: str) -> dict:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from small import (
+    SCRIPTS,
     byte_tokenizer,
     finished,
     lines_of,
@@ -28,16 +29,12 @@ from test_by_hand import worked_step
 from transformers import AutoModelForCausalLM
 
 import grpo
-import ppo
-import reward_model
-import rloo
 from plumbing.config import parse_flags
 from plumbing.models import load, load_tokenizer
 from sampling import generate
 from tools import plot
 
 REPOSITORY = Path(__file__).parent.parent
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
 FILES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
 OTHERS = [REPOSITORY / folder / "README.md" for folder in ("tests", "tiny")]

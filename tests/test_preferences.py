@@ -72,7 +72,7 @@ def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
     asked = [USER | {"content": row["prompt"]} for row in rows]
     talks = [{"chosen": [user, GOOD], "rejected": [user, GOOD, USER, GOOD]} for user in asked]
     for some in (rows, talks):
-        others = [row | {"rejected": row["chosen"][:1]} for row in some[:30]]
+        others = [row | {"chosen": row["chosen"][:1] * 2} for row in some[:30]]
         pairs = pairs_of(tmp_path, some + others)
         train, heldout = (
             {str(p.get("prompt") or p["chosen"][:1]) for p in part}

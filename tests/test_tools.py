@@ -24,6 +24,10 @@ def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(
         save(figure, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", spy)
+    monkeypatch.chdir(tmp_path)
+    plot.main([str(folders[1])])
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    axes.clear()
     plot.main([*map(str, folders), "--output", str(tmp_path / "page.svg")])
     assert (tmp_path / "page.svg").stat().st_size > 1000
     _, second, *_ = axes[0].lines
