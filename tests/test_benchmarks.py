@@ -12,6 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu
 
+from plumbing import metrics
+
 
 @pytest.mark.parametrize(("name", "token", "update"), [("gpt2", 64, 172), ("qwen", 103, 300)])
 def test_the_kernels_of_a_token_and_of_a_micro_batch_are_bounded(name, token, update):
@@ -37,6 +39,8 @@ def test_the_first_picture_is_drawn_from_a_run_for_light_and_dark_pages(tmp_path
     pytest.importorskip("matplotlib")
     import picture
 
+    colours = [picture.COLOURS[x] for x in ("PPO", "GRPO", "RLOO")]
+    assert colours == [metrics.COLOURS[x] for x in ("ppo", "grpo", "rloo")]
     (tmp_path / "docs").mkdir()
     group = [{"prompt": "4+3=", "tokens": ["7", "<eos>"], "advantages": x} for x in (-1.5, 0, 0.5)]
     lines = [json.dumps(line | {"step": step}) for step in (0, 5, 10) for line in group]

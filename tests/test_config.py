@@ -17,7 +17,6 @@ from common import InputError
 from plumbing.config import parse_flags
 
 
-
 def parse(script: str, flags: str) -> dict:
     flags += "" if {"--resume", "--output_dir"} & {*flags.split()} else " --output_dir new"
     flags += "" if "--device" in flags else " --device cpu"

@@ -94,6 +94,7 @@ def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_sho
         options["eos_token_ids"] = list(range(VOCAB))  # all have ended when it looks, after eight
         rollout = sample(model, PROMPTS[:rows], PROMPTS[:rows] > 0, decoder=decoder, **options)
         assert rollout.completion_mask.sum(1).tolist() == [1] * rows and rollout.finished.all()
+        assert decoder.column <= PROMPTS.shape[1] + 8
         graphs.append([graph for graph, _ in decoder.graphs.values()])
     assert len({graph for [graph] in graphs[:3]}) == 3 and graphs[2:] == [graphs[2], graphs[2], []]
 

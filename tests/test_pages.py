@@ -29,6 +29,9 @@ from test_by_hand import worked_step
 from transformers import AutoModelForCausalLM
 
 import grpo
+import ppo
+import reward_model
+import rloo
 from plumbing.config import parse_flags
 from plumbing.models import load, load_tokenizer
 from sampling import generate

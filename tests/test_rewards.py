@@ -106,7 +106,7 @@ def test_ready_made_rewards_read_text_or_messages():
     texts = " a b\n", "0"
     for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
         for name, answer, expected in (
-            ("exact_match", ["a b", 0], [1, 1]),
+            ("exact_match", ["a b ", 0], [1, 1]),
             ("exact_match", ["a", "00"], [0, 0]),
             ("brevity", None, [-0.02, -0.01]),
         ):
