@@ -31,8 +31,8 @@ def draw_learning(axes: Axes) -> None:
         y = np.array([at(curve, "seconds", x) for curve in curves])
         axes.plot(x, y.mean(0), color=colour, lw=2, label=name)
         axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, lw=0)
-    axes.set(xlim=(0, 42), ylim=(0.4, 1), xlabel="seconds on two cores", frame_on=False)
-    axes.set_title("unseen sums right, eight seeds", size=11)
+    axes.set(xlim=(0, 42), ylim=(0.4, 1), xlabel="seconds (bands: eight seeds)", frame_on=False)
+    axes.set_title("unseen sums right", size=11)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False, labelcolor="linecolor", fontsize=12)
@@ -63,7 +63,7 @@ def main() -> None:
             colour_of = LinearSegmentedColormap.from_list("", chips)
             for panel, step in zip(panels, steps, strict=True):
                 draw_tokens(panel, [x for x in lines if x["step"] == int(step)], colour_of)
-            meaning = "eight answers, GRPO's advantages: blue becomes likelier"
+            meaning = "in GRPO, blue answers become likelier (+), orange rarer (-)"
             panels[1].text(2, -8.5, meaning, ha="center").set_in_layout(False)
             figure.savefig(REPOSITORY / "docs" / f"first-{page}.png", dpi=220, transparent=True)
 
