@@ -25,7 +25,7 @@ from common import Rollout, completion_logprobs, micro_batches, rounded_copy
 from plumbing.models import fuse
 from sampling import Decoder, sample
 
-pytestmark = [pytest.mark.cuda, pytest.mark.slow]
+pytestmark = pytest.mark.cuda
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])
 OPTIONS = {"num_generations": 8, "max_rows": 8, "max_new_tokens": 10, "temperature": 1.5}
 OPTIONS |= {"pad_token_id": 0, "eos_token_ids": [EOS]}
@@ -47,7 +47,8 @@ def gpu():
 
 @pytest.mark.parametrize(
     ("make", "half"),
-    [*((make, None) for make in MODELS), ("llama", torch.bfloat16), ("both", torch.float16)],
+    [("llama", None), ("llama", torch.bfloat16), ("both", torch.float16)]
+    + [pytest.param(x, None, marks=pytest.mark.slow) for x in MODELS if x != "llama"],
 )
 def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
     """Log-probs as drawn are those of a forward pass, and tokens those without a graph. Each length
@@ -133,6 +134,7 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
     assert max(chunks[:2]) > max(chunks[2:]) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [ppo, grpo, rloo], ids=lambda script: script.__name__)
 @pytest.mark.parametrize(("flags", "most"), [({}, 1e-4), ({"bf16": True, "lora_r": 4}, 0.05)])
 def test_a_run_starts_at_ratio_1_and_kl_0_and_its_weights_move(script, flags, most, tmp_path):

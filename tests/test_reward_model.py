@@ -140,10 +140,10 @@ def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, 
 
 def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job, tmp_path):
     flags = f"--model {tmp_path}/small --pairs {tmp_path}/pairs.jsonl --output_dir {tmp_path}/pass"
-    flags += " --pairs_per_step 10 --warmup_steps 2 --learning_rate 0.008 --device cpu"
+    flags += " --pairs_per_step 11 --warmup_steps 2 --learning_rate 0.008 --device cpu"
     reward_model.main(flags.split())
     steps = lines_of(tmp_path / "pass" / "metrics.jsonl")
-    assert [m["step"] for m in steps] == [*range(8), 8] and steps[7]["episode"] == 80  # of 72
+    assert [m["step"] for m in steps] == [*range(8), 8] and steps[7]["episode"] == 88  # of 80
     rates = [0.004, 0.008, *(0.008 * left / 6 for left in (6, 5, 4, 3, 2, 1))]
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
