@@ -32,7 +32,7 @@ def draw_learning(axes: Axes) -> None:
         axes.plot(x, y.mean(0), color=colour, lw=2, label=name)
         axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, lw=0)
     axes.set(xlim=(0, 42), ylim=(0.4, 1), xlabel="seconds (bands: eight seeds)", frame_on=False)
-    axes.set_title("unseen sums right", size=11)
+    axes.set_title("sampled answers right", size=11)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False, labelcolor="linecolor", fontsize=12)

@@ -228,8 +228,8 @@ def test_no_held_out_sum_is_trained_on_not_even_mirrored():
 
 def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
     task = task_of(task="sentiment")
-    texts = ["a great, GREAT film", "boring and bad", "a film", "good " * 10, "bad " * 10, "greatly"]
-    assert task.rewards[0](texts) == [2, -2, 0, 3, -3, 0]
+    texts = ["a great, GREAT film", "boring and bad", "good " * 10, "bad " * 10, "greatly"]
+    assert task.rewards[0](texts) == [2, -2, 3, -3, 0]
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
 
 
