@@ -75,6 +75,8 @@ def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatc
     kl = (ours - theirs).sum(1).mean().item()
     assert first["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 10
     assert all("were cut" in x["text"] for x in lines_of(job.folder / "warnings.jsonl"))
+    job(reference=folder / "teacher", **flags | {"reward": "brevity", "num_steps": 1})
+    assert "the KL is" in (job.folder / "warnings.jsonl").read_text(), "with a score it matters"
 
 
 def test_an_adapter_is_saved_alone_and_trained_further(job):
