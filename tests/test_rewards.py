@@ -182,7 +182,7 @@ def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_las
         ("it is .5", ".5", 1),
         ("none: 0", 0, 1),
         ("it is 1,024.", "1,024 in all", 1),
-        ("3,4", 4, 1),
+        ("3,4567", 4567, 1),
         ("12345678901234568", "12345678901234567", 0),
         ("\u22125", "-5", 1),  # the minus sign of Unicode
         ("it is x=-5", "\u22125", 1),
