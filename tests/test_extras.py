@@ -50,7 +50,7 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
     """|y| <= L_max - L_cache: 0; then ((L_max - L_cache) - |y|) / L_cache."""
     mask = make_rollout([[1]] * 10, [[5] * n for n in range(1, 11)]).completion_mask
     expected = [0, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75, -1]
-    assert overlong_penalty(mask, 4).tolist() == pytest.approx(expected)
+    assert [overlong_penalty(row[None], 4).item() for row in mask] == pytest.approx(expected)
     assert overlong_penalty(mask, 0).tolist() == [0] * 10
     monkeypatch.setitem(tasks.REWARDS, "mine", lambda completions: [1.0] * len(completions))
     line = make_job(grpo)(reward="mine", overlong_buffer=6)[0]  # of 6 tokens each costs a sixth
