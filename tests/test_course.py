@@ -278,8 +278,7 @@ def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
 
 
 def test_what_is_not_written_is_named_by_the_grader_and_by_an_experiment_before_it_asks(starter):
-    score, output = graded(starter, "rloo_loop")["rloo_loop"]
-    assert score == 0 and "not written yet: set advantages" in output
+    assert "not written yet: set advantages" in graded(starter, "rloo_loop")["rloo_loop"][1]
     said = run_in(starter, "labs.py", "estimators")
     assert "error: a function is not written yet: decode" in said and "What will you" not in said
 
