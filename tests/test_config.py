@@ -119,13 +119,13 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
 
 def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = Path("runs/grpo-x-y-sentiment-s0")
+    folder = Path("runs/grpo-x-y-b-c-s0")
     Path(f"{folder}-2/model").mkdir(parents=True)
     folder.mkdir()
     (folder / "config.json").write_text('{"script": "grpo"}')
     for lines, flags, end in ((1, "", ""), (2, "", "-3"), (2, " --overwrite", "")):
         (folder / "metrics.jsonl").write_text("{}\n" * lines)
-        config = parse_flags(grpo.Config, "", {}, f"--model x/y{flags}".split())
+        config = parse_flags(grpo.Config, "", {}, f"--model x/y --prompts a/b:c{flags}".split())
         assert config.output_dir == f"{folder}{end}"
     assert parse("grpo", "--model x/y --output_dir .")["output_dir"] == ".", "a name on the hub"
 

@@ -31,17 +31,18 @@ NUMBERS = ["old_logprobs", "new_logprobs", "advantages", "ratio", "clipped"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Made up: of two completions one becomes likelier, one rarer; hardly so at the last step."""
+    """Made up: the first of three completions becomes likelier, hardly so at the last step."""
     (folder := tmp_path / "ppo-made-up-s0").mkdir()
     texts, records = list(WRITTEN_BY_MODELS), []
-    for step, completion in itertools.product((0, 2, 4), (0, 1)):
-        line = {"step": step, "tokens": texts, "num_tokens": len(texts), "finished": True}
-        line |= {"prompt": "<b>1</b>\n & 2", "score": 1.0}
+    for step, completion in itertools.product((0, 2, 4), (0, 1, 2)):
+        line = {"step": step, "tokens": texts, "num_tokens": 7, "finished": completion != 1}
+        line |= {"prompt": f"<b>{completion // 2}</b>\n & 2", "score": [1.0, 0.0, None][completion]}
         for n, name in enumerate(NUMBERS):
             line[name] = [0.25 * i + n + step - completion / 3 for i in range(len(texts))]
-        change = (1 - 2 * completion) * (0.01 if step == 4 else 0.5)
+        change = (-1 if completion else 1) * (0.01 if step == 4 else 0.5)
         line["new_logprobs"] = [x + change for x in line["old_logprobs"]]
         records.append(line)
+    records[0]["new_logprobs"][0] = 50.0  # this one may not bleach the others
     write(folder / "metrics.jsonl", [{"step": 0, "objective/scores": 0.5}])
     write(folder / "tokens.jsonl", records)
     write(folder / "warnings.jsonl", [{"step": 2, "text": "80% of the completions were cut"}])
@@ -76,11 +77,11 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
 
 
+RIGHT, LEFT = "\ue014", "\ue012"  # the arrow keys
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = not (CHROMIUM and DRIVER) and "PLAINRLHF_BROWSER" not in os.environ
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(MISSING, reason="needs chromium and chromedriver")
 def test_in_a_browser_the_last_colours_come_first_numbers_are_right_and_text_stays_text(folder):
     webdriver = pytest.importorskip("selenium.webdriver")
@@ -97,11 +98,13 @@ def test_in_a_browser_the_last_colours_come_first_numbers_are_right_and_text_sta
         script = "return [...document.querySelectorAll(arguments[0])].map((x) => x.textContent)"
         keys = chromium.find_element("css selector", "body").send_keys
         assert chromium.execute_script(script, "[aria-pressed=true]") == ["log-prob change"]
-        for key, step in (("", 2), ("\ue014", 4), ("\ue012", 2)):  # the arrows right and left
+        for key, step in zip(["", RIGHT, RIGHT, LEFT], [2, 4, 4, 2]):
             keys(key)
             assert chromium.execute_script(script, "#step") == [f"step {step}"]
         assert chromium.execute_script(script, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
-        assert chromium.execute_script(script, ".prompt") == ["<b>1</b>\n & 2"]
+        assert chromium.execute_script(script, ".prompt") == [f"<b>{n}</b>\n & 2" for n in (0, 1)]
+        scores = chromium.execute_script(script, "#runs small")
+        assert scores == ["score 1 ", "score 0, cut ", "no score "]
         assert "80% of the completions" in chromium.execute_script(script, "#warnings li")[0]
         chips = chromium.find_elements("css selector", ".t")
         places = [(line, i) for line in run["lines"] if line["step"] == 2 for i in range(7)]

@@ -50,12 +50,13 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
     monkeypatch.setattr(script, "sample", noted)
     with pretended_cuda() as gpu:
         monkeypatch.setattr(torch.cuda, "empty_cache", clear)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
         hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
         with pytest.raises(KeyboardInterrupt):
             run(**flags, device="cuda")
         lines = computed(run(**flags, device="cuda", resume=run.folder))
         hook.remove()
-    step = ["sample", "clear", *(updates * ["update"]), "clear"]
+    step = ["sample", "wait", "clear", *(updates * ["update"]), "wait", "clear"]
     assert order == ["clear", *step, *step, "clear", *step]  # the first to fit a micro-batch
     for line in expected[0] + lines:  # tensors of other shapes round otherwise in decoding
         line.pop("val/sampler_kl", None), line.pop("objective/entropy", None)

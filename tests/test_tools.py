@@ -33,4 +33,5 @@ def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(
     assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
     names = [text.get_text() for text in axes[0].get_legend().get_texts()]
     assert names == ["ppo-tiny-add", "grpo-tiny-add", "grpo-2-tiny-add"]
+    assert axes[5].lines[0].get_linestyle() == "-", "sampled; dashed is greedy"
     assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"
