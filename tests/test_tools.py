@@ -35,3 +35,5 @@ def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(
     assert names == ["ppo-tiny-add", "grpo-tiny-add", "grpo-2-tiny-add"]
     assert axes[5].lines[0].get_linestyle() == "-", "sampled; dashed is greedy"
     assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"
+    plot.main([str(folders[0]), "--output", "page.svg"])
+    assert (tmp_path / "page.svg").stat().st_size > 1000
