@@ -159,7 +159,7 @@ def test_trl_trains_the_job_of_a_run_on_two_processes(script, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *command.split(), *flags.split()],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("not in TRL: --stop ['x']") == 1

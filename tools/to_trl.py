@@ -141,7 +141,8 @@ def main(args: list[str] | None = None) -> None:
         )
     trainer.train(resume_from_checkpoint=settings.resume_from_checkpoint)
     trainer.save_model()
-    trainer.accelerator.end_training()  # else gloo's threads may abort Python as it ends
+    trainer.accelerator.wait_for_everyone()  # gloo's threads need Python, to free their tensors:
+    trainer.accelerator.end_training()  # else they block its end, or abort it
 
 
 if __name__ == "__main__":
