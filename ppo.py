@@ -151,7 +151,7 @@ def main(args: list[str] | None = None) -> None:
         disable_dropout(policy, value_model)
     ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
 
-    # One optimiser, one rate; no weight that trains is shared: vf_coef acts in the joint clip alone.
+    # One optimiser, one rate; no trained weight is shared: vf_coef acts in the joint clip alone.
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]
     # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
