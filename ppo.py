@@ -151,7 +151,7 @@ def main(args: list[str] | None = None) -> None:
         disable_dropout(policy, value_model)
     ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
 
-    # One optimiser, one rate; no trained weight is shared: vf_coef acts in the joint clip alone.
+    # One optimiser and one learning rate for both models, which share no weight that trains.
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]
     # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
@@ -230,7 +230,7 @@ def main(args: list[str] | None = None) -> None:
                 meter.add("loss/value_avg", vf, m)
                 meter.add("val/clipfrac_avg", vf_clipped, m)
 
-            # The gradient of the whole minibatch is there: one optimiser step.
+            # The gradient of the whole minibatch is there: one clip and one step for both models.
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             meter.end_mini_batch(grad_norm)
             optimizer.step()

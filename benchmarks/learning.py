@@ -24,10 +24,15 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from plumbing import metrics
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
-# As in plumbing/metrics.py. The ink is for light and for dark pages.
-COLOURS = {"PPO": "#8a63d2", "GRPO": "#d6417f", "RLOO": "#27a074", "GRPO, LoRA": "#c08a1e"}
+COLOURS = {name.upper(): colour for name, colour in metrics.COLOURS.items()}
+COLOURS["GRPO, LoRA"] = "#c08a1e"
+# The ink is for light and for dark pages.
 TEXTS, INK = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split(), "#7a7f85"
 SEEDS = {"tiny": 8, "pretrained": 2, "updates": 5, "seconds": 3}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).

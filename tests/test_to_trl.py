@@ -134,9 +134,11 @@ def test_verl_knows_the_settings_that_the_page_names():
 RANK = """import atexit
 import os
 import torch
+
 def note(kind, value):
     with open(f"{os.path.dirname(__file__)}/{kind}-{os.environ.get('RANK')}", "a") as file:
         file.write(f"{value}\\n")
+
 atexit.register(lambda: note("connected", torch.distributed.is_initialized()))
 
 def rank(completions, **columns):
