@@ -55,7 +55,7 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1_but_for_dropout_that_is_lef
     assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
     assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
     assert first["val/ratio_max_dev_first"] < 1e-5
-    # Where a single update needs no old log-probs, it does need them then.
+    # A single update needs old log-probs then, which it does without where dropout is off.
     assert job(disable_dropout="false", **ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 1e-2
 
 
