@@ -1,11 +1,12 @@
 """What the three learn on a pretrained model, and what PPO's value model needs there: for
 docs/compare.md.
 
-  python benchmarks/pretrained.py --model FOLDER   # SmolLM2-135M-Instruct, 4 hours of a CPU core
-  python benchmarks/pretrained.py                  # table and picture alone
+  python benchmarks/pretrained.py --model FOLDER --workers 8   # SmolLM2-135M-Instruct, on a GPU
+  python benchmarks/pretrained.py                              # tables and picture alone
 
-Sums of numbers below 30, after one example. Each step has new prompts: so the mean score of its 64
-completions is an accuracy on sums that the policy hasn't seen. A run that is in pretrained.json
+"chat" asks for a sum in a sentence, and one completion in 30 is right at first. "sums" has numbers
+below 30 and an example, and one in ten is right. Each step has new prompts: so the mean score of
+its completions is an accuracy on sums that the policy hasn't seen. A run that is in pretrained.json
 isn't repeated.
 """
 
@@ -17,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib as mpl
@@ -25,127 +27,191 @@ from learning import COLOURS, INK, REPOSITORY, TEXTS
 from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).with_suffix(".json")
-SEEDS = 3
-SUMS = "--reward numeric_match --max_new_tokens 4 --stop '\n' --num_steps 16 --eval_every 16"
+SEEDS = 5
+CHAT = "--task add --max_new_tokens 16 --num_steps 24 --eval_every 24 --num_eval_prompts 200"
+SUMS = "--prompts {folder}/sums.jsonl --reward numeric_match --max_new_tokens 4 --stop '\n' "
+SUMS += "--num_steps 16 --eval_every 16"
 PPO = "ppo.py --prompts_per_step 16 --num_generations 4 --num_mini_batches 2"
 GRPO = "grpo.py --prompts_per_step 8"
-KEPT = ("objective/scores", "val/explained_variance")
+RLOO = "rloo.py --prompts_per_step 16"
+KEPT = ("objective/scores", "objective/kl", "val/explained_variance")
 MODELS = ("value_model", "policy")
 # What no flag sets is changed in a copy of ppo.py: each pair is a line, and what stands there then.
 OPTIMIZER = "        parameters, lr=config.learning_rate"
 BY_MODEL = '[{"params": list(m.parameters())} for m in (policy, value_model)]'
 RATE = "        set_learning_rate(optimizer, config, step)\n"
 CLIP = "            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)\n"
-FAST = [
-    (OPTIMIZER, OPTIMIZER.replace("parameters", BY_MODEL)),
-    (RATE, f'{RATE}        optimizer.param_groups[1]["lr"] *= 10\n'),
-]
+WHITEN = "        advantages = masked_whiten(advantages, mask)\n"
+FIVE, TEN = (
+    [
+        (OPTIMIZER, OPTIMIZER.replace("parameters", BY_MODEL)),
+        (RATE, f'{RATE}        optimizer.param_groups[1]["lr"] *= {factor}\n'),
+    ]
+    for factor in (5, 10)
+)
 ALONE = [(CLIP, f"            if step < 4:\n                policy.zero_grad()\n{CLIP}")]
 OF_V, OF_POLICY = (CLIP.replace("parameters", f"{x}.parameters()") for x in MODELS)
-JOBS = {  # {name: (command, changes)}
-    "PPO": (PPO, []),
-    "PPO, V at 10 times the rate": (PPO, FAST),
-    "PPO, so, and V alone for 4 steps": (PPO, FAST + ALONE),
-    "PPO, clipped apart": (PPO, [(CLIP, OF_V + OF_POLICY)]),
-    "PPO, --lam 1": (f"{PPO} --lam 1", []),
-    "GRPO": (GRPO, []),
-    "RLOO": ("rloo.py --prompts_per_step 16", []),
-    "GRPO, LoRA rank 1": (f"{GRPO} --lora_r 1", []),
-    "GRPO, LoRA rank 8": (f"{GRPO} --lora_r 8", []),
-    "GRPO, LoRA rank 64": (f"{GRPO} --lora_r 64", []),
+APART = [(CLIP, OF_V + OF_POLICY)]
+GUARD = [(WHITEN, f"        if scores.unique().numel() > 1:\n    {WHITEN}")]
+JOBS = {  # {task: {name: (command, changes)}}
+    "chat": {
+        "PPO, 32 a step": (f"ppo.py --prompts_per_step 32 --num_mini_batches 2 {CHAT}", []),
+        "PPO, 64 a step": (f"{PPO} {CHAT}", []),
+        "GRPO": (f"{GRPO} {CHAT}", []),
+        "RLOO": (f"{RLOO} {CHAT}", []),
+        "GRPO, LoRA rank 16": (f"{GRPO} --lora_r 16 {CHAT}", []),
+        "PPO, 32 a step, whitened where scores differ": (
+            f"ppo.py --prompts_per_step 32 --num_mini_batches 2 {CHAT}",
+            GUARD,
+        ),
+    },
+    "sums": {
+        "PPO": (f"{PPO} {SUMS}", []),
+        "PPO, V at 5 times the rate": (f"{PPO} {SUMS}", FIVE),
+        "PPO, V at 10 times the rate": (f"{PPO} {SUMS}", TEN),
+        "PPO, so, and V alone for 4 steps": (f"{PPO} {SUMS}", TEN + ALONE),
+        "PPO, V alone for 4 steps": (f"{PPO} {SUMS}", ALONE),
+        "PPO, clipped apart": (f"{PPO} {SUMS}", APART),
+        "PPO, --lam 1": (f"{PPO} --lam 1 {SUMS}", []),
+        "PPO, --lam 1 --vf_coef 0": (f"{PPO} --lam 1 --vf_coef 0 {SUMS}", []),
+        "PPO, --kl_coef 0.05": (f"{PPO} --kl_coef 0.05 {SUMS}", []),
+        "GRPO": (f"{GRPO} {SUMS}", []),
+        "RLOO": (f"{RLOO} {SUMS}", []),
+        "GRPO, LoRA rank 1": (f"{GRPO} --lora_r 1 {SUMS}", []),
+        "GRPO, LoRA rank 8": (f"{GRPO} --lora_r 8 {SUMS}", []),
+        "GRPO, LoRA rank 64": (f"{GRPO} --lora_r 64 {SUMS}", []),
+    },
 }
 
 
 def train(command: str, changes: list[tuple[str, str]], flags: str) -> dict:
-    """Run a script, changed or not: score and explained variance of each step, evaluations."""
+    """Run a script, changed or not: what `record` keeps of it."""
     with tempfile.TemporaryDirectory() as folder:
         rows = [(a, b) for a in range(30) for b in range(30)]
         random.Random(0).shuffle(rows)
         rows = [{"prompt": f"3+4=7\n{a}+{b}=", "answer": str(a + b)} for a, b in rows]
         Path(folder, "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        name, _, own = command.partition(" ")
+        name, _, own = command.format(folder=folder).partition(" ")
         text = (REPOSITORY / name).read_text()
         for old, new in changes:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         Path(folder, name).write_text(text)
-        flags += f" --prompts {folder}/sums.jsonl --output_dir {folder}/run"
+        flags = shlex.split(f"{own} {flags} --output_dir {folder}/run")
         subprocess.run(
-            [sys.executable, f"{folder}/{name}", *shlex.split(f"{own} {SUMS} {flags}")],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.DEVNULL, check=True,
+            [sys.executable, f"{folder}/{name}", *flags], check=True, stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"},
         )  # fmt: skip
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         return record(list(lines))
 
 
 def record(lines: list[dict]) -> dict:
-    """What is kept of a run: numbers of each step, and the evaluation after the last."""
+    """What is kept of a run: numbers of each step, the evaluations, and what it takes."""
     steps, last = [line for line in lines if "episode" in line], lines[-1]
     found = {key: [round(line[key], 4) for line in steps] for key in KEPT if key in steps[0]}
-    return found | {"sampled": last["eval/accuracy"], "greedy": last["eval/accuracy_greedy"]}
+    found["episodes"] = steps[0]["episode"]  # of a step
+    found["seconds"] = round(sum(x["time/rollout"] + x["time/update"] for x in steps), 1)
+    found["gb"] = round(max(line.get("memory/peak_gb") or 0 for line in steps), 2)
+    for key in ("accuracy", "accuracy_greedy"):
+        found[key] = [round(line[f"eval/{key}"], 4) for line in (lines[0], last)]
+    return found
 
 
-def measure(flags: str, results: dict[str, list[dict]]) -> None:
-    for seed in range(SEEDS):
-        for name, (command, changes) in JOBS.items():
-            if len(results.setdefault(name, [])) == seed:
-                results[name].append(train(command, changes, f"{flags} --seed {seed}"))
-                RESULTS.write_text(json.dumps(results) + "\n")
-                print(f"{name}, seed {seed}: {results[name][-1]}", flush=True)
+def measure(flags: str, workers: int, results: dict[str, dict[str, list[dict]]]) -> None:
+    """Make the runs that aren't in `results`, and save each."""
+    runs = [
+        (seed, task, name, *job)
+        for seed in range(SEEDS)
+        for task, jobs in JOBS.items()
+        for name, job in jobs.items()
+        if len(results.setdefault(task, {}).setdefault(name, [])) <= seed
+    ]
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda run: train(*run[3:], f"{flags} --seed {run[0]}"), runs)
+        for (seed, task, name, *_), run in zip(runs, found):
+            results[task][name].append(run)
+            RESULTS.write_text(json.dumps(results) + "\n")
+            print(f"{task}, {name}, seed {seed}: {run}", flush=True)
 
 
 def smooth(scores: list[float]) -> np.ndarray:
-    """Means over three steps, of 192 completions."""
+    """Means over three steps."""
     return np.convolve(scores, np.full(3, 1 / 3), "valid")
 
 
-def table(results: dict[str, list[dict]]) -> str:
-    """A number per seed: accuracy and explained variance of the second half, greedy at the end."""
-    lines = ["| | accuracy | greedy | explained variance |", "|---|---|---|---|"]
-    for name, runs in results.items():
-        halves = [
-            [np.mean(run[key][8:]) for run in runs if key in run]
-            for key in ("objective/scores", "val/explained_variance")
-        ]
-        columns = [halves[0], [run["greedy"] for run in runs], halves[1]]
-        cells = [", ".join(f"{x:.2f}" for x in column) for column in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+def table(runs_of: dict[str, list[dict]]) -> str:
+    """Mean ± standard deviation over the seeds: accuracy and explained variance of the second half,
+    completions until three steps have an accuracy of 0.3, greedy accuracy at the end.
+    """
+    lines = ["| | accuracy | completions to 0.3 | greedy | explained variance | KL | GB |"]
+    lines += ["|---" * 7 + "|"]
+    for name, runs in runs_of.items():
+
+        def cell(values: list[float], digits: int = 2) -> str:
+            many = f" ± {np.std(values, ddof=1):,.{digits}f}" if len(values) > 1 else ""
+            return f"{np.mean(values):,.{digits}f}{many}" if values else ""
+
+        def half(key: str, runs: list[dict] = runs) -> list[float]:
+            return [float(np.mean(run[key][len(run[key]) // 2 :])) for run in runs if key in run]
+
+        reached = [[*(smooth(run["objective/scores"]) >= 0.3), True].index(True) for run in runs]
+        reached = [float(run["episodes"] * (x + 3)) for run, x in zip(runs, reached)]
+        cells = [name, cell(half("objective/scores")), cell(reached, 0)]
+        cells += [cell([run["accuracy_greedy"][1] for run in runs])]
+        cells += [cell(half("val/explained_variance")), cell(half("objective/kl"))]
+        cells += [cell([run["gb"] for run in runs], 1)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def draw(results: dict[str, list[dict]]) -> None:
-    """Scores of all, and explained variance of what differs in its value model."""
+def draw(results: dict[str, dict[str, list[dict]]]) -> None:
+    """Accuracy of both tasks, and explained variance of what differs in its value model."""
     mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
-    figure = Figure(figsize=(5.2, 6.4), layout="constrained")
-    scores, variance = figure.subplots(2, 1)
-    styles = {"PPO": "-", "PPO, V at 10 times the rate": "--", "PPO, --lam 1": ":"}
-    colours = dict.fromkeys(styles, COLOURS["PPO"]) | {x: COLOURS[x] for x in ("GRPO", "RLOO")}
-    for name, colour in colours.items():
-        y = np.array([smooth(run["objective/scores"]) for run in results[name]])
-        x = 64 * np.arange(2, 2 + y.shape[1])
-        options = {"color": colour, "lw": 1.6, "label": name}
-        scores.plot(x, y.mean(0), styles.get(name, "-"), **options)
-        if name in styles:
-            y = np.mean([run["val/explained_variance"] for run in results[name]], 0)
-            variance.plot(64 * np.arange(len(y)), y, styles[name], **options)
-    scores.set(ylabel="unseen sums right (means of 3 steps)", xlabel="completions")
-    variance.set(ylabel="val/explained_variance", xlabel="completions")
-    for axes in (scores, variance):
+    figure = Figure(figsize=(5.2, 9), layout="constrained")
+    panels = figure.subplots(3, 1)
+    styles = {"PPO, V at 10 times the rate": "--", "PPO, --lam 1": ":", "GRPO, LoRA rank 16": "--"}
+    lines = {
+        "chat": ["PPO, 64 a step", "GRPO", "RLOO", "GRPO, LoRA rank 16"],
+        "sums": ["PPO", "PPO, V at 10 times the rate", "PPO, --lam 1", "GRPO", "RLOO"],
+    }
+    for axes, (task, names) in zip(panels, lines.items()):
+        for name in names:
+            runs = results[task][name]
+            y = np.array([smooth(run["objective/scores"]) for run in runs])
+            x = runs[0]["episodes"] * np.arange(2, 2 + y.shape[1])
+            options = {"color": COLOURS[name[:4].strip(",")], "lw": 1.6}
+            axes.plot(x, y.mean(0), styles.get(name, "-"), label=name.split(", 64")[0], **options)
+            if name not in styles:
+                axes.fill_between(x, y.min(0), y.max(0), color=options["color"], alpha=0.12, lw=0)
+            if task == "sums" and "val/explained_variance" in runs[0]:
+                y = np.mean([run["val/explained_variance"] for run in runs], 0)
+                panels[2].plot(64 * np.arange(len(y)), y, styles.get(name, "-"), **options)
+        axes.set(ylabel=f"right ({task}; means of 3 steps)", xlabel="completions")
+    panels[2].set(ylabel="val/explained_variance (sums)", xlabel="completions")
+    entries = {}
+    for axes in panels:
         axes.grid(alpha=0.2)
-    lines = scores.get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle("Sums, SmolLM2-135M-Instruct: means over the seeds", fontsize=10)
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=2, frameon=False
+    )
+    title = "Sums, SmolLM2-135M-Instruct\nlines: means over the seeds; bands: lowest to highest"
+    figure.suptitle(title, fontsize=10)
     figure.savefig(REPOSITORY / "docs" / "pretrained.png", dpi=130, transparent=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="folder or name; default: table and picture alone")
+    parser.add_argument("--model", help="folder or name; default: tables and picture alone")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.model:
-        measure(f"--model {options.model}", results)
-    print(table(results))
+        measure(f"--model {options.model}", options.workers, results)
+    for task, runs_of in results.items():
+        print(f"\n{task}\n\n{table(runs_of)}")
     draw(results)
 
 
