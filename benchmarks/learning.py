@@ -1,10 +1,9 @@
 """What PPO, GRPO and RLOO learn by the episode and by the second, for docs/compare.md.
 
-  python benchmarks/learning.py --job tiny                    # 8 seeds, 20 minutes on two CPU cores
-  python benchmarks/learning.py --job updates                 # equal settings, 15 minutes
-  python benchmarks/learning.py --job seconds                 # and the same seconds, 5 minutes
-  python benchmarks/learning.py --job pretrained --model FOLDER   # SmolLM2, 1.5 hours
-  python benchmarks/learning.py                               # pictures and tables alone
+  python benchmarks/learning.py --job tiny      # 8 seeds, 20 minutes on two CPU cores
+  python benchmarks/learning.py --job updates   # equal settings, 15 minutes
+  python benchmarks/learning.py --job seconds   # and the same seconds, 5 minutes
+  python benchmarks/learning.py                 # pictures and tables alone
 
 Seconds are those of rollout and update, without evaluations; the runs alternate, so that a machine
 that slows down slows down all of them. A run that is in learning.json is not repeated: to measure a
@@ -31,27 +30,19 @@ from plumbing import metrics
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
 COLOURS = {name.upper(): colour for name, colour in metrics.COLOURS.items()}
-COLOURS["GRPO, LoRA"] = "#c08a1e"
 # The ink is for light and for dark pages.
 TEXTS, INK = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split(), "#7a7f85"
-SEEDS = {"tiny": 8, "pretrained": 2, "updates": 5, "seconds": 3}
+SEEDS = {"tiny": 8, "updates": 5, "seconds": 3}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
 EPISODES = f"{EQUAL} --num_steps 60 --eval_every 10"
 ONE = f"{EPISODES} --num_epochs 1 --num_mini_batches 1"
 EIGHT = f"{EPISODES} --num_epochs 2 --num_mini_batches 4"
-SMOLLM = "--task add --max_new_tokens 16 --num_steps 24 --eval_every 8 --num_eval_prompts 200"
 JOBS = {  # {name: command}
     "tiny": {
         "PPO": "ppo.py --eval_every 4",
         "GRPO": "grpo.py --eval_every 10",
         "RLOO": "rloo.py --eval_every 10",
-    },
-    "pretrained": {
-        "PPO": f"ppo.py {SMOLLM} --prompts_per_step 32 --num_mini_batches 2",
-        "GRPO": f"grpo.py {SMOLLM} --prompts_per_step 8",
-        "RLOO": f"rloo.py {SMOLLM} --prompts_per_step 16",
-        "GRPO, LoRA": f"grpo.py {SMOLLM} --prompts_per_step 8 --lora_r 16",
     },
     "updates": {f"{name}, 1 update": f"{name.lower()}.py {ONE}" for name in ("PPO", "GRPO", "RLOO")}
     | {f"{name}, 8 updates": f"{name.lower()}.py {EIGHT}" for name in ("PPO", "GRPO", "RLOO")},
@@ -93,13 +84,13 @@ def points_of(lines: list[dict], gb: float) -> Curve:
     return points
 
 
-def measure(job: str, flags: str, results: dict[str, dict]) -> None:
+def measure(job: str, results: dict[str, dict]) -> None:
     """Make the runs of a job that aren't in `results`, and save each."""
     runs = results.setdefault(job, {name: [] for name in JOBS[job]})
     for seed in range(SEEDS[job]):
         for name, command in JOBS[job].items():
             if len(runs[name]) == seed:
-                points = points_of(*train(f"{command} {flags} --seed {seed}"))
+                points = points_of(*train(f"{command} --seed {seed}"))
                 runs[name].append({"points": points})
                 print(f"{name}, seed {seed}: {points[0]} -> {points[-1]}", flush=True)
                 RESULTS.write_text(json.dumps(results) + "\n")
@@ -170,23 +161,23 @@ def draw(picture: str, title: str, panels: dict[str, list[tuple]], styles: dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--job", choices=JOBS, help="default: pictures and tables alone")
-    parser.add_argument("--model", help="folder or name of SmolLM2-135M-Instruct")
     options = parser.parse_args()
     # {job: {name of a command: [{"points": ..} per seed]}}
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.job:
-        measure(options.job, f"--model {options.model}" if options.model else "", results)
+        measure(options.job, results)
     curves_of = {}
     for job, by_name in results.items():
         curves_of[job] = {name: [run["points"] for run in by_name[name]] for name in by_name}
         print(f"\n{job}\n\n{table(curves_of[job])}")
     styles = {"-": "sampled", "--": "greedy"}
-    for job, name in (("tiny", "the embedded model"), ("pretrained", "SmolLM2-135M-Instruct")):
-        lines = []
-        for of_command, curves in curves_of[job].items():
-            lines += [(of_command, style, key, curves) for style, key in styles.items()]
-        picture = "learning.png" if job == "tiny" else "learning-pretrained.png"
-        draw(picture, f"Two-digit sums, {name}", {"episodes": lines, "seconds": lines}, styles)
+    lines = [
+        (name, style, key, curves)
+        for name, curves in curves_of["tiny"].items()
+        for style, key in styles.items()
+    ]
+    title = "Two-digit sums, the embedded model"
+    draw("learning.png", title, {"episodes": lines, "seconds": lines}, styles)
     panels = {}
     for axis, job in (("episodes", "updates"), ("seconds", "seconds")):
         for name, curves in curves_of[job].items():  # by default PPO alone makes 8 updates

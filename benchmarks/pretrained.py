@@ -55,8 +55,8 @@ APART = [(CLIP, OF_V + OF_POLICY)]
 GUARD = [(WHITEN, f"        if scores.unique().numel() > 1:\n    {WHITEN}")]
 JOBS = {  # {task: {name: (command, changes)}}
     "chat": {
-        "PPO, 32 a step": (f"ppo.py --prompts_per_step 32 --num_mini_batches 2 {CHAT}", []),
         "PPO, 64 a step": (f"{PPO} {CHAT}", []),
+        "PPO, 32 a step": (f"ppo.py --prompts_per_step 32 --num_mini_batches 2 {CHAT}", []),
         "GRPO": (f"{GRPO} {CHAT}", []),
         "RLOO": (f"{RLOO} {CHAT}", []),
         "GRPO, LoRA rank 16": (f"{GRPO} --lora_r 16 {CHAT}", []),
@@ -140,28 +140,37 @@ def smooth(scores: list[float]) -> np.ndarray:
     return np.convolve(scores, np.full(3, 1 / 3), "valid")
 
 
+def half(key: str, runs: list[dict]) -> list[float]:
+    """The mean of the second half of each run."""
+    return [float(np.mean(run[key][len(run[key]) // 2 :])) for run in runs if key in run]
+
+
 def table(runs_of: dict[str, list[dict]]) -> str:
-    """Mean ± standard deviation over the seeds: accuracy and explained variance of the second half,
-    completions until three steps have an accuracy of 0.3, greedy accuracy at the end.
+    """Mean ± standard deviation over the seeds of what a run does in its second half: accuracy, and
+    how far it is above that of PPO, the first row, at the same seed; explained variance, KL. Then
+    completions until the accuracy of three steps is 0.3, and the evaluation at the end.
     """
-    lines = ["| | accuracy | completions to 0.3 | greedy | explained variance | KL | GB |"]
-    lines += ["|---" * 7 + "|"]
+    names = ["accuracy", "above PPO", "explained variance", "KL", "completions to 0.3"]
+    lines = [f"| | {' | '.join([*names, 'sampled', 'greedy', 'GB'])} |", "|---" * 9 + "|"]
+    first = half("objective/scores", next(iter(runs_of.values())))
     for name, runs in runs_of.items():
-
-        def cell(values: list[float], digits: int = 2) -> str:
-            many = f" ± {np.std(values, ddof=1):,.{digits}f}" if len(values) > 1 else ""
-            return f"{np.mean(values):,.{digits}f}{many}" if values else ""
-
-        def half(key: str, runs: list[dict] = runs) -> list[float]:
-            return [float(np.mean(run[key][len(run[key]) // 2 :])) for run in runs if key in run]
-
+        accuracy = half("objective/scores", runs)
         reached = [[*(smooth(run["objective/scores"]) >= 0.3), True].index(True) for run in runs]
-        reached = [float(run["episodes"] * (x + 3)) for run, x in zip(runs, reached)]
-        cells = [name, cell(half("objective/scores")), cell(reached, 0)]
-        cells += [cell([run["accuracy_greedy"][1] for run in runs])]
-        cells += [cell(half("val/explained_variance")), cell(half("objective/kl"))]
-        cells += [cell([run["gb"] for run in runs], 1)]
-        lines.append(f"| {' | '.join(cells)} |")
+        columns = [
+            (accuracy, 2),
+            ([x - y for x, y in zip(accuracy, first)], 2),
+            (half("val/explained_variance", runs), 2),
+            (half("objective/kl", runs), 1),
+            ([float(run["episodes"] * (x + 3)) for run, x in zip(runs, reached)], 0),
+            ([run["accuracy"][1] for run in runs], 3),
+            ([run["accuracy_greedy"][1] for run in runs], 3),
+            ([run["gb"] for run in runs], 1),
+        ]
+        cells = [
+            f"{np.mean(x):,.{digits}f} ± {np.std(x, ddof=1):,.{digits}f}" if len(x) > 1 else ""
+            for x, digits in columns
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
