@@ -1,13 +1,13 @@
 """What the three learn on a pretrained model, and what PPO's value model needs there: for
 docs/compare.md.
 
-  python benchmarks/pretrained.py --model FOLDER --workers 8   # SmolLM2-135M-Instruct, on a GPU
-  python benchmarks/pretrained.py                              # tables and picture alone
+  python benchmarks/pretrained.py --model FOLDER --workers 10   # nine minutes of an H200
+  python benchmarks/pretrained.py                               # tables and picture alone
 
-"chat" asks for a sum in a sentence, and one completion in 30 is right at first. "sums" has numbers
-below 30 and an example, and one in ten is right. Each step has new prompts: so the mean score of
-its completions is an accuracy on sums that the policy hasn't seen. A run that is in pretrained.json
-isn't repeated.
+FOLDER holds SmolLM2-135M-Instruct. "chat" asks for a sum in a sentence, and one completion in 40 is
+right at first. "sums" has numbers below 30 and an example, and one in eight is right. Each step has
+new prompts: so the mean score of its completions is an accuracy on sums that the policy hasn't
+seen. A run that is in pretrained.json isn't repeated.
 """
 
 import argparse
@@ -196,8 +196,8 @@ def draw(results: dict[str, dict[str, list[dict]]]) -> None:
             if task == "sums" and "val/explained_variance" in runs[0]:
                 y = np.mean([run["val/explained_variance"] for run in runs], 0)
                 panels[2].plot(64 * np.arange(len(y)), y, styles.get(name, "-"), **options)
-        axes.set(ylabel=f"right ({task}; means of 3 steps)", xlabel="completions")
-    panels[2].set(ylabel="val/explained_variance (sums)", xlabel="completions")
+        axes.set(ylabel=f"{task}: right, means of 3 steps", xlabel="completions")
+    panels[2].set(ylabel="sums: val/explained_variance", xlabel="completions")
     entries = {}
     for axes in panels:
         axes.grid(alpha=0.2)
