@@ -15,8 +15,8 @@ clip_range, eps_v is clip_range_value.
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-entropy_coef is 0 unless it is given. Left out: the pretraining term of InstructGPT, arXiv
-2203.02155, eq. 2, which is this objective otherwise.
+One AdamW moves pi and V, which share no weight that trains, at one learning rate and with one clip
+of the gradient. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
@@ -73,8 +73,8 @@ class Config(RunConfig):
     missing_eos_penalty: float = flag(0.0, "subtracted from scores without EOS", least=0)
     gamma: float = flag(1.0, "discount", least=0, most=1)
     lam: float = flag(0.95, "lambda of GAE: 1 trusts rewards, 0 the values", least=0, most=1)
-    clip_range_value: float = flag(0.2, "how far a value may move in one step")
-    vf_coef: float = flag(0.1, "weight of the value loss", least=0)
+    clip_range_value: float = flag(0.2, "how far a value may move from V_old")
+    vf_coef: float = flag(0.1, "weight of the value loss, not V's speed", least=0)
 
 
 # The embedded model's own defaults. It is small and has a single job, so it takes large steps.
@@ -127,7 +127,7 @@ def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range_value: float
 ) -> tuple[Tensor, Tensor]:
     """Clipped squared error, halved, as in [3]: each (B, T) -> (loss, clipped), each (B, T)."""
-    # The worse of two predictions counts: a value can't profit from moving far in one step.
+    # The worse of two predictions counts: a value can't profit from moving far from V_old.
     clipped_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
     unclipped_loss, clipped_loss = (values - returns) ** 2, (clipped_values - returns) ** 2
     return 0.5 * torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
@@ -189,7 +189,7 @@ def main(args: list[str] | None = None) -> None:
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
 
         # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
-        #    GAE; whitening comes after the returns, because V must learn the real rewards.
+        #    GAE; whitening comes after the returns, which V must learn as they are.
         #    Whitened advantages have mean 0: tokens better than the rest become likelier.
         rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
         advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)

@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import matplotlib as mpl
@@ -69,7 +69,7 @@ JOBS = {  # {task: {name: (command, changes)}}
         "PPO": (f"{PPO} {SUMS}", []),
         "PPO, V at 5 times the rate": (f"{PPO} {SUMS}", FIVE),
         "PPO, V at 10 times the rate": (f"{PPO} {SUMS}", TEN),
-        "PPO, so, and V alone for 4 steps": (f"{PPO} {SUMS}", TEN + ALONE),
+        "PPO, V at 10 times the rate, alone for 4 steps": (f"{PPO} {SUMS}", TEN + ALONE),
         "PPO, V alone for 4 steps": (f"{PPO} {SUMS}", ALONE),
         "PPO, clipped apart": (f"{PPO} {SUMS}", APART),
         "PPO, --lam 1": (f"{PPO} --lam 1 {SUMS}", []),
@@ -111,28 +111,28 @@ def record(lines: list[dict]) -> dict:
     steps, last = [line for line in lines if "episode" in line], lines[-1]
     found = {key: [round(line[key], 4) for line in steps] for key in KEPT if key in steps[0]}
     found["episodes"] = steps[0]["episode"]  # of a step
-    found["seconds"] = round(sum(x["time/rollout"] + x["time/update"] for x in steps), 1)
     found["gb"] = round(max(line.get("memory/peak_gb") or 0 for line in steps), 2)
     for key in ("accuracy", "accuracy_greedy"):
         found[key] = [round(line[f"eval/{key}"], 4) for line in (lines[0], last)]
     return found
 
 
-def measure(flags: str, workers: int, results: dict[str, dict[str, list[dict]]]) -> None:
+def measure(flags: str, workers: int, results: dict[str, dict[str, dict]]) -> None:
     """Make the runs that aren't in `results`, and save each."""
     runs = [
         (seed, task, name, *job)
         for seed in range(SEEDS)
         for task, jobs in JOBS.items()
         for name, job in jobs.items()
-        if len(results.setdefault(task, {}).setdefault(name, [])) <= seed
+        if str(seed) not in results.setdefault(task, {}).setdefault(name, {})
     ]
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda run: train(*run[3:], f"{flags} --seed {run[0]}"), runs)
-        for (seed, task, name, *_), run in zip(runs, found):
-            results[task][name].append(run)
+        jobs = {pool.submit(train, *run[3:], f"{flags} --seed {run[0]}"): run[:3] for run in runs}
+        for job in as_completed(jobs):
+            seed, task, name = jobs[job]
+            results[task][name][str(seed)] = job.result()
             RESULTS.write_text(json.dumps(results) + "\n")
-            print(f"{task}, {name}, seed {seed}: {run}", flush=True)
+            print(f"{task}, {name}, seed {seed}: {job.result()}", flush=True)
 
 
 def smooth(scores: list[float]) -> np.ndarray:
@@ -140,27 +140,29 @@ def smooth(scores: list[float]) -> np.ndarray:
     return np.convolve(scores, np.full(3, 1 / 3), "valid")
 
 
-def half(key: str, runs: list[dict]) -> list[float]:
-    """The mean of the second half of each run."""
-    return [float(np.mean(run[key][len(run[key]) // 2 :])) for run in runs if key in run]
+def half(key: str, runs: dict[str, dict]) -> dict[str, float]:
+    """The mean of the second half of each run, by seed."""
+    found = {seed: run[key] for seed, run in runs.items() if key in run}
+    return {seed: float(np.mean(values[len(values) // 2 :])) for seed, values in found.items()}
 
 
-def table(runs_of: dict[str, list[dict]]) -> str:
+def table(runs_of: dict[str, dict[str, dict]]) -> str:
     """Mean ± standard deviation over the seeds of what a run does in its second half: accuracy, and
     how far it is above that of PPO, the first row, at the same seed; explained variance, KL. Then
-    completions until the accuracy of three steps is 0.3, and the evaluation at the end.
+    completions until the accuracy of three steps is 0.3 (never: a step more than there are), and
+    the evaluation at the end.
     """
     names = ["accuracy", "above PPO", "explained variance", "KL", "completions to 0.3"]
     lines = [f"| | {' | '.join([*names, 'sampled', 'greedy', 'GB'])} |", "|---" * 9 + "|"]
     first = half("objective/scores", next(iter(runs_of.values())))
-    for name, runs in runs_of.items():
-        accuracy = half("objective/scores", runs)
+    for name, by_seed in runs_of.items():
+        accuracy, runs = half("objective/scores", by_seed), by_seed.values()
         reached = [[*(smooth(run["objective/scores"]) >= 0.3), True].index(True) for run in runs]
         columns = [
-            (accuracy, 2),
-            ([x - y for x, y in zip(accuracy, first)], 2),
-            (half("val/explained_variance", runs), 2),
-            (half("objective/kl", runs), 1),
+            ([*accuracy.values()], 2),
+            ([x - first[seed] for seed, x in accuracy.items()], 2),
+            ([*half("val/explained_variance", by_seed).values()], 2),
+            ([*half("objective/kl", by_seed).values()], 1),
             ([float(run["episodes"] * (x + 3)) for run, x in zip(runs, reached)], 0),
             ([run["accuracy"][1] for run in runs], 3),
             ([run["accuracy_greedy"][1] for run in runs], 3),
@@ -174,7 +176,7 @@ def table(runs_of: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: dict[str, dict[str, list[dict]]]) -> None:
+def draw(results: dict[str, dict[str, dict]]) -> None:
     """Accuracy of both tasks, and explained variance of what differs in its value model."""
     mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
     figure = Figure(figsize=(5.2, 9), layout="constrained")
@@ -186,7 +188,7 @@ def draw(results: dict[str, dict[str, list[dict]]]) -> None:
     }
     for axes, (task, names) in zip(panels, lines.items()):
         for name in names:
-            runs = results[task][name]
+            runs = [*results[task][name].values()]
             y = np.array([smooth(run["objective/scores"]) for run in runs])
             x = runs[0]["episodes"] * np.arange(2, 2 + y.shape[1])
             options = {"color": COLOURS[name[:4].strip(",")], "lw": 1.6}
@@ -206,8 +208,8 @@ def draw(results: dict[str, dict[str, list[dict]]]) -> None:
     figure.legend(
         entries.values(), entries.keys(), loc="outside lower center", ncols=2, frameon=False
     )
-    title = "Sums, SmolLM2-135M-Instruct\nlines: means over the seeds; bands: lowest to highest"
-    figure.suptitle(title, fontsize=10)
+    seeds = "lines: means over four or five seeds; bands: lowest to highest"
+    figure.suptitle(f"Sums, SmolLM2-135M-Instruct\n{seeds}", fontsize=10)
     figure.savefig(REPOSITORY / "docs" / "pretrained.png", dpi=130, transparent=True)
 
 
