@@ -15,8 +15,8 @@ clip_range, eps_v is clip_range_value.
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-One AdamW moves pi and V, which share no weight that trains, at one learning rate and with one clip
-of the gradient. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
+One AdamW moves pi and V, which share no weight that trains, at one learning rate; one norm clips the
+gradients of both. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
@@ -74,7 +74,7 @@ class Config(RunConfig):
     gamma: float = flag(1.0, "discount", least=0, most=1)
     lam: float = flag(0.95, "lambda of GAE: 1 trusts rewards, 0 the values", least=0, most=1)
     clip_range_value: float = flag(0.2, "how far a value may move from V_old")
-    vf_coef: float = flag(0.1, "weight of the value loss, not V's speed", least=0)
+    vf_coef: float = flag(0.1, "weight of the value loss; acts through the joint clip", least=0)
 
 
 # The embedded model's own defaults. It is small and has a single job, so it takes large steps.
