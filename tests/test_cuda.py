@@ -117,12 +117,11 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
 def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gradients_of_a_cpu(
     monkeypatch,
 ):
-    """Where rows of one prompt share it, and all logits are one chunk. GPT-2 computes in float64
-    throughout, where Llama has float32 cosines: they differ between devices.
-    """
+    """Where rows of one prompt share it, and all logits are one chunk."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 160 * 5 * VOCAB))  # 5 tokens
     found, chunks = [], []
     for device, sizes in (("cpu", [4, 2]), ("cuda", [3, 3])):
+        # GPT-2 is in float64 throughout. Llama has float32 cosines, which differ between devices.
         model = small_gpt2().double().to(device)
         model.lm_head.register_forward_hook(lambda _, args, out: chunks.append(len(args[0])))
         rollout = Rollout(*(x.to(device) for x in vars(IN_GROUPS).values()))
