@@ -186,6 +186,7 @@ def draw(results: dict[str, dict[str, dict]]) -> None:
         "chat": ["PPO, 64 a step", "GRPO", "RLOO", "GRPO, LoRA rank 16"],
         "sums": ["PPO", "PPO, V at 10 times the rate", "PPO, --lam 1", "GRPO", "RLOO"],
     }
+    labels = {"chat": "in a sentence", "sums": "below 30"}
     for axes, (task, names) in zip(panels, lines.items()):
         for name in names:
             runs = [*results[task][name].values()]
@@ -198,8 +199,8 @@ def draw(results: dict[str, dict[str, dict]]) -> None:
             if task == "sums" and "val/explained_variance" in runs[0]:
                 y = np.mean([run["val/explained_variance"] for run in runs], 0)
                 panels[2].plot(64 * np.arange(len(y)), y, styles.get(name, "-"), **options)
-        axes.set(ylabel=f"{task}: right, means of 3 steps", xlabel="completions")
-    panels[2].set(ylabel="sums: val/explained_variance", xlabel="completions")
+        axes.set(ylabel=f"right, {labels[task]} (mean of 3 steps)", xlabel="completions")
+    panels[2].set(ylabel="explained variance, below 30", xlabel="completions")
     entries = {}
     for axes in panels:
         axes.grid(alpha=0.2)
