@@ -68,7 +68,7 @@ class Config(RunConfig):
     num_epochs: int = flag(2, "passes over one rollout")
 
     # What this algorithm has alone.
-    kl_coef: float = flag(0.1, "weight of the KL penalty in the reward; 0: none", least=0)
+    kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimate of that KL; k2 and k3 pull less")
     missing_eos_penalty: float = flag(0.0, "subtracted from scores without EOS", least=0)
     gamma: float = flag(1.0, "discount", least=0, most=1)

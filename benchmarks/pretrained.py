@@ -7,7 +7,8 @@ docs/compare.md.
 FOLDER holds SmolLM2-135M-Instruct. "chat" asks for a sum in a sentence, and one completion in 40 is
 right at first. "sums" has numbers below 30 and an example, and one in eight is right. Each step has
 new prompts: so the mean score of its completions is an accuracy on sums that the policy hasn't
-seen. A run that is in pretrained.json isn't repeated.
+seen. A run that is in pretrained.json isn't repeated. There "sums, on a CPU" are runs of PPO at
+three weights of the KL, in float32, of other seeds.
 """
 
 import argparse
@@ -31,7 +32,8 @@ SEEDS = 5
 CHAT = "--task add --max_new_tokens 16 --num_steps 24 --eval_every 24 --num_eval_prompts 200"
 SUMS = "--prompts {folder}/sums.jsonl --reward numeric_match --max_new_tokens 4 --stop '\n' "
 SUMS += "--num_steps 16 --eval_every 16"
-PPO = "ppo.py --prompts_per_step 16 --num_generations 4 --num_mini_batches 2"
+PPO = "ppo.py --kl_coef 0.1 --num_mini_batches 2 --prompts_per_step 16 --num_generations 4"
+FEW = "ppo.py --kl_coef 0.1 --num_mini_batches 2 --prompts_per_step 32"
 GRPO = "grpo.py --prompts_per_step 8"
 RLOO = "rloo.py --prompts_per_step 16"
 KEPT = ("objective/scores", "objective/kl", "val/explained_variance")
@@ -56,14 +58,11 @@ GUARD = [(WHITEN, f"        if scores.unique().numel() > 1:\n    {WHITEN}")]
 JOBS = {  # {task: {name: (command, changes)}}
     "chat": {
         "PPO, 64 a step": (f"{PPO} {CHAT}", []),
-        "PPO, 32 a step": (f"ppo.py --prompts_per_step 32 --num_mini_batches 2 {CHAT}", []),
+        "PPO, 32 a step": (f"{FEW} {CHAT}", []),
         "GRPO": (f"{GRPO} {CHAT}", []),
         "RLOO": (f"{RLOO} {CHAT}", []),
         "GRPO, LoRA rank 16": (f"{GRPO} --lora_r 16 {CHAT}", []),
-        "PPO, 32 a step, whitened where scores differ": (
-            f"ppo.py --prompts_per_step 32 --num_mini_batches 2 {CHAT}",
-            GUARD,
-        ),
+        "PPO, 32 a step, whitened where scores differ": (f"{FEW} {CHAT}", GUARD),
     },
     "sums": {
         "PPO": (f"{PPO} {SUMS}", []),

@@ -31,7 +31,7 @@ DEFAULTS = {  # by hand: every figure of the pages was measured with these
     "grpo": "num_epochs 1 num_mini_batches 1 num_generations 8 oversample 1",
     "rloo": "num_epochs 1 num_mini_batches 1 num_generations 4",
     "ppo tiny": "num_steps 60 prompts_per_step 256 num_mini_batches 4 kl_coef .01 eval_every 15",
-    "ppo x/y": "prompts_per_step 16 num_mini_batches 1 kl_coef .1 learning_rate 2e-5",
+    "ppo x/y": "prompts_per_step 16 num_mini_batches 1 kl_coef .05 learning_rate 2e-5",
     "grpo tiny": "num_steps 180 prompts_per_step 32 kl_coef .01 learning_rate 8e-4 eval_every 30",
     "grpo x/y": "prompts_per_step 4 kl_coef .04 learning_rate 2e-5 micro_batch_tokens 1024",
     "rloo tiny": "num_steps 180 prompts_per_step 64 kl_coef .02 learning_rate 8e-4 eval_every 30",
