@@ -15,7 +15,7 @@ clip_range, eps_v is clip_range_value.
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-One AdamW moves pi and V, which share no weight that trains, at one learning rate; their gradients
+One AdamW trains pi and V, which share no trained weight, at one learning rate; their gradients
 are clipped together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.

@@ -7,8 +7,8 @@ docs/compare.md.
 FOLDER holds SmolLM2-135M-Instruct. "chat" asks for a sum in a sentence, and one completion in 40 is
 right at first. "sums" has numbers below 30 and an example, and one in eight is right. Each step has
 new prompts: so the mean score of its completions is an accuracy on sums that the policy hasn't
-seen. A run that is in pretrained.json isn't repeated. There "sums, on a CPU" are runs of PPO at
-three weights of the KL, in float32, of other seeds.
+seen. A run that is in pretrained.json isn't repeated. There "sums, on a CPU" are runs with
+--bf16 false --num_eval_prompts 90, of PPO at three weights of the KL too.
 """
 
 import argparse

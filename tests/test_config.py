@@ -23,7 +23,7 @@ def parse(script: str, flags: str) -> dict:
     return asdict(parse_flags(SCRIPTS[script].Config, "", SCRIPTS[script].TINY, flags.split()))
 
 
-DEFAULTS = {  # by hand: every figure of the pages was measured with these
+DEFAULTS = {  # by hand: figures of the pages were measured with these, where none is named
     "all": "warmup_steps 10 clip_range .2 max_grad_norm 1 temperature 1 save_every 50 lora_r 0",
     "tiny": "max_new_tokens 5 rollout_batch_size 256 num_eval_prompts 1024",
     "x/y": "max_new_tokens 24 rollout_batch_size 32 num_eval_prompts 24 num_steps 40 eval_every 20",
