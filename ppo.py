@@ -77,7 +77,7 @@ class Config(RunConfig):
     vf_coef: float = flag(0.1, "weight of the value loss; acts through the joint clip", least=0)
 
 
-# The embedded model's own defaults. It is small and has a single job, so it takes large steps.
+# The embedded models' own defaults. They are small and have a single job: so they take large steps.
 TINY = {
     "task": "add",
     "max_new_tokens": 5,
@@ -91,6 +91,13 @@ TINY = {
     "eval_every": 15,
     "num_eval_prompts": 1024,
     "bf16": False,
+}
+CUPS = TINY | {
+    "task": "cups",
+    "max_new_tokens": 16,
+    "num_steps": 20,
+    "learning_rate": 1e-3,
+    "eval_every": 5,
 }
 
 
@@ -135,7 +142,7 @@ def value_loss(
 
 def main(args: list[str] | None = None) -> None:
     # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
-    config = parse_flags(Config, __doc__, TINY, args)
+    config = parse_flags(Config, __doc__, {"tiny": TINY, "tiny/cups": CUPS}, args)
     torch.manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed)
 

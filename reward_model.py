@@ -238,7 +238,7 @@ class PairMeter(Totals):
 
 def main(args: list[str] | None = None) -> None:
     # The flags, and the random numbers.
-    config = parse_flags(Config, __doc__, TINY, args)
+    config = parse_flags(Config, __doc__, {"tiny": TINY}, args)
     torch.manual_seed(config.seed)
 
     # The model: a backbone with a head. A new head starts at 0: the first loss is log 2. Dropout

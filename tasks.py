@@ -83,6 +83,42 @@ def add_pairs() -> tuple[list[dict], list[dict]]:
     return pairs(train, LABEL_NOISE), pairs(heldout, 0.0)
 
 
+# --- cups: a ball under one of five cups, and a model that can follow it, but seldom does ---
+
+
+def cups(chat: bool) -> Task:
+    """Games of six swaps; 1 for the cup under which the ball is in the end, else 0."""
+    train, heldout = cups_prompts()
+    about = """5:23,25= says: the ball is under cup 5; cups 2 and 3 change places, then 2 and 5.
+Watch the length. A cup named at once is a guess; an answer that follows the ball has 13 tokens."""
+    return Task(train, heldout, [numeric_match], verifier=numeric_match, about=about)
+
+
+def cups_prompts() -> tuple[list[dict], list[dict]]:
+    """Games of six swaps: (train, held out), all different, the same in every run."""
+    rng, answers = random.Random(0), {}
+    while len(answers) < 5120:
+        ball, swaps = cups_game(rng, 6)
+        answers[cups_prompt(ball, swaps)] = cups_path(ball, swaps)[-1]
+    rows = [{"prompt": prompt, "answer": cup} for prompt, cup in answers.items()]
+    return rows[1024:], rows[:1024]
+
+
+def cups_game(rng: random.Random, num_swaps: int) -> tuple[str, list[str]]:
+    """The ball's cup, 1 to 5, and the pairs of cups that change places."""
+    return rng.choice("12345"), ["".join(sorted(rng.sample("12345", 2))) for _ in range(num_swaps)]
+
+
+def cups_prompt(ball: str, swaps: list[str]) -> str:
+    """The game as text: 5:23,25="""
+    return f"{ball}:{','.join(swaps)}="
+
+
+def cups_path(ball: str, swaps: list[str]) -> list[str]:
+    """The ball's cup after each swap."""
+    return [ball := {a: b, b: a}.get(ball, ball) for a, b in swaps]
+
+
 # --- sentiment: openings of film reviews, rewarded by a list of words ---
 
 
@@ -201,5 +237,5 @@ NEGATIVE = frozenset(
 
 # --- What the scripts use ---
 
-TASKS = {"add": add, "sentiment": sentiment}
+TASKS = {"add": add, "cups": cups, "sentiment": sentiment}
 REWARDS = VERIFIERS | {"brevity": brevity, "sentiment": sentiment_reward}

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from common import InputError, blame
-from plumbing.models import fast_half, is_adapter, pick_device
+from plumbing.models import fast_half, folder_of, is_adapter, pick_device
 
 
 def flag(default: Any, help: str, *, least: float | None = None, most: float = math.inf) -> Any:
@@ -69,7 +69,7 @@ class RunConfig(TrainConfig):
     on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 16384, "rollout_batch_size": 256}
 
     reference: str | None = flag(None, "the KL is to this model; default: --model as it begins")
-    task: str = flag("sentiment", "add, sentiment or one more of tasks.py")
+    task: str = flag("sentiment", "add, cups, sentiment or one more of tasks.py")
     prompts: str | None = flag(None, "JSON lines, CSV or a dataset NAME:SUBSET:SPLIT")
     prompt_template: str | None = flag(None, "text with {column}; default: {prompt}")
     system_prompt: str | None = flag(None, "system message in front; text becomes messages")
@@ -110,10 +110,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(
-    config_class: type[TrainConfig], doc: str, tiny: dict[str, Any], args: list[str] | None = None
+    config_class: type[TrainConfig],
+    doc: str,
+    embedded: dict[str, dict[str, Any]],
+    args: list[str] | None = None,
 ) -> Any:
-    """The command line as a complete, checked `config_class`. `tiny` has the defaults of the
-    embedded model. Raises InputError.
+    """The command line as a complete, checked `config_class`. `embedded` has the defaults of each
+    embedded model, by its name. Raises InputError.
     """
     parser = _Parser(
         usage="python %(prog)s [--flag value ...]", description=doc, allow_abbrev=False,
@@ -123,17 +126,21 @@ def parse_flags(
     for field in dataclasses.fields(config_class):
         default = field.default if field.default is not dataclasses.MISSING else []
         shown = "" if default in (None, [], False) else f" ({str(default).lower()})"
-        if field.name in tiny:
-            shown += f" (tiny: {str(tiny[field.name]).lower()})"
+        own = {name: x[field.name] for name, x in embedded.items() if field.name in x}
+        for name, value in own.items():
+            if name == "tiny" or value != own["tiny"]:
+                shown += f" ({name}: {str(value).lower()})"
         help = field.metadata["help"].replace("%", "%%") + shown
         parser.add_argument(f"--{field.name}", help=help, **_argument(kinds[field.name]))
     given, unknown = parser.parse_known_args(args)
     if unknown:
         raise InputError(f"unknown flag {unknown[0]}: --help lists them")
-    return complete(config_class, vars(given), tiny)
+    return complete(config_class, vars(given), embedded)
 
 
-def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[str, Any]) -> Any:
+def complete(
+    config_class: type[TrainConfig], given: dict[str, Any], embedded: dict[str, dict[str, Any]]
+) -> Any:
     """The flags that are given, as a complete, checked `config_class`. Raises InputError."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would write to the same folder
         raise InputError("a run is one process, not several as of torchrun: see docs/outgrow.md")
@@ -145,8 +152,11 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[
         if "output_dir" in given or given.get("num_steps") not in (None, settings["num_steps"]):
             raise InputError("--num_steps and --output_dir can't change on --resume")
         given = settings | {"overwrite": False} | given | {"output_dir": folder}
-    elif given.get("model", "tiny") == "tiny":
-        given = tiny | given
+    else:
+        # --task cups alone means the embedded model that plays it.
+        of_task = [name for name, own in embedded.items() if own.get("task") == given.get("task")]
+        given = {"model": (of_task or ["tiny"])[0]} | given
+        given = embedded.get(given["model"], {}) | given
     device = pick_device(given.get("device"))
     if device.type == "cuda":
         given = config_class.on_gpu | given
@@ -208,10 +218,13 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
 
 def _check_folder(config: TrainConfig) -> None:
     """Fill in --output_dir. Raises InputError, before a model is loaded, if something were lost."""
-    model = Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
+    path = Path(folder_of(config.model))
+    model = path.resolve().name if path.is_dir() else config.model
     data = getattr(config, "pairs", None) or getattr(config, "prompts", None)
     task = Path(data).stem if data else getattr(config, "task", "pairs")
-    name = f"{config.script}-{model}-{task}-s{config.seed}".replace("/", "-").replace(":", "-")
+    # `cups` is a model and a task, and once in the name is enough.
+    name = "-".join(dict.fromkeys((config.script, model, task, f"s{config.seed}")))
+    name = name.replace("/", "-").replace(":", "-")
     folder, number = Path(config.output_dir or f"runs/{name}").expanduser(), 1
     while (lost := _lost(config, folder)) and not config.output_dir:
         number += 1

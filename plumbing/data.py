@@ -47,6 +47,7 @@ class Task:
     rewards: list[RewardFunction]
     weights: list[float] = field(default_factory=list)  # one per reward; empty: all 1
     verifier: RewardFunction | None = None  # 1 for a right answer, 0 for a wrong one: eval/accuracy
+    about: str = ""  # what a prompt means and what to look at, for the terminal
     name: str = "prompts"
     tokenizer: Tokenizer | None = None
     eos_token_ids: list[int] = field(default_factory=list)
@@ -104,6 +105,8 @@ def load_task(
     if config.task not in tasks.TASKS:
         raise InputError(f"--task {config.task}: choose from {', '.join(tasks.TASKS)}")
     task = tasks.TASKS[config.task](tokenizer.chat_template is not None)
+    if task.about and not config.prompts:
+        print(task.about)
     task.tokenizer, task.seed = tokenizer, config.seed
     task.eos_token_ids = eos_token_ids(policy, tokenizer)
     if config.prompts:

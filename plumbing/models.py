@@ -69,6 +69,13 @@ def fast_half(device: torch.device) -> torch.dtype | None:
 # --- Loading ---
 
 
+def folder_of(name: str) -> str:
+    """Where a model is: an embedded one beside this program, `tiny` or `tiny/cups`; others where
+    their name says.
+    """
+    return str(TINY.parent / name) if name in ("tiny", "tiny/cups") else name
+
+
 def is_adapter(name: str) -> bool:
     """Whether the folder `name` holds an adapter, as peft saves it."""
     return (Path(name) / "adapter_config.json").exists()
@@ -119,10 +126,11 @@ def load_reference(config: Any, tokenizer: Tokenizer) -> nn.Module | None:
 
 
 def load(auto_class: type, name: str, new_head: bool = False, **options: Any) -> PreTrainedModel:
-    """A model of safetensors: `tiny`, a folder, or a name on the model hub. Raises InputError where
-    the checkpoint lacks weights; with `new_head` those of a head may be missing, and start at 0.
+    """A model of safetensors: an embedded one, a folder, or a name on the model hub. Raises
+    InputError where the checkpoint lacks weights; with `new_head` those of a head may be missing,
+    and start at 0.
     """
-    path = str(TINY) if name == "tiny" else name
+    path = folder_of(name)
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     options = {"dtype": torch.float32, "use_safetensors": True} | options  # not as it was saved
     options |= {"trust_remote_code": False}  # or transformers asks at the terminal
@@ -148,8 +156,7 @@ def load_tokenizer(name: str, base: str | None = None) -> Tokenizer:
     """The tokenizer of a model; for an adapter without one, that of its base model. InputError."""
     name = base if base and not any(Path(name).glob("tokenizer*")) else name
     with blame(f"the tokenizer of {name}"):
-        path = str(TINY) if name == "tiny" else name
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder_of(name), trust_remote_code=False)
         if len(tokenizer) < 2:  # transformers makes up an empty one where the files are missing
             raise InputError(f"{name}: has no tokenizer files")
         return tokenizer

@@ -34,6 +34,11 @@ from plumbing.data import Task, load_task
 torch.set_num_threads(1)
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
+# What each script says that the embedded models have otherwise.
+EMBEDDED = {
+    name: {"tiny": script.TINY} | ({"tiny/cups": script.CUPS} if hasattr(script, "CUPS") else {})
+    for name, script in SCRIPTS.items()
+}
 VOCAB = 40
 EOS = 39
 

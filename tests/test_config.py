@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small import SCRIPTS
+from small import EMBEDDED, SCRIPTS
 
 import grpo
 import plumbing.config
@@ -20,18 +20,22 @@ from plumbing.config import parse_flags
 def parse(script: str, flags: str) -> dict:
     flags += "" if {"--resume", "--output_dir"} & {*flags.split()} else " --output_dir new"
     flags += "" if "--device" in flags else " --device cpu"
-    return asdict(parse_flags(SCRIPTS[script].Config, "", SCRIPTS[script].TINY, flags.split()))
+    return asdict(parse_flags(SCRIPTS[script].Config, "", EMBEDDED[script], flags.split()))
 
 
 DEFAULTS = {  # by hand: figures of the pages were measured with these, where none is named
     "all": "warmup_steps 10 clip_range .2 max_grad_norm 1 temperature 1 save_every 50 lora_r 0",
     "tiny": "max_new_tokens 5 rollout_batch_size 256 num_eval_prompts 1024",
+    "tiny/cups": "max_new_tokens 16 learning_rate 1e-3 rollout_batch_size 256",
     "x/y": "max_new_tokens 24 rollout_batch_size 32 num_eval_prompts 24 num_steps 40 eval_every 20",
     "ppo": "num_epochs 2 gamma 1 lam .95 vf_coef .1 clip_range_value .2 num_generations 1",
     "grpo": "num_epochs 1 num_mini_batches 1 num_generations 8 oversample 1",
     "rloo": "num_epochs 1 num_mini_batches 1 num_generations 4",
     "ppo tiny": "num_steps 60 prompts_per_step 256 num_mini_batches 4 kl_coef .01 eval_every 15",
     "ppo x/y": "prompts_per_step 16 num_mini_batches 1 kl_coef .05 learning_rate 2e-5",
+    "ppo tiny/cups": "num_steps 20 prompts_per_step 256 num_mini_batches 4 kl_coef .01",
+    "grpo tiny/cups": "num_steps 60 prompts_per_step 32 kl_coef .01 eval_every 10",
+    "rloo tiny/cups": "num_steps 60 prompts_per_step 64 kl_coef .02 eval_every 10",
     "grpo tiny": "num_steps 180 prompts_per_step 32 kl_coef .01 learning_rate 8e-4 eval_every 30",
     "grpo x/y": "prompts_per_step 4 kl_coef .04 learning_rate 2e-5 micro_batch_tokens 1024",
     "rloo tiny": "num_steps 180 prompts_per_step 64 kl_coef .02 learning_rate 8e-4 eval_every 30",
@@ -39,14 +43,26 @@ DEFAULTS = {  # by hand: figures of the pages were measured with these, where no
 }
 
 
-@pytest.mark.parametrize("model", ["tiny", "x/y"])
+@pytest.mark.parametrize("model", ["tiny", "tiny/cups", "x/y"])
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
 def test_every_number_has_the_default_that_the_pages_were_measured_with(script, model):
     config = parse(script, f"--model {model}")
     words = " ".join(DEFAULTS[key] for key in ("all", model, script, f"{script} {model}")).split()
     expected = dict(zip(words[::2], map(float, words[1::2])))
     assert {name: config[name] for name in expected} == expected
-    assert config["task"] == ("add" if model == "tiny" else "sentiment")
+    assert config["task"] == {"tiny": "add", "tiny/cups": "cups"}.get(model, "sentiment")
+
+
+@pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
+def test_the_cups_alone_mean_the_embedded_model_that_plays_them(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # not where the folder tiny/cups is
+    flags = ["--device", "cpu", "--task", "cups"]
+    found = asdict(parse_flags(SCRIPTS[script].Config, "", EMBEDDED[script], flags))
+    assert found["output_dir"] == f"runs/{script}-cups-s0"
+    by_name = parse(script, "--model tiny/cups")
+    assert found | {"output_dir": "new"} == by_name
+    assert parse(script, "--task cups --model x/y")["max_new_tokens"] == 24
+    assert parse(script, "--task cups --model tiny")["max_new_tokens"] == 5
 
 
 ABOVE_0 = """micro_batch_tokens save_every max_new_tokens rollout_batch_size num_epochs eval_every

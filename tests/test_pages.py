@@ -61,7 +61,7 @@ def test_every_command_names_a_file_and_flags_that_are_there(page, tmp_path, mon
         assert program.startswith("-") or (REPOSITORY / program).is_file(), program
         script = SCRIPTS.get(Path(program).stem)
         if script and not {"--help", "--resume"} & {*flags}:
-            parse_flags(script.Config, "", script.TINY, flags)
+            parse_flags(script.Config, "", EMBEDDED[script.__name__], flags)
 
 
 def headings(page: Path) -> set[str]:

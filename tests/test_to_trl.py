@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 def config_of(script, flags=""):
     module = import_module(script)
-    return parse_flags(module.Config, "", module.TINY, f"--device cpu {flags}".split())
+    return parse_flags(module.Config, "", {"tiny": module.TINY}, f"--device cpu {flags}".split())
 
 
 def fields(script, flags="", num_processes=1, longest=6):

@@ -1,0 +1,93 @@
+"""The embedded models, what they are made of, and the games of cups that one of them plays."""
+
+import hashlib
+import itertools
+import random
+
+import pytest
+import torch
+from small import SCRIPTS, lines_of
+from transformers import AutoModelForCausalLM
+
+from plumbing.models import load, load_tokenizer
+from sampling import generate
+from tasks import cups_game, cups_path, cups_prompt, cups_prompts
+from tiny import make
+
+
+def test_a_game_of_cups_ends_where_the_ball_is_in_a_row_of_cups_that_change_places():
+    pairs = [f"{a}{b}" for a, b in itertools.combinations("12345", 2)]
+    for ball, *swaps in itertools.product("12345", pairs, pairs):
+        row, path = [cup == ball for cup in "12345"], []
+        for a, b in (map(int, swap) for swap in swaps):
+            row[a - 1], row[b - 1] = row[b - 1], row[a - 1]
+            path.append(str(1 + row.index(True)))
+        assert cups_path(ball, swaps) == path
+    assert cups_prompt("5", ["23", "25"]) == "5:23,25="
+    games = [cups_game(random.Random(n), 6) for n in range(200)]
+    assert {swap for _, swaps in games for swap in swaps} == {*pairs}
+    assert {ball for ball, _ in games} == {*"12345"} and len(games[0][1]) == 6
+
+
+def test_the_games_are_all_different_and_no_held_out_one_is_trained_on():
+    train, heldout = cups_prompts()
+    assert (len(train), len(heldout)) == (4096, 1024)
+    assert len({row["prompt"] for row in train + heldout}) == 5120
+    for row in train + heldout:
+        ball, swaps = row["prompt"].rstrip("=").split(":")
+        assert row["answer"] == cups_path(ball, swaps.split(","))[-1]
+
+
+def test_the_data_that_make_draws_are_those_that_the_embedded_models_have_seen():
+    """A hash of every tenth batch: whoever changes what is drawn has to make the model anew."""
+    for draw, seen in ((make.draw_sums, "d730fbec0d10c209"), (make.draw_cups, "3ca49c2730c729d1")):
+        rng, digest = random.Random(0), hashlib.sha256()
+        for step in range(0, 1000, 10):
+            for x in make.make_batch(draw(step / 1000, rng), make.make_tokenizer()):
+                digest.update(x.numpy().tobytes())
+        assert digest.hexdigest()[:16] == seen
+
+
+def test_the_model_of_the_cups_is_made_of_right_answers_without_the_held_out_games(monkeypatch):
+    for part, share in ((0.0, 0.9), (0.59, 0.9), (0.6, 0.1), (0.99, 0.1)):
+        rng = random.Random(0)
+        pairs = [pair for _ in range(16) for pair in make.draw_cups(part, rng)]
+        for prompt, answer in pairs:
+            ball, swaps = prompt.rstrip("=").split(":")
+            path = cups_path(ball, swaps.split(","))
+            assert answer in (path[-1], "".join(f">{cup}" for cup in path))
+        worked_out = sum(len(answer) > 1 for _, answer in pairs) / len(pairs)
+        assert worked_out == pytest.approx(share, abs=0.03)
+    monkeypatch.setattr(make, "HELD_OUT_GAMES", {prompt for prompt, _ in pairs})
+    drawn = make.draw_cups(0.99, random.Random(0))
+    assert len(drawn) == make.CUPS_BATCH_SIZE and not make.HELD_OUT_GAMES & {x for x, _ in drawn}
+
+
+def test_the_model_of_the_cups_works_one_game_in_ten_out_and_is_right_then():
+    """Worked out, answers are right; said at once, one in five, as a guess is."""
+    model, tokenizer = load(AutoModelForCausalLM, "tiny/cups"), load_tokenizer("tiny/cups")
+    rows = cups_prompts()[1]
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
+    rollout = generate(
+        model, prompts.input_ids, prompts.attention_mask, max_new_tokens=16,
+        eos_token_ids=[tokenizer.eos_token_id], pad_token_id=0,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    texts = tokenizer.batch_decode(rollout.tokens[:, -16:], skip_special_tokens=True)
+    right = {True: [], False: []}
+    for row, text in zip(rows, texts, strict=True):
+        right[text.startswith(">")].append(text[-1:] == row["answer"])
+    shares = {worked_out: sum(x) / len(x) for worked_out, x in right.items()}
+    assert len(right[True]) / len(rows) == pytest.approx(0.1, abs=0.04)
+    assert shares[True] > 0.9 and shares[False] == pytest.approx(0.2, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
+def test_told_only_whether_it_was_right_the_model_of_the_cups_learns_to_work_games_out(
+    script, tmp_path
+):
+    SCRIPTS[script].main(f"--task cups --num_eval_prompts 256 --output_dir {tmp_path}".split())
+    first, *_, last_step, last = lines_of(tmp_path / "metrics.jsonl")
+    assert first["eval/accuracy_greedy"] < 0.4 and last["eval/accuracy_greedy"] > 0.97
+    assert first["length/mean"] < 4 and 12 < last_step["length/mean"] < 14
