@@ -245,9 +245,8 @@ VARIANTS = {  # by the papers; the losses themselves are above
 def flags_of(variant: str, folder) -> grpo.Config:
     page = Path(grpo.__file__).with_name("docs") / "running.md"
     [command] = re.findall(rf"^\| {variant} \| `python grpo.py (.*)` \|", page.read_text(), re.M)
-    return parse_flags(
-        grpo.Config, "", {"tiny": grpo.TINY}, [*command.split(), f"--output_dir={folder}"]
-    )
+    flags = [*command.split(), f"--output_dir={folder}"]
+    return parse_flags(grpo.Config, "", {"tiny": grpo.TINY}, flags)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from small import (
+    EMBEDDED,
     SCRIPTS,
     byte_tokenizer,
     finished,
