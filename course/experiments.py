@@ -21,6 +21,8 @@ class Variant:
     measure: str = ""
     arguments: tuple = ()
     pairs: int = 0  # a reward model of so many pairs comes first; JUDGE in the flags is its folder
+    # THINKER in the flags is the model of the cups, retaught to work out this share of its answers.
+    thinks: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ LENGTHS = f"{GROUPS} --temperature 1.5 --max_new_tokens 12 --num_mini_batches 2"
 LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
 LEARNT += " --eval_every 5"
 SIZED = " --num_eval_prompts 256 --eval_every 80 --learning_rate 3e-4"
+# What the model of the cups has as defaults, for one that was retaught.
+RETAUGHT = """--task cups --model THINKER --max_new_tokens 16 --learning_rate 1e-3 --kl_coef 0.01
+--micro_batch_tokens 16384 --rollout_batch_size 256 --bf16 false --num_steps 80 --eval_every 80
+--num_eval_prompts 256"""
+# Games of one, two and six swaps; each token costs 0.02 of a reward of 1.
+PRICED = """--task cups --prompts GAMES --reward REWARDS:right_less_tokens --verifier numeric_match
+--num_steps 150 --eval_every 150 --num_eval_prompts 400"""
 START = 0.436  # the share of right samples before the first step
 
 EXPERIMENTS = {
@@ -492,6 +501,100 @@ EXPERIMENTS = {
             "bfloat16 has three digits: logits of about 10 are off by some hundredths. A KL is half"
             " the mean square of such differences.",
         ),
+    ),
+    "cups_rare": Experiment(
+        5,
+        "The model of the cups works a game out in one answer of ten. How rare may that be, for"
+        " GRPO to find that it pays? (256 completions a step, once 1,024; retaught: trained on with"
+        " other shares. `worked_out`: the share of answers in the end.)",
+        "accuracy worked_out length",
+        {
+            label: Variant("grpo", f"{RETAUGHT} --prompts_per_step {prompts}", thinks=share)
+            for label, share, prompts in (
+                ("10%", 0.1, 32), ("retaught to 3%", 0.03, 32), ("retaught to 1%", 0.01, 32),
+                ("retaught to 1%, 1,024", 0.01, 128), ("retaught to 0%", 0.0, 32),
+            )
+        },
+        Prediction(
+            "Retaught to work out 3% of its answers: is `accuracy` after 80 steps above or below"
+            " 0.5?",
+            "accuracy", "retaught to 3%", 0.5,
+            "Of the 8 answers to a prompt one is worked out in every fourth group or so. It is"
+            " nearly always right, where a guess is right once in five: so its advantage is large.",
+        ),
+    ),
+    "cups_base": Experiment(
+        5,
+        "64 answers to each of 96 games: is there anything that the model answers after GRPO and"
+        " never before? (`thought@64`: one of the 64 is right and worked out; `majority`: the cup"
+        " that most of them name.)",
+        "pass@1 pass@64 thought@64 majority",
+        {
+            f"{label}, {'after' if trained else 'before'}": Variant(
+                measure="of_64_answers", arguments=(share, trained)
+            )
+            for label, share in (("10%", 0.1), ("retaught to 0%", 0.0))
+            for trained in (False, True)
+        },
+        Prediction(
+            "Retaught to work nothing out: is `pass@64` after GRPO above, below or at what it was"
+            " before?",
+            "pass@64", "retaught to 0%, after", ("pass@64", "retaught to 0%, before"),
+            "There are five cups, and 64 guesses. What does a reward for lucky guesses make of"
+            " their variety?",
+        ),
+    ),
+    "cups_kl": Experiment(
+        5,
+        "The model learns to work games out. At which token does it leave the model that it was?"
+        " (The KL of the trained model to the first one, at the first token and at all others"
+        " together, in nats.)",
+        "kl_first kl_others right_when_worked_out",
+        {"grpo": Variant(measure="kl_of_places")},
+        Prediction(
+            "Is `kl_first` above or below `kl_others`?",
+            "kl_first", "grpo", ("kl_others", "grpo"),
+            "Of the answers that were worked out, how many were right before the training?",
+        ),
+    ),
+    "cups_price": Experiment(
+        5,
+        "Each token costs 0.02, where a right answer earns 1. Games have one, two or six swaps, and"
+        " after six no guess helps. Does the model still work these out (`worked_out_6`), and what"
+        " has the std to do with it? (`mixed`: divided by the std only in groups with right and"
+        " wrong answers; `alike`: only in the others, where the price alone differs.)",
+        "accuracy worked_out_1 worked_out_2 worked_out_6",
+        {
+            "std": Variant("grpo", PRICED),
+            "no std": Variant("grpo", f"{PRICED} --scale_rewards none"),
+            "std where mixed": Variant("grpo", PRICED, "divide_mixed_groups"),
+            "std where alike": Variant("grpo", PRICED, "divide_groups_of_one_verdict"),
+        },
+        Prediction(
+            "Divided by the std of each group: is `worked_out_6` above or below that without it?",
+            "worked_out_6", "std", ("worked_out_6", "no std"),
+            "Take a group whose answers are all right, where some are 5 tokens long and others 2."
+            " Their rewards differ by 0.06. By how much do their advantages?",
+        ),
+        curve="length/mean",
+    ),
+    "cups_length": Experiment(
+        5,
+        "A game that is worked out takes 13 tokens; here there is room for 40. Does GRPO's 1/T"
+        " leave a tail of long answers, where Dr. GRPO doesn't?",
+        "accuracy length longest",
+        {
+            "grpo": Variant("grpo", "--task cups --max_new_tokens 40"),
+            "dr_grpo": Variant(
+                "grpo", "--task cups --max_new_tokens 40 --loss_type dr_grpo --scale_rewards none"
+            ),
+        },
+        Prediction(
+            "Is `longest`, of the last five steps, with grpo above or below that with dr_grpo?",
+            "longest", "grpo", ("longest", "dr_grpo"),
+            "Of two wrong answers the longer one is punished less at each of its tokens.",
+        ),
+        curve="length/max",
     ),
     "overoptimisation": Experiment(
         6,

@@ -16,6 +16,7 @@ import random
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
 import torch
 from experiments import GROUPS
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 torch.set_num_threads(1)  # faster for a model this small, and the same on every machine
 
@@ -84,6 +85,16 @@ def short(completions: list[str], **columns: object) -> list[float]:
 def long(completions: list[str], **columns: object) -> list[float]:
     """A twelfth for each character: go on as long as you can."""
     return [len(text) / 12 for text in completions]
+
+
+def right_less_tokens(
+    completions: list[str], answer: list[str], completion_ids: list[list[int]], **columns: object
+) -> list[float]:
+    """1 for the right number, less 0.02 for each token, EOS included."""
+    from tasks import numeric_match
+
+    right = numeric_match(completions, answer)
+    return [x - 0.02 * len(ids) for x, ids in zip(right, completion_ids, strict=True)]
 
 
 # --- Mistakes, and what else no flag asks for ---
@@ -158,6 +169,25 @@ def imitate_what_is_right(module: ModuleType) -> None:
     """Rejection fine-tuning: the mean log-prob of the right completions rises, and no other."""
     drop_the_ratio(module)
     module.group_advantages = lambda rewards, *_: (rewards == 1).float()
+
+
+def divide_mixed_groups(module: ModuleType, mixed: bool = True) -> None:
+    """Divide by the std only in groups with right and wrong answers; with `mixed` False only in the
+    others. The reward is right_less_tokens: rounded, it says what was right.
+    """
+    original = module.group_advantages
+
+    def group_advantages(rewards: Tensor, num_generations: int, *_: object) -> Tensor:
+        divided, raw = (original(rewards, num_generations, x) for x in ("group", "none"))
+        right = rewards.view(-1, num_generations).round()
+        is_mixed = (right.amax(1) > right.amin(1)).repeat_interleave(num_generations)
+        return torch.where(is_mixed == mixed, divided, raw)
+
+    module.group_advantages = group_advantages
+
+
+def divide_groups_of_one_verdict(module: ModuleType) -> None:
+    divide_mixed_groups(module, mixed=False)
 
 
 # --- Figures without the flags of a run ---
@@ -307,3 +337,122 @@ def by_difficulty(scale_rewards: str, seed: int) -> dict[str, float]:
         after = chances(Path(folder) / "run" / "model", prompts, [1.0])[0]
     means = {"hard": after[hard].mean().item(), "easy": after[~hard].mean().item()}
     return {"one_of_8": one / half} | means
+
+
+# --- The cups ---
+
+
+@functools.cache
+def thinker(share: float) -> tempfile.TemporaryDirectory:
+    """A folder with the model of the cups, retaught to work out this share of its answers; made
+    once per process.
+    """
+    from tiny import make
+
+    folder, source = tempfile.TemporaryDirectory(), ROOT / "tiny" / "cups"
+    parts = [x.from_pretrained(source) for x in (AutoModelForCausalLM, AutoTokenizer)]
+    if share != make.LATE:  # that of the embedded model
+        # 300 batches change the share; the last traces of what isn't shown any more take 900.
+        num_steps = 300 if share > 0 else 900
+        make.train(*parts, num_steps, lambda _, rng: make.draw_cups(1.0, rng, share), rate=1e-3)
+    for part in parts:
+        part.save_pretrained(folder.name)
+    return folder
+
+
+def write_games(file: Path) -> None:
+    """Games of one, two and six swaps as prompts, a thousand each."""
+    from tasks import cups_game, cups_path, cups_prompt
+
+    rng, rows = random.Random(0), []
+    for i in range(3000):
+        ball, swaps = cups_game(rng, (1, 2, 6)[i % 3])
+        rows += [{"prompt": cups_prompt(ball, swaps), "answer": cups_path(ball, swaps)[-1]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def worked_out(samples: list[dict]) -> dict[str, float]:
+    """The share of answers to games of cups that are worked out: of all, and by number of swaps."""
+    found = {}
+    for x in samples:
+        for name in ("worked_out", f"worked_out_{x['prompt'].count(',') + 1}"):
+            found.setdefault(name, []).append(x["completion"].startswith(">"))
+    return {name: sum(x) / len(x) for name, x in found.items()}
+
+
+# What grpo.py does with the model of the cups, for any folder.
+AS_CUPS = """--task cups --max_new_tokens 16 --num_steps 60 --prompts_per_step 32 --kl_coef 0.01
+--learning_rate 1e-3 --rollout_batch_size 256 --micro_batch_tokens 16384 --bf16 false
+--num_eval_prompts 8 --eval_every 60"""
+
+
+@contextlib.contextmanager
+def after_grpo(share: float, trained: bool, seed: int) -> Iterator[str]:
+    """The folder of the model that works out this share, before or after GRPO."""
+    with tempfile.TemporaryDirectory() as output:
+        folder = thinker(share).name
+        if trained:
+            start(module_of("grpo"), f"--model {folder} {AS_CUPS}", seed, Path(output) / "run")
+            folder = f"{output}/run/model"
+        yield folder
+
+
+def answers_of(folder: str, num_games: int, num_answers: int, seed: int) -> tuple:
+    """Answers to held-out games: the model, the rollout, and the texts and which of them are right,
+    a row for each game.
+    """
+    from plumbing.data import decode, pad_rows, prompt_tokens
+    from plumbing.models import load, load_tokenizer
+    from sampling import generate
+    from tasks import cups_prompts, numeric_match
+
+    policy, tokenizer = load(AutoModelForCausalLM, folder), load_tokenizer(folder)
+    rows = cups_prompts()[1][:num_games]
+    prompts = pad_rows(prompt_tokens(tokenizer, [row["prompt"] for row in rows]))
+    rollout = generate(
+        policy, *prompts, num_generations=num_answers, max_new_tokens=16, pad_token_id=0,
+        eos_token_ids=[tokenizer.eos_token_id], generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    texts = decode(tokenizer, rollout, [tokenizer.eos_token_id])
+    right = numeric_match(texts, [row["answer"] for row in rows for _ in range(num_answers)])
+    of_games = [slice(i, i + num_answers) for i in range(0, len(texts), num_answers)]
+    return policy, rollout, [(texts[x], right[x]) for x in of_games]
+
+
+def of_64_answers(share: float, trained: bool, seed: int) -> dict[str, float]:
+    """Of 64 answers to each of 96 games: the share of right ones; the share of games with a right
+    one, with a right one that is worked out, and where the commonest answer is right.
+    """
+    with after_grpo(share, trained, seed) as folder:
+        *_, games = answers_of(folder, 96, 64, seed)
+    found = {"pass@1": [], "pass@64": [], "thought@64": [], "majority": []}
+    for texts, right in games:
+        last = [text[-1:] for text in texts]
+        commonest = max(set(last), key=last.count)
+        found["pass@1"].append(sum(right) / len(right))
+        found["pass@64"].append(max(right))
+        found["thought@64"].append(max(x * text.startswith(">") for text, x in zip(texts, right)))
+        found["majority"].append(right[last.index(commonest)])
+    return {name: sum(x) / len(x) for name, x in found.items()}
+
+
+def kl_of_places(seed: int) -> dict[str, float]:
+    """The KL of the model after GRPO to the embedded one, at the first token and at all others; and
+    which share of the embedded one's worked out answers is right.
+    """
+    from common import completion_logprobs, kl_estimate
+    from plumbing.models import load
+
+    base = str(ROOT / "tiny" / "cups")
+    with after_grpo(0.1, True, seed) as folder, torch.no_grad():
+        policy, rollout, _ = answers_of(folder, 1024, 1, seed)
+        pair = policy, load(AutoModelForCausalLM, base)
+        logprobs = [completion_logprobs(model, rollout, 1.0)[0] for model in pair]
+    kl = kl_estimate(*logprobs, "k1").mean(0)  # (T,)
+    *_, games = answers_of(base, 1024, 1, seed)
+    right = [x for texts, (x,) in games if texts[0].startswith(">")]
+    return {
+        "kl_first": kl[0].item(),
+        "kl_others": kl[1:].sum().item(),
+        "right_when_worked_out": sum(right) / len(right),
+    }

@@ -41,7 +41,7 @@ REFERENCE, CURVES = HERE / "reference.json", HERE / "curves.json"
 JUDGE = "--num_steps 80 --num_eval_pairs 256 --eval_every 80"
 FAR = 6  # standard deviations
 # Trained on the machine where it is measured, and rounding makes another model of it.
-ANOTHER_MODEL = "unfinished"
+ANOTHER_MODEL = ("unfinished", "retaught")
 
 
 def figures_of(lines: list[dict]) -> dict[str, float]:
@@ -71,6 +71,7 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "entropy": late("objective/entropy"),
         "reward": late("objective/scores"),
         "length": late("length/mean"),
+        "longest": max(line["length/max"] for line in steps[-5:]),
         "truncated": late("length/truncated_frac"),
         "clipfrac": mean("policy/clipfrac_avg"),
         "approxkl": mean("policy/approxkl_avg"),
@@ -101,8 +102,16 @@ def run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], lis
             judged = train_judge(variant.pairs, JUDGE, seed, folder / "judge")
             figures["judge"] = judged[-1]["eval/accuracy"]  # on held-out pairs
             flags = flags.replace("JUDGE", shlex.quote(str(folder / "judge")))
+        if variant.thinks is not None:
+            flags = flags.replace("THINKER", shlex.quote(lab_parts.thinker(variant.thinks).name))
+        if "GAMES" in flags:
+            lab_parts.write_games(folder / "games.jsonl")
+            flags = flags.replace("GAMES", shlex.quote(str(folder / "games.jsonl")))
         lines = start(module_of(variant.script, variant.change), flags, seed, folder / "run")
-        samples = read(folder / "run" / "samples.jsonl")[-4:]
+        samples = read(folder / "run" / "samples.jsonl")
+        last = [x for x in samples if x["split"] == "heldout" and x["step"] == lines[-1]["step"]]
+        figures |= lab_parts.worked_out(last)
+        samples = samples[-4:]
         figures["sampled"] = lines[-2]["episode"]  # completions
     curve = [line.get(experiment.curve) for line in lines[:-1]]
     texts = [f"{x['score']:.0f}  {x['prompt']} {x['completion']}" for x in samples]

@@ -19,7 +19,8 @@ plumbing/__init__.py plumbing/config.py plumbing/data.py plumbing/metrics.py plu
 plumbing/preferences.py plumbing/run.py tools/__init__.py tools/look.html tools/look.py
 tools/plot.py tools/to_trl.py tiny/README.md tiny/config.json tiny/generation_config.json
 tiny/make.py tiny/model.safetensors tiny/temperature.py tiny/tokenizer.json
-tiny/tokenizer_config.json""".split()
+tiny/tokenizer_config.json tiny/cups/config.json tiny/cups/generation_config.json
+tiny/cups/model.safetensors tiny/cups/tokenizer.json tiny/cups/tokenizer_config.json""".split()
 
 
 @dataclass(frozen=True)

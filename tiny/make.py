@@ -12,10 +12,10 @@ learning needs: a behaviour that is there and isn't preferred. The held-out sums
 are not among its data. The unfinished model, of docs/experiments.md, has seen right answers alone,
 but too few of them.
 
-The model of the cups sees right answers alone, to games of two or six swaps. At first nine in ten
-of them are worked out, >5>3>3>1>1>4, and later one in ten. So it can work a game out, but mostly
-it names a cup at once, and after six swaps that is a guess. The held-out games of the task `cups`
-are not among its data.
+The model of the cups sees right answers alone, to games of one, two or six swaps. At first nine in
+ten of them are worked out, >5>3>3>1>1>4, and later one in ten. So it can work a game out, but
+mostly it names a cup at once, and after six swaps that is a guess. The held-out games of the task
+`cups` are not among its data.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def draw_cups(part: float, rng: random.Random, late: float = LATE) -> list[tuple
     """Games and right answers, once `part` of the training is over, 0 to 1."""
     pairs = []
     while len(pairs) < CUPS_BATCH_SIZE:
-        ball, swaps = cups_game(rng, rng.choice([2, 6]))
+        ball, swaps = cups_game(rng, rng.choice([1, 2, 6]))
         prompt, path = cups_prompt(ball, swaps), cups_path(ball, swaps)
         worked_out = rng.random() < (EARLY if part < 0.6 else late)
         if prompt not in HELD_OUT_GAMES:
@@ -146,16 +146,13 @@ def train(
     num_steps: int,
     draw: Callable[[float, random.Random], list[tuple[str, str]]],
     seed: int = SEED,
+    rate: float = LEARNING_RATE,
 ) -> None:
     """Train the model on num_steps batches of pairs: draw(which part of the training is over)."""
     rng = random.Random(seed)
     disable_dropout(model.train())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, num_steps, pct_start=0.1
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, num_steps, pct_start=0.1)
     bar = trange(num_steps)
     for step in bar:
         tokens, labels = make_batch(draw(step / num_steps, rng), tokenizer)
