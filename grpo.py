@@ -96,7 +96,8 @@ CUPS = TINY | {
     "max_new_tokens": 16,
     "num_steps": 60,
     "learning_rate": 1e-3,
-    "eval_every": 10,
+    "eval_every": 5,
+    "num_eval_prompts": 512,
 }
 
 

@@ -97,7 +97,8 @@ CUPS = TINY | {
     "max_new_tokens": 16,
     "num_steps": 20,
     "learning_rate": 1e-3,
-    "eval_every": 5,
+    "eval_every": 2,
+    "num_eval_prompts": 512,
 }
 
 

@@ -526,7 +526,7 @@ EXPERIMENTS = {
     "cups_base": Experiment(
         5,
         "64 answers to each of 96 games: is there anything that the model answers after GRPO and"
-        " never before? (`thought@64`: one of the 64 is right and worked out; `majority`: the cup"
+        " never before? (Without a KL. `thought@64`: one of the 64 is right and worked out; `majority`: the cup"
         " that most of them name.)",
         "pass@1 pass@64 thought@64 majority",
         {
@@ -552,9 +552,10 @@ EXPERIMENTS = {
         "kl_first kl_others right_when_worked_out",
         {"grpo": Variant(measure="kl_of_places")},
         Prediction(
-            "Is `kl_first` above or below `kl_others`?",
-            "kl_first", "grpo", ("kl_others", "grpo"),
-            "Of the answers that were worked out, how many were right before the training?",
+            "In the end it works out nearly all of its answers, where it did one in ten. How large is"
+            " `kl_first`, in nats?",
+            "kl_first", "grpo", None,
+            "The KL is the mean of log pi - log pi_ref. At the first token pi is about 1, pi_ref .1.",
         ),
     ),
     "cups_price": Experiment(
@@ -580,9 +581,9 @@ EXPERIMENTS = {
     ),
     "cups_length": Experiment(
         5,
-        "A game that is worked out takes 13 tokens; here there is room for 40. Does GRPO's 1/T"
-        " leave a tail of long answers, where Dr. GRPO doesn't?",
-        "accuracy length longest",
+        "A game that is worked out takes 13 tokens; here there is room for 40. Does GRPO's 1/T make"
+        " answers longer than Dr. GRPO's constant does?",
+        "accuracy length",
         {
             "grpo": Variant("grpo", "--task cups --max_new_tokens 40"),
             "dr_grpo": Variant(
@@ -590,11 +591,13 @@ EXPERIMENTS = {
             ),
         },
         Prediction(
-            "Is `longest`, of the last five steps, with grpo above or below that with dr_grpo?",
-            "longest", "grpo", ("longest", "dr_grpo"),
-            "Of two wrong answers the longer one is punished less at each of its tokens.",
+            "Is `length` with grpo above, below or (to a third of a token) at that with dr_grpo?",
+            "length", "grpo", ("length", "dr_grpo"),
+            "Of two wrong answers the longer one is punished less at each of its tokens. How many"
+            " answers are wrong in the end?",
+            near=0.33,
         ),
-        curve="length/max",
+        curve="length/mean",
     ),
     "overoptimisation": Experiment(
         6,

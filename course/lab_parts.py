@@ -354,7 +354,8 @@ def thinker(share: float) -> tempfile.TemporaryDirectory:
     if share != make.LATE:  # that of the embedded model
         # 300 batches change the share; the last traces of what isn't shown any more take 900.
         num_steps = 300 if share > 0 else 900
-        make.train(*parts, num_steps, lambda _, rng: make.draw_cups(1.0, rng, share), rate=1e-3)
+        with contextlib.redirect_stderr(io.StringIO()):  # its bar
+            make.train(*parts, num_steps, lambda _, rng: make.draw_cups(1.0, rng, share), rate=1e-3)
     for part in parts:
         part.save_pretrained(folder.name)
     return folder
@@ -387,12 +388,13 @@ AS_CUPS = """--task cups --max_new_tokens 16 --num_steps 60 --prompts_per_step 3
 
 
 @contextlib.contextmanager
-def after_grpo(share: float, trained: bool, seed: int) -> Iterator[str]:
+def after_grpo(share: float, trained: bool, seed: int, flags: str = "") -> Iterator[str]:
     """The folder of the model that works out this share, before or after GRPO."""
     with tempfile.TemporaryDirectory() as output:
         folder = thinker(share).name
         if trained:
-            start(module_of("grpo"), f"--model {folder} {AS_CUPS}", seed, Path(output) / "run")
+            flags = f"--model {folder} {AS_CUPS} {flags}"
+            start(module_of("grpo"), flags, seed, Path(output) / "run")
             folder = f"{output}/run/model"
         yield folder
 
@@ -423,7 +425,7 @@ def of_64_answers(share: float, trained: bool, seed: int) -> dict[str, float]:
     """Of 64 answers to each of 96 games: the share of right ones; the share of games with a right
     one, with a right one that is worked out, and where the commonest answer is right.
     """
-    with after_grpo(share, trained, seed) as folder:
+    with after_grpo(share, trained, seed, "--kl_coef 0") as folder:
         *_, games = answers_of(folder, 96, 64, seed)
     found = {"pass@1": [], "pass@64": [], "thought@64": [], "majority": []}
     for texts, right in games:

@@ -71,7 +71,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "entropy": late("objective/entropy"),
         "reward": late("objective/scores"),
         "length": late("length/mean"),
-        "longest": max(line["length/max"] for line in steps[-5:]),
         "truncated": late("length/truncated_frac"),
         "clipfrac": mean("policy/clipfrac_avg"),
         "approxkl": mean("policy/approxkl_avg"),
