@@ -3,6 +3,7 @@
   python benchmarks/learning.py --job tiny      # 8 seeds, 20 minutes on two CPU cores
   python benchmarks/learning.py --job updates   # equal settings, 15 minutes
   python benchmarks/learning.py --job seconds   # and the same seconds, 5 minutes
+  python benchmarks/learning.py --job cups      # the other embedded model, 8 seeds, 10 minutes
   python benchmarks/learning.py                 # pictures and tables alone
 
 Seconds are those of rollout and update, without evaluations; the runs alternate, so that a machine
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).with_suffix(".json")
 COLOURS = {name.upper(): colour for name, colour in metrics.COLOURS.items()}
 # The ink is for light and for dark pages.
 TEXTS, INK = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split(), "#7a7f85"
-SEEDS = {"tiny": 8, "updates": 5, "seconds": 3}
+SEEDS = {"tiny": 8, "updates": 5, "seconds": 3, "cups": 8}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
 EPISODES = f"{EQUAL} --num_steps 60 --eval_every 10"
@@ -51,12 +52,15 @@ JOBS = {  # {name: command}
         "GRPO": f"grpo.py {EQUAL} --num_steps 160 --eval_every 32",
         "RLOO": f"rloo.py {EQUAL} --num_steps 196 --eval_every 28",
     },
+    "cups": {name: f"{name.lower()}.py --task cups" for name in ("PPO", "GRPO", "RLOO")},
 }
 Curve = list[dict[str, float]]  # the points of a run
 
 
-def train(command: str) -> tuple[list[dict], float]:
-    """Run a script: its metrics, a dict per step and one of the last evaluation; peak memory."""
+def train(command: str) -> tuple[list[dict], float, float]:
+    """Run a script: its metrics, a dict per step and one of the last evaluation; its peak memory in
+    GB and its CPU seconds, those of the start included.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = f"{sys.executable} {REPOSITORY}/{command} --output_dir {folder}/run"
         process = subprocess.Popen(command.split(), stdout=subprocess.DEVNULL)
@@ -64,23 +68,26 @@ def train(command: str) -> tuple[list[dict], float]:
         if status:
             sys.exit(f"{command} failed")
         text = Path(folder, "run", "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()], used.ru_maxrss * 1024 / 1e9
+    lines = [json.loads(line) for line in text.splitlines()]
+    return lines, used.ru_maxrss * 1024 / 1e9, used.ru_utime + used.ru_stime
 
 
 def points_of(lines: list[dict], gb: float) -> Curve:
-    """A point at each evaluation of a run; its `kl` is the mean since the point before."""
+    """A point at each evaluation of a run; `kl` and `length` are means since the point before."""
     points, episodes, seconds = [], 0, 0.0
-    kls = [lines[0]["objective/kl"]]  # step 0 samples from the untrained model
+    since = lines[:1]  # step 0 samples from the untrained model
     for line in lines:
         if "eval/reward" in line:
-            point = {"episodes": episodes, "seconds": seconds, "kl": statistics.mean(kls), "gb": gb}
+            point = {"episodes": episodes, "seconds": seconds, "gb": gb}
+            for name, key in (("kl", "objective/kl"), ("length", "length/mean")):
+                point[name] = statistics.mean(x[key] for x in since)
             point |= {"sampled": line["eval/accuracy"], "greedy": line["eval/accuracy_greedy"]}
             points.append({key: round(value, 4) for key, value in point.items()})
-            kls = []
+            since = []
         if "episode" in line:  # not in the last line, which is an evaluation alone
             episodes = line["episode"]
             seconds += line["time/rollout"] + line["time/update"]
-            kls.append(line["objective/kl"])
+            since.append(line)
     return points
 
 
@@ -90,8 +97,9 @@ def measure(job: str, results: dict[str, dict]) -> None:
     for seed in range(SEEDS[job]):
         for name, command in JOBS[job].items():
             if len(runs[name]) == seed:
-                points = points_of(*train(f"{command} --seed {seed}"))
-                runs[name].append({"points": points})
+                lines, gb, cpu = train(f"{command} --seed {seed}")
+                points = points_of(lines, gb)
+                runs[name].append({"points": points, "cpu": round(cpu, 1)})
                 print(f"{name}, seed {seed}: {points[0]} -> {points[-1]}", flush=True)
                 RESULTS.write_text(json.dumps(results) + "\n")
 
@@ -117,6 +125,9 @@ def table(curves_of: dict[str, list[Curve]]) -> str:
     for key in ("sampled", "greedy"):
         cells = [f"{min(c[-1][key] for c in curves):.3f}" for curves in groups]
         lines.append(f"| the lowest of the seeds, {key} | {' | '.join(cells)} |")
+    if "length" in groups[0][0][0]:
+        for when, point in (("start", 0), ("end", -1)):
+            add(f"tokens, at the {when}", 2, [[c[point]["length"] for c in x] for x in groups])
     add("KL at the end, nats per completion", 2, [[c[-1]["kl"] for c in x] for x in groups])
     add("peak memory, GB", 2, [[c[-1]["gb"] for c in x] for x in groups])
     for axis, digits in (("episodes", 0), ("seconds", 1)):
@@ -170,6 +181,8 @@ def main() -> None:
     for job, by_name in results.items():
         curves_of[job] = {name: [run["points"] for run in by_name[name]] for name in by_name}
         print(f"\n{job}\n\n{table(curves_of[job])}")
+        cpu = [[run["cpu"] for run in runs if "cpu" in run] for runs in by_name.values()]
+        print("CPU seconds:", *(f"{min(x):.0f} to {max(x):.0f}" for x in cpu if x))
     styles = {"-": "sampled", "--": "greedy"}
     lines = [
         (name, style, key, curves)

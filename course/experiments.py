@@ -526,8 +526,8 @@ EXPERIMENTS = {
     "cups_base": Experiment(
         5,
         "64 answers to each of 96 games: is there anything that the model answers after GRPO and"
-        " never before? (Without a KL. `thought@64`: one of the 64 is right and worked out; `majority`: the cup"
-        " that most of them name.)",
+        " never before? (Without a KL. `thought@64`: one of the 64 is right and worked out;"
+        " `majority`: the cup that most of them name.)",
         "pass@1 pass@64 thought@64 majority",
         {
             f"{label}, {'after' if trained else 'before'}": Variant(
@@ -552,10 +552,11 @@ EXPERIMENTS = {
         "kl_first kl_others right_when_worked_out",
         {"grpo": Variant(measure="kl_of_places")},
         Prediction(
-            "In the end it works out nearly all of its answers, where it did one in ten. How large is"
-            " `kl_first`, in nats?",
+            "In the end it works out nearly all of its answers, where it did one in ten. How large"
+            " is `kl_first`, in nats?",
             "kl_first", "grpo", None,
-            "The KL is the mean of log pi - log pi_ref. At the first token pi is about 1, pi_ref .1.",
+            "The KL is the mean of log pi - log pi_ref. At the first token pi is about 1, and"
+            " pi_ref 0.1.",
         ),
     ),
     "cups_price": Experiment(
