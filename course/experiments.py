@@ -537,11 +537,11 @@ EXPERIMENTS = {
             for trained in (False, True)
         },
         Prediction(
-            "Retaught to work nothing out: is `pass@64` after GRPO above, below or at what it was"
-            " before?",
-            "pass@64", "retaught to 0%, after", ("pass@64", "retaught to 0%, before"),
-            "There are five cups, and 64 guesses. What does a reward for lucky guesses make of"
-            " their variety?",
+            "The model works out one answer in ten. Is its `pass@64` after GRPO above, below or at"
+            " what it was before?",
+            "pass@64", "10%, after", ("pass@64", "10%, before"),
+            "Of 64 answers six are worked out, and nearly all of these are right. So what is left"
+            " to gain for 64 answers, and what for one?",
         ),
     ),
     "cups_kl": Experiment(

@@ -11,8 +11,13 @@ def on_files(files: Files, config: dict) -> None:
     text = Path(config["config_file_path"]).with_name("README.md").read_text(encoding="utf-8")
     text = re.sub(r'(\]\(|src(?:set)?=")(?![a-z]+:|#)', r"\1../", text).replace("../docs/", "")
     # The site has a dark mode of its own, whatever the browser's.
-    picture = r'<picture>\s*<source .*?srcset="(.+?)">\s*(<img .*?src=")(.+?)(".*?>)\s*</picture>'
-    text = re.sub(picture, r"\2\1#only-dark\4 \2\3#only-light\4", text, flags=re.DOTALL)
+    narrow = '<picture><source media="(max-width: 600px)" srcset="first-{0}-narrow.png">'
+    both = [
+        narrow.format(page) + rf"\1first-{page}.png#only-{page}\2</picture>"
+        for page in ("dark", "light")
+    ]
+    picture = r'<picture>.*?(<img .*?src=").+?(".*?>)\s*</picture>'
+    text = re.sub(picture, " ".join(both), text, count=1, flags=re.DOTALL)
     # python tools/look.py runs/grpo-tiny-add-s0 --out docs/credit.html
     # README.md has no link to it: GitHub shows the source of an HTML page, not the page.
     linked = r"[\1](credit.html)\n\n[Open this page](credit.html)"
