@@ -34,16 +34,21 @@ def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_a
 
 
 @pytest.mark.slow
-def test_the_first_picture_is_drawn_from_a_run_for_light_and_dark_pages(tmp_path, monkeypatch):
+def test_the_first_picture_is_drawn_from_a_run_for_light_dark_and_narrow_pages(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("matplotlib")
     import picture
 
     (tmp_path / "docs").mkdir()
-    group = [{"prompt": "4+3=", "tokens": ["7", "<eos>"], "advantages": x} for x in (-1.5, 0, 0.5)]
-    lines = [json.dumps(line | {"step": step}) for step in (0, 5, 10) for line in group]
+    answer = {"prompt": "4:12=", "tokens": [">", "4", "<eos>"], "old_logprobs": [-1, -1, -1]}
+    group = [answer | {"score": x, "new_logprobs": [x - 1.5, -1, -1]} for x in (0, 1)]
+    lines = [json.dumps(line | {"step": step}) for step in (0, 7, 10, 50) for line in group]
     (tmp_path / "tokens.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(picture, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path), "0", "5", "10"])
+    monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path), "0", "7", "10", "50"])
     picture.main()
-    light, dark = ((tmp_path / "docs" / f"first-{x}.png").read_bytes() for x in ("light", "dark"))
-    assert light != dark and max(len(light), len(dark)) < 300_000
+    found = {path.stem: path.read_bytes() for path in (tmp_path / "docs").glob("*.png")}
+    kinds = [f"first-{page}{end}" for page in ("light", "dark") for end in ("", "-narrow")]
+    assert {*found} == {*kinds} and len({*found.values()}) == 4
+    assert max(map(len, found.values())) < 300_000
