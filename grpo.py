@@ -19,6 +19,7 @@ arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arX
 [6] Tajwar et al. 2026, arXiv 2602.02710.
 
   python grpo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
+  python grpo.py --task cups     # a model finds out that thinking pays: answers of 13 tokens, not 3
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """
 
