@@ -197,7 +197,9 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
             put(chromium, moved=moved)
             found = texts_of(chromium, ".t", "number")
             assert found[0] == pytest.approx(first) and found[14:] == [None] * 7
-            assert [x is None for x in found] == [" none" in x for x in classes_of(chromium)]
+            classes = classes_of(chromium)
+            assert [x is None for x in found] == [" none" in x for x in classes]
+            assert [x for x in classes if " none clipped" in x] == []
         put(chromium, moved=0, beside="RLOO")
         sums = ["+0.24 · 50%", "-0.24 · 50%", "no number"]
         assert texts_of(chromium, ".sum") == [*sums, "+2.3 · 50%", "-2.3 · 50%", "no number"]
