@@ -106,7 +106,7 @@ BUGS = [
     ("data.prompt_tokens", "ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids", "ids", "two BOS in front of a prompt"),
     ("data._order", "f\"{seed},{number}\"", "f\"{number}\"", "the seed doesn't order the prompts"),
     ("data._prompt_of", "template.format(**row)", "template.format(**row).strip()", "a template loses the blanks at its ends"),
-    ("config.complete", "given = tiny | given", "given = given | tiny", "the embedded model's defaults beat the flags"),
+    ("config.complete", "given = embedded.get(given[\"model\"], {}) | given", "given = given | embedded.get(given[\"model\"], {})", "the embedded model's defaults beat the flags"),
     ("config.complete", "settings | {\"overwrite\": False} | given", "given | settings | {\"overwrite\": False}", "a resumed run takes no flag"),
     ("config._check_numbers", "(x <= 0 if least", "(x < 0 if least", "0 is taken where it makes no sense"),
     ("config._check_numbers", "not math.isfinite(x) or ", "", "a rate of NaN is taken"),

@@ -86,7 +86,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("reward_model", PAIRS, "can't be read: ValueError", PAIR.replace("1", '"one"')),
     ("reward_model", PAIRS, "no pair is left to train on", PAIR.replace("b", "a")),
     # Rewards
-    ("ppo", "--task sentimant", "--task sentimant: choose from add, sentiment", ""),
+    ("ppo", "--task sentimant", "--task sentimant: choose from add, cups, sentiment", ""),
     ("ppo", "--reward better", "better: write a reward as FILE.py:FUNCTION, or choose from", ""),
     ("ppo", "--verifier nowhere.py:f", "nowhere.py:f: FileNotFoundError", ""),
     ("ppo", "--reward rewards.py:f", "rewards.py:f: the file has no function f", ""),

@@ -1,13 +1,18 @@
 """The page that tools/look.py makes of a run, in a browser too, and tokens.jsonl, its source."""
 
+import contextlib
 import itertools
 import json
+import math
 import os
+import random
 import shutil
 from base64 import b64encode
 
 import pytest
+import torch
 from small import lines_of
+from test_parity import grpo_of_the_page
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -26,23 +31,28 @@ WRITTEN_BY_MODELS = {  # and as the page shows it
     "\u202e": "\\u202e",
     "&amp;": "&amp;",
 }
+LOSSES = ["GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "PPO", "SAPO"]
 NUMBERS = ["old_logprobs", "new_logprobs", "advantages", "ratio", "clipped"]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Made up: the first of three completions becomes likelier, hardly so at the last step."""
+    """Made up: at step 2 the first of three completions becomes more likely and the others less, at
+    step 0 all become more likely, and at the last step little changes.
+    """
     (folder := tmp_path / "ppo-made-up-s0").mkdir()
     texts, records = list(WRITTEN_BY_MODELS), []
     for step, completion in itertools.product((0, 2, 4), (0, 1, 2)):
         line = {"step": step, "tokens": texts, "num_tokens": 7, "finished": completion != 1}
-        line |= {"prompt": f"<b>{completion // 2}</b>\n & 2", "score": [1.0, 0.0, None][completion]}
+        line |= {"prompt": f"<b>{completion // 2}</b>\n & 2", "completion_index": completion}
+        line["score"] = [1.0, 0.0, None][completion]
         for n, name in enumerate(NUMBERS):
             line[name] = [0.25 * i + n + step - completion / 3 for i in range(len(texts))]
-        change = (-1 if completion else 1) * (0.01 if step == 4 else 0.5)
+        change = (-1 if completion and step else 1) * (0.01 if step == 4 else 0.5)
         line["new_logprobs"] = [x + change for x in line["old_logprobs"]]
         records.append(line)
     records[0]["new_logprobs"][0] = 50.0  # this one may not bleach the others
+    write(folder / "config.json", [{"num_generations": 2, "max_new_tokens": 9}])
     write(folder / "metrics.jsonl", [{"step": 0, "objective/scores": 0.5}])
     write(folder / "tokens.jsonl", records)
     write(folder / "warnings.jsonl", [{"step": 2, "text": "80% of the completions were cut"}])
@@ -82,30 +92,66 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = not (CHROMIUM and DRIVER) and "PLAINRLHF_BROWSER" not in os.environ
 
 
-@pytest.mark.skipif(MISSING, reason="needs chromium and chromedriver")
-def test_in_a_browser_the_last_colours_come_first_numbers_are_right_and_text_stays_text(folder):
+@contextlib.contextmanager
+def browser(folder):
+    """Chromium with the page of the run, and what runs a script there."""
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for flag in ("headless=new", "no-sandbox", f"user-data-dir={folder / 'profile'}"):
         options.add_argument(f"--{flag}")
-    options.add_argument("--window-size=1280,900")
+    options.add_argument("--window-size=1280,1200")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(DRIVER)
-    [run] = shown(folder)["runs"]
     with webdriver.Chrome(options=options, service=service) as chromium:
         chromium.get((folder / "page.html").as_uri())
-        script = "return [...document.querySelectorAll(arguments[0])].map((x) => x.textContent)"
+        yield chromium
+        # The page allows itself no request: one would be an error in the log.
+        assert chromium.get_log("browser") == []
+
+
+def texts_of(chromium, selector, what="textContent"):
+    script = "return [...document.querySelectorAll(arguments[0])].map((x) => x[arguments[1]])"
+    found = chromium.execute_script(script, selector, what)
+    return [x.replace("\N{MINUS SIGN}", "-") if isinstance(x, str) else x for x in found]
+
+
+def classes_of(chromium):
+    return texts_of(chromium, ".t", "className")
+
+
+def press(chromium, name):
+    script = "[...document.querySelectorAll('#bar button')].find((x) => x.textContent === "
+    chromium.execute_script(f"{script}arguments[0]).click()", name)
+
+
+def put(chromium, **values):
+    """Give controls of the page their values, as a hand does."""
+    script = "const x = document.getElementById(arguments[0]); x.value = arguments[1];"
+    script += "x.dispatchEvent(new Event(x.localName === 'select' ? 'change' : 'input'))"
+    for name, value in values.items():
+        chromium.execute_script(script, name, value)
+
+
+needs_a_browser = pytest.mark.skipif(MISSING, reason="needs chromium and chromedriver")
+
+
+@needs_a_browser
+def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(folder):
+    [run] = shown(folder)["runs"]
+    with browser(folder) as chromium:
         keys = chromium.find_element("css selector", "body").send_keys
-        assert chromium.execute_script(script, "[aria-pressed=true]") == ["log-prob change"]
+        assert texts_of(chromium, "[aria-pressed=true]") == ["log-prob change"]
         for key, step in zip(["", RIGHT, RIGHT, LEFT], [2, 4, 4, 2]):
             keys(key)
-            assert chromium.execute_script(script, "#step") == [f"step {step}"]
-        assert chromium.execute_script(script, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
-        assert chromium.execute_script(script, ".prompt") == [f"<b>{n}</b>\n & 2" for n in (0, 1)]
-        scores = chromium.execute_script(script, "#runs small")
+            assert texts_of(chromium, "#step") == [f"step {step}"]
+        assert texts_of(chromium, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
+        prompts = [f"<b>{n}</b>\n & 2" for n in (0, 1)]
+        groups = ["group 0 · 67%", "1 of its 2 completions, group -3.5 · 33%"]
+        assert texts_of(chromium, ".prompt") == [x + y for x, y in zip(prompts, groups)]
+        scores = texts_of(chromium, "#runs div > small:not(.sum, .prompt small)")
         assert scores == ["score 1 ", "score 0, cut ", "no score "]
-        assert "80% of the completions" in chromium.execute_script(script, "#warnings li")[0]
+        assert "80% of the completions" in texts_of(chromium, "#warnings li")[0]
         chips = chromium.find_elements("css selector", ".t")
         places = [(line, i) for line in run["lines"] if line["step"] == 2 for i in range(7)]
         for chip, (line, i) in zip(chips, places, strict=True):
@@ -113,14 +159,178 @@ def test_in_a_browser_the_last_colours_come_first_numbers_are_right_and_text_sta
             pairs = zip(line["old_logprobs"], line["new_logprobs"])
             line["change"] = [after - before for before, after in pairs]
             for name in [*NUMBERS, "change"]:
-                (text,) = chromium.execute_script(script, f"#inspector [data-key={name}]")
+                (text,) = texts_of(chromium, f"#inspector [data-key={name}]")
                 assert float(text) == pytest.approx(line[name][i], abs=1e-5)
             colour = "plus" if line["change"][i] > 0 else "minus"
             assert f"var(--{colour})" in chip.get_attribute("style")
         found = "return [window.hacked, document.images.length, document.scripts.length]"
         assert chromium.execute_script(found) == [None, 1, 2]
-        # The page allows itself no request: one would be an error in the log.
-        assert chromium.get_log("browser") == []
+
+
+SCALES = {  # of the made-up run: from, to, and the words
+    "log-prob change": ("-0.5", "0.5", "log-prob change: Log-prob after"),
+    "advantage": ("-7.3", "7.3", "advantage: How much better"),
+    "ratio": ("0.000058", "17000", "ratio: Probability at the last pass"),
+    "log-prob": ("0", "-20", "log-prob: Before the update"),
+    "GRPO": ("-0.034", "0.034", "GRPO pushes by A"),
+}
+
+
+@needs_a_browser
+def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays(folder):
+    webdriver = pytest.importorskip("selenium.webdriver")
+    lines = lines_of(folder / "tokens.jsonl")
+    for line in lines:
+        line["ratio"] = [math.exp(3 * (x - 5)) for x in line["ratio"]]
+        for name in ("old_logprobs", "new_logprobs"):
+            line[name] = [x - 20 for x in line[name]]
+    lines[0]["old_logprobs"][0] = None
+    write(folder / "tokens.jsonl", lines)
+    shown(folder)
+    with browser(folder) as chromium:
+        for name, (least, most, text) in SCALES.items():
+            press(chromium, name)
+            assert texts_of(chromium, ".scale")[0].startswith(f"{least}\xa0{most} one scale")
+            assert texts_of(chromium, ".meaning")[0].startswith(text)
+        put(chromium, slider=0)
+        # +-0.5 from the mean of two; the third completion's group has no other one.
+        push = 0.5 / (0.5**0.5 + 1e-4) / (3 * 7)
+        for moved, first in (0, push), (1, None):  # what isn't recorded is needed for the ratio
+            put(chromium, moved=moved)
+            found = texts_of(chromium, ".t", "number")
+            assert found[0] == pytest.approx(first) and found[14:] == [None] * 7
+            classes = classes_of(chromium)
+            assert [x is None for x in found] == [" none" in x for x in classes]
+            assert [x for x in classes if " none clipped" in x] == []
+        put(chromium, moved=0, beside="RLOO")
+        sums = ["+0.24 · 50%", "-0.24 · 50%", "no number"]
+        assert texts_of(chromium, ".sum") == [*sums, "+2.3 · 50%", "-2.3 · 50%", "no number"]
+        chips = chromium.find_elements("css selector", ".t")
+        chips[1].click()
+        for chip, token in (chips[2], 2), (chromium.find_element("css selector", "h1"), 1):
+            webdriver.ActionChains(chromium).move_to_element(chip).perform()
+            assert texts_of(chromium, "#inspector small") == [f" token {token + 1} of 7"]
+            pushed = [x.split(",")[0] for x in texts_of(chromium, "#inspector tr")]
+            assert pushed[:2] == ["push by GRPO0.033667A 0.70701", "push by RLOO0.33333A 1"]
+            kept = [i for i, x in enumerate(classes_of(chromium)) if " kept" in x]
+            assert kept == [1, 22]  # in both columns
+        put(chromium, epsilon=0)
+        assert texts_of(chromium, "#inspector small") == [" token 2 of 7"]
+        put(chromium, slider=1)
+        assert texts_of(chromium, "#inspector", "hidden") == [True]
+
+
+@needs_a_browser
+@pytest.mark.parametrize("size, why", [(1, "each prompt has one completion"), (2, "PPO needs")])
+def test_a_loss_that_a_run_lacks_numbers_for_is_grey_and_arrow_keys_move_the_slider(
+    folder, size, why
+):
+    lines = lines_of(folder / "tokens.jsonl")
+    for line in lines:
+        line["advantages"] = line["advantages"] if size == 1 else 0.5
+    write(folder / "tokens.jsonl", lines)
+    write(folder / "config.json", [{"num_generations": size, "max_new_tokens": 9}])
+    shown(folder)
+    with browser(folder) as chromium:
+        [*_, text] = texts_of(chromium, "#pushes small")
+        assert text.startswith(f"grey: {why}")
+        grey = texts_of(chromium, "#pushes :disabled")
+        assert grey == ([x for x in LOSSES if x != "PPO"] if size == 1 else ["PPO"])
+        body, pressed = chromium.find_element("css selector", "body"), []
+        for _ in range(9 - len(grey)):
+            pressed += texts_of(chromium, "[aria-pressed=true]")
+            body.send_keys("q")
+        assert pressed == ["log-prob change", *(x for x in LOSSES if x not in grey)]
+        press(chromium, pressed[-1])
+        steps = texts_of(chromium, "#step")
+        chromium.find_element("css selector", "#moved").send_keys(RIGHT)
+        assert texts_of(chromium, ".loss output") == ["0.2", "0.1 times as far"]
+        assert texts_of(chromium, "#step") == steps
+
+
+# --- Losses ---
+
+
+def pushes_of(name, lines, logprobs, old, mask, clip_range):
+    """Minus the gradient of a loss by log-probs (B, T), and where the clip decides."""
+    scores = float64([math.nan if line["score"] is None else line["score"] for line in lines])
+    A, options = grpo.group_advantages(scores, GROUP), {"clip_range": clip_range}
+    logprobs = logprobs.clone().requires_grad_()
+    if name == "RLOO":
+        A = rloo.rloo_advantages(scores, GROUP)
+        loss, clipped = rloo.rloo_loss(logprobs, old, A, mask, **options)
+        clipped = clipped.unsqueeze(1)
+    elif name == "PPO":
+        A = torch.zeros_like(old).masked_scatter(mask, of_tokens(lines, "advantages"))
+        loss, clipped = ppo.policy_loss(logprobs, old, A, clip_range)
+        loss = (loss * mask).sum() / mask.sum()
+    else:
+        options["loss_type"] = name.lower().replace(". ", "_")
+        if name == "Dr. GRPO":
+            A, options["max_new_tokens"] = grpo.group_advantages(scores, GROUP, "none"), 9
+        if name == "DAPO":
+            options["clip_range_high"] = 1.4 * clip_range
+        script = grpo_of_the_page() if name == "SAPO" else grpo
+        loss, clipped = script.grpo_loss(logprobs, old, A, mask, **options)
+    return -torch.autograd.grad(loss, logprobs)[0], clipped & mask
+
+
+def float64(numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def of_tokens(lines, name):
+    return float64([x or 0 for line in lines for x in line[name]])
+
+
+GROUP = 4
+CLIPPED = {"CISPO": {-1, 1}, "SAPO": set()}  # the signs of the pushes where a clip decides; else 0
+
+
+@needs_a_browser
+def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder):
+    lines, lengths, draw = [], [1, 7, 3, 5, 4, 6, 2, 4], random.Random(0)
+    for step, scores in (
+        (0, [1, 0, 0.5, 0.5, 0, 1, 1, None]),
+        (2, [0.3, 0.1, 0.7, 0.1, *[0.1] * 3, None]),
+    ):
+        for i, (T, score) in enumerate(zip(lengths, scores)):
+            line = {"step": step, "prompt": f"{i // GROUP}", "completion_index": i, "score": score}
+            line |= {"num_tokens": T, "finished": True, "tokens": ["a"] * T}
+            line["old_logprobs"] = old = [draw.uniform(-3, -0.1) for _ in range(T)]
+            # Tokens and rows leave the clip range, on either side, and two go beyond exp(20).
+            line["new_logprobs"] = new = [x + draw.gauss(0.35 - 0.1 * i, 0.3) for x in old]
+            new[-1] += 9 * (i in (1, 6))
+            line["advantages"] = [draw.choice([-1.5, 0.0, 0.5, 2.0]) for _ in range(T)]
+            if step == 2 and i >= 4:  # a flat group, left out of the update
+                line |= {"old_logprobs": [None] * T, "advantages": [0.0] * T}
+            lines.append(line)
+    write(folder / "tokens.jsonl", lines)
+    write(folder / "config.json", [{"num_generations": GROUP, "max_new_tokens": 9}])
+    shown(folder)
+    mask, kinds = torch.arange(7) < torch.tensor(lengths).unsqueeze(1), set()
+    with browser(folder) as chromium:
+        for position, name in itertools.product((0, 1), LOSSES):
+            some = [line for line in lines if line["step"] == 2 * position]
+            columns = (of_tokens(some, f"{when}_logprobs") for when in ("old", "new"))
+            zeros = torch.zeros_like(mask, dtype=torch.float64)
+            old, new = (zeros.masked_scatter(mask, x) for x in columns)
+            put(chromium, slider=position)
+            press(chromium, name)
+            for moved, place in itertools.product((0, 1, 2.5), (4, 8)):
+                put(chromium, moved=moved, epsilon=place)
+                clip_range = float(texts_of(chromium, ".loss output")[0])
+                arguments = old + moved * (new - old), old, mask, clip_range
+                push, clipped = (x[mask] for x in pushes_of(name, some, *arguments))
+                found = float64(texts_of(chromium, ".t", "number"))
+                # The 1.05 in the page's SAPO has the precision of float32.
+                error = ((found - push).abs() / push.abs().clamp(min=1)).max()
+                assert error < (1e-6 if name == "SAPO" else 1e-12), (moved, clip_range)
+                frames = [" clipped" in x for x in classes_of(chromium)]
+                assert frames == clipped.tolist()
+                kinds |= {(name, *x) for x in zip(frames, push.sign().tolist())}
+    wanted = {(name, False, sign) for name in LOSSES for sign in (-1, 0, 1)}
+    assert kinds == wanted | {(x, True, sign) for x in LOSSES for sign in CLIPPED.get(x, {0})}
 
 
 # --- tokens.jsonl ---

@@ -31,7 +31,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not lines:
         fault = "holds no completions, or none yet (a reward model's run never does)"
         raise InputError(f"{folder / 'tokens.jsonl'}: {fault}")
-    return {"name": str(folder), "warnings": read_lines(folder / "warnings.jsonl"), "lines": lines}
+    with blame(str(folder / "config.json")):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Which completions are a group, and Dr. GRPO's divisor.
+    sizes = {key: config[key] for key in ("num_generations", "max_new_tokens")}
+    warnings = read_lines(folder / "warnings.jsonl")
+    return {"name": str(folder), "warnings": warnings, "lines": lines} | sizes
 
 
 def curves_of(folders: list[Path]) -> str | None:
