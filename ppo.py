@@ -92,14 +92,8 @@ TINY = {
     "num_eval_prompts": 1024,
     "bf16": False,
 }
-CUPS = TINY | {
-    "task": "cups",
-    "max_new_tokens": 16,
-    "num_steps": 20,
-    "learning_rate": 1e-3,
-    "eval_every": 2,
-    "num_eval_prompts": 512,
-}
+CUPS = TINY | {"task": "cups", "max_new_tokens": 16, "num_steps": 20, "learning_rate": 1e-3}
+CUPS |= {"eval_every": 2, "num_eval_prompts": 512}
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:

@@ -71,14 +71,8 @@ TINY = {
     "num_eval_prompts": 1024,
     "bf16": False,
 }
-CUPS = TINY | {
-    "task": "cups",
-    "max_new_tokens": 16,
-    "num_steps": 60,
-    "learning_rate": 1e-3,
-    "eval_every": 5,
-    "num_eval_prompts": 512,
-}
+CUPS = TINY | {"task": "cups", "max_new_tokens": 16, "num_steps": 60, "learning_rate": 1e-3}
+CUPS |= {"eval_every": 5, "num_eval_prompts": 512}
 
 
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:

@@ -20,6 +20,9 @@ from common import InputError, blame
 from plumbing.models import fast_half, folder_of, is_adapter, pick_device
 
 
+Embedded = dict[str, dict[str, Any]]  # the defaults of each embedded model, by its name
+
+
 def flag(default: Any, help: str, *, least: float | None = None, most: float = math.inf) -> Any:
     """A field of a Config: the default of the flag and its help text. A number must be above 0, or
     in least..most where `least` is given.
@@ -110,14 +113,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(
-    config_class: type[TrainConfig],
-    doc: str,
-    embedded: dict[str, dict[str, Any]],
-    args: list[str] | None = None,
+    config_class: type[TrainConfig], doc: str, embedded: Embedded, args: list[str] | None = None
 ) -> Any:
-    """The command line as a complete, checked `config_class`. `embedded` has the defaults of each
-    embedded model, by its name. Raises InputError.
-    """
+    """The command line as a complete, checked `config_class`. Raises InputError."""
     parser = _Parser(
         usage="python %(prog)s [--flag value ...]", description=doc, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
@@ -138,9 +136,7 @@ def parse_flags(
     return complete(config_class, vars(given), embedded)
 
 
-def complete(
-    config_class: type[TrainConfig], given: dict[str, Any], embedded: dict[str, dict[str, Any]]
-) -> Any:
+def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: Embedded) -> Any:
     """The flags that are given, as a complete, checked `config_class`. Raises InputError."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would write to the same folder
         raise InputError("a run is one process, not several as of torchrun: see docs/outgrow.md")
