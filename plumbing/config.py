@@ -19,7 +19,6 @@ import torch
 from common import InputError, blame
 from plumbing.models import fast_half, folder_of, is_adapter, pick_device
 
-
 Embedded = dict[str, dict[str, Any]]  # the defaults of each embedded model, by its name
 
 
@@ -126,7 +125,7 @@ def parse_flags(
         shown = "" if default in (None, [], False) else f" ({str(default).lower()})"
         own = {name: x[field.name] for name, x in embedded.items() if field.name in x}
         for name, value in own.items():
-            if name == "tiny" or value != own["tiny"]:
+            if name == "tiny" or value != own.get("tiny"):
                 shown += f" ({name}: {str(value).lower()})"
         help = field.metadata["help"].replace("%", "%%") + shown
         parser.add_argument(f"--{field.name}", help=help, **_argument(kinds[field.name]))
