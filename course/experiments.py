@@ -561,11 +561,11 @@ EXPERIMENTS = {
     ),
     "cups_price": Experiment(
         5,
-        "Each token costs 0.02, where a right answer earns 1. Games have one, two or six swaps, and"
-        " after six no guess helps. Does the model still work these out (`worked_out_6`), and what"
-        " has the std to do with it? (`mixed`: divided by the std only in groups with right and"
-        " wrong answers; `alike`: only in the others, where the price alone differs.)",
-        "accuracy worked_out_1 worked_out_2 worked_out_6",
+        "Each token costs 0.02, where a right answer earns 1. Games have one, two or six swaps; at"
+        " once the model is right in 99, 68 and 20% of them. Which does it go on working out, and"
+        " what has the std to do with it? (`mixed`: divided by the std only in groups with right"
+        " and wrong answers; `alike`: only in the others, where the price alone differs.)",
+        "worked_out_2 accuracy worked_out_1 worked_out_6",
         {
             "std": Variant("grpo", PRICED),
             "no std": Variant("grpo", f"{PRICED} --scale_rewards none"),
@@ -573,8 +573,8 @@ EXPERIMENTS = {
             "std where alike": Variant("grpo", PRICED, "divide_groups_of_one_verdict"),
         },
         Prediction(
-            "Divided by the std of each group: is `worked_out_6` above or below that without it?",
-            "worked_out_6", "std", ("worked_out_6", "no std"),
+            "Two swaps: is `worked_out_2` with the std of each group above or below that without?",
+            "worked_out_2", "std", ("worked_out_2", "no std"),
             "Take a group whose answers are all right, where some are 5 tokens long and others 2."
             " Their rewards differ by 0.06. By how much do their advantages?",
         ),

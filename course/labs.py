@@ -247,9 +247,10 @@ def draw(name: str, curves: dict[str, list], figures: dict[str, dict], output: P
         rows = np.array(seeds, dtype=float)  # None, where nothing was measured, becomes NaN
         steps = np.flatnonzero(~np.isnan(rows).any(0))
         rows, panel = rows[:, steps], axes["curve"]
-        panel.plot(steps, rows.mean(0), lw=1.4, color=colours[label])
+        panel.plot(steps, rows.mean(0), lw=1.4, color=colours[label], label=label)
         panel.fill_between(steps, rows.min(0), rows.max(0), color=colours[label], alpha=0.15)
         panel.set(xlabel="step", ylabel=experiment.curve, title="mean and range of the seeds")
+        panel.legend(fontsize=8, frameon=False, labelcolor="linecolor")
     for index, keys in enumerate(panels):
         rows, panel = [(x, key) for x in figures for key in keys if key in figures[x]], axes[index]
         for label, key in rows:
