@@ -62,7 +62,7 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
     assert not [(name, line) for name, text in given.items() for line in key if line in text]
 
 
-@pytest.mark.parametrize("week", WEEKS)
+@pytest.mark.parametrize("week", [1, 2, 3])  # 4: the next test, and that of grade.yml
 def test_with_the_functions_of_a_week_and_those_before_its_tests_are_green(starter, week):
     """And all its points are there. What waits for a later week is skipped, and says so."""
     done = " ".join(names for due, names in WEEKS.items() if due <= week).split()
@@ -73,14 +73,8 @@ def test_with_the_functions_of_a_week_and_those_before_its_tests_are_green(start
     names = WEEKS[week].split()
     said = run_in(starter, "-m", "pytest", "tests", *(f"--problem={name}" for name in names))
     assert re.search(r"^[0-9]+ passed in ", said, re.M), said[-3000:]
-    found = graded(starter, *names)
-    assert {name: points for name, (points, _) in found.items()} == {
-        name: BY_NAME[name].points for name in names
-    }
-    others = [x.test_files[0] for x in PROBLEMS if x.name not in done]
-    said = run_in(starter, "-m", "pytest", *others, "--maxfail=1")
-    waits = {*re.findall(r"^SKIPPED .+: not written yet: (\w+) ", said, re.M)}
-    assert "failed" not in said and not waits & {*done} and bool(waits) == (week < 4), said
+    points = {name: score for name, (score, _) in graded(starter, *names).items()}
+    assert points == {name: BY_NAME[name].points for name in names}
 
 
 def test_a_solved_starter_has_no_failure_and_no_warning_by_the_command_of_its_readme(starter):
@@ -281,7 +275,7 @@ def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path):
     nothing = "empty: 0 folders have files of the assignment, and not one"
     assert found["empty"] == ("", nothing), "what can't be read has no total, which a 0 would be"
     assert found["without"][0] == "0" and "common.py isn't in the submission" in found["without"][1]
-    assert found["floods"][0] == "0" and "File too large" in found["floods"][1]
+    assert found["floods"][0] == "0" and "endless prints" in found["floods"][1]
 
 
 CLAIM = re.compile(
@@ -337,6 +331,10 @@ def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
 def test_what_is_not_written_is_named_by_grader_and_script_and_by_an_experiment_first(starter):
     lacks = "not written yet: step 4 of main in rloo.py: set advantages"
     assert lacks in graded(starter, "rloo_loop")["rloo_loop"][1]
+    said = run_in(starter, *BY_NAME["gae"].test_command.split()[1:], "--problem", "schedule")
+    assert re.findall(r"^SKIPPED .+ not written yet: (.+)", said, re.M) == [
+        "gae in common.py", "schedule in common.py",
+    ]  # fmt: skip
     said = run_in(starter, "labs.py", "estimators")
     assert said.strip() == "error: not written yet: decode in sampling.py"
     said = run_in(starter, "grpo.py", *FEW.split())
