@@ -48,7 +48,7 @@ def read_submission(path: Path) -> dict[str, str]:
             raise NotFound("no folder, and no zip file" if path.exists() else "isn't there")
         tops = [*tops_of(path)]
         if len(tops) != 1:
-            raise NotFound(f"{len(tops)} folders have files of the assignment, and not one")
+            raise NotFound(f"{len(tops)} places have files of the assignment, and not one")
         names = {x.name for x in tops[0].iterdir() if x.name.endswith(".py")} | {*FILES}
         files = {name: tops[0] / name for name in sorted(names) if (tops[0] / name).is_file()}
         return {name: text_of(x.read_bytes()) for name, x in files.items()}

@@ -134,6 +134,8 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
 def test_each_problem_has_points_a_lab_and_a_week_and_each_question_a_key_and_commands_that_exist():
     assert set(marked_tests()) == set(BY_NAME)
     plan = (REPOSITORY / "course" / "README.md").read_text(encoding="utf-8")
+    asked = sum(question.points for question in QUESTIONS)
+    assert f"{len(QUESTIONS)} questions" in plan and f"questions have {asked} and" in plan
     plan = dict(re.findall(r"^\| (\d) \|.*\| (\d+) \+ \d+ \|", plan, re.M))
     points = {k: sum(BY_NAME[x].points for x in names.split()) for k, names in WEEKS.items()}
     assert plan == {str(k): str(x) for k, x in (points | {5: 0}).items()}
@@ -248,6 +250,36 @@ def test_a_fault_costs_its_own_problem_and_helpers_come_along(tmp_path):
     assert "-1: the value loss is half the squared error" in found["value_loss"][1]
 
 
+PLAIN = {
+    "common": """
+def gae(rewards, values, mask, gamma, lam):
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for i in range(len(values)):
+        V = A = 0.0
+        for t in reversed(range(int(mask[i].sum()))):
+            A = rewards[i, t] + gamma * V - values[i, t] + gamma * lam * A
+            V = values[i, t]
+            advantages[i, t], returns[i, t] = A, A + V
+    return advantages, returns
+""",
+    "ppo": """
+def value_loss(values, old_values, returns, clip_range_value):
+    near = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)
+    free, held = (returns - values) ** 2 / 2, (returns - near) ** 2 / 2
+    return torch.maximum(free, held), held > free
+""",
+}
+
+
+def test_equal_formulas_in_another_style_have_all_points_and_a_broken_rule_costs_one(tmp_path):
+    grpo, count = (REPOSITORY / "grpo.py").read_text(), "num_tokens = mask[mini_batch].sum()"
+    assert f"{count}.clamp(min=1)\n" in grpo
+    folder = hand_in(tmp_path / "plain", grpo=grpo.replace(f"{count}.clamp(min=1)", count), **PLAIN)
+    found = graded(folder, "gae", "value_loss", "grpo_loop")
+    assert [score for score, _ in found.values()] == [6, 4, 6]
+    assert "is the number of tokens 0 where all rows of a minibatch are" in found["grpo_loop"][1]
+
+
 def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path):
     folder = tmp_path / "class"
     hand_in(folder / "deep" / "homework")
@@ -273,7 +305,7 @@ def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path):
     assert right == {"deep", "zipped.zip", "CAPITALS.ZIP", "mark", "utf16", folder_of_moodle.name}
     assert found["broken.zip"] == ("", "broken.zip: File is not a zip file")
     assert found["tape.tar.gz"] == ("", "tape.tar.gz: no folder, and no zip file")
-    nothing = "empty: 0 folders have files of the assignment, and not one"
+    nothing = "empty: 0 places have files of the assignment, and not one"
     assert found["empty"] == ("", nothing), "what can't be read has no total, which a 0 would be"
     assert found["without"][0] == "0" and "common.py isn't in the submission" in found["without"][1]
     assert found["floods"][0] == "0" and "endless prints" in found["floods"][1]
