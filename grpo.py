@@ -96,11 +96,12 @@ TINY = {
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    The reward less the group's mean, over the std of the "group" or of the "batch" plus 1e-4, over
-    the group's "mean", or as it is ("none"). A std has Bessel's correction. A reward of NaN (the
-    function returned None) gets 0 and stays out of the statistics. Exactly 0 comes out, without a
-    warning, where the rewards of a group are equal or one at most is known. Half precision becomes
-    float32. Raises ValueError for groups of one, and for rewards below 0 with "mean".
+    The reward less the group's mean is divided by the std of the "group" or of the "batch" plus
+    1e-4, by the "mean" of the group, or by nothing ("none"). A std has Bessel's correction. A
+    reward of NaN (the function returned None) gets 0 and stays out of the statistics. The advantage
+    is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
+    Half precision becomes float32. Raises ValueError for groups of one, and for rewards below 0
+    with "mean".
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")

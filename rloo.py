@@ -76,8 +76,8 @@ TINY = {
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    A reward of NaN (the function returned None) gets 0 and stays out of the baseline. Exactly 0
-    comes out, without a warning, where the rewards of a group are equal or one at most is known.
+    A reward of NaN (the function returned None) gets 0 and stays out of the baseline. The advantage
+    is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
     Half precision becomes float32. Raises ValueError for groups of one.
     """
     if num_generations < 2:

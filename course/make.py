@@ -25,7 +25,7 @@ import pages
 from problems import BY_NAME, PROBLEMS, PROGRAM, REPOSITORY, SCRIPTS, NotFound, Problem, function_of
 
 COURSE = REPOSITORY / "course"
-DOCS = ["docs/metrics.md", "docs/debugging.md", "docs/running.md"]  # a test reads the last
+DOCS = ["docs/metrics.md", "docs/debugging.md", "docs/running.md"]
 LABS = ["labs.py", "lab_parts.py", "experiments.py", "reference.json"]
 TESTS = ["tests/conftest.py", "tests/small.py"]
 REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\nipykernel\n"

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 
-# Of the course, where functions are to be written. Only tests that grade one run there.
+# A starter of the course leaves functions to be written. Only the tests that grade them run there.
 IS_STARTER = (Path(__file__).parent.parent / "answers.md").exists()
 
 

@@ -26,6 +26,7 @@ def chosen() -> list[Path]:
 
 
 def text_of(name: str) -> str:
+    """The text of a file that is handed in; without it, or in another encoding, an error."""
     try:
         return (ROOT / name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
