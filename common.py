@@ -94,8 +94,9 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale x to variance 1 over the mask, and to mean 0 unless `shift_mean` is False.
 
-    0 off the mask. The variance has Bessel's correction and eps 1e-8, as in TRL's PPO; the code of
-    Huang et al. 2024 (arXiv 2403.17031) whitens without the correction.
+    0 off the mask. One number alone becomes 0, not NaN. The variance has Bessel's correction and
+    eps 1e-8, as in TRL's PPO; the code of Huang et al. 2024 (arXiv 2403.17031) whitens without the
+    correction.
     """
     mask = mask.bool()
     mean = masked_mean(x, mask)
@@ -109,7 +110,9 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits) at the given tokens: logits (..., V), tokens (...) -> (...)."""
+    """log softmax(logits) at the given tokens: logits (..., V), tokens (...) -> (...). Half
+    precision is converted to float32 first.
+    """
     return at_least_float32(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
@@ -132,13 +135,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Per-token estimates of KL(policy || reference) from tokens that the policy sampled: (B, T).
 
-    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Schulman,
-    "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are unbiased, k2 is not;
-    k1 may be negative. In a reward, k1 gives the gradient of KL(policy || reference) of whole
-    completions; k2 and k3 hardly pull near the reference. In a loss, the expected gradient is that
-    of a token's KL, its prefix given: of k1 it is 0, of k2 that of KL(policy || reference), of k3
-    that of KL(reference || policy). What a token does to later prefixes is missing there. Raises
-    ValueError for another name.
+    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, exact near 0
+    too. Schulman, "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are
+    unbiased, k2 is not; k1 may be negative. In a reward, k1 gives the gradient of KL(policy ||
+    reference) of whole completions; k2 and k3 hardly pull near the reference. In a loss in which
+    every token weighs alike, the expected gradient is that of a token's KL, its prefix given: of k1
+    it is 0, of k2 that of KL(policy || reference), of k3 that of KL(reference || policy). What a
+    token does to later prefixes is missing there. Raises ValueError for another name.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -231,7 +234,8 @@ def completion_logprobs(
 
     The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask.
     Without `entropy` the second is None: it costs more than the log-probs. The logits are divided
-    by the temperature because the tokens were drawn from that distribution. bf16: under autocast.
+    by the temperature because the tokens were drawn from that distribution. bf16: the model runs
+    under autocast.
     """
     model, mask = base_model(model), rollout.completion_mask.bool()
     device, head = rollout.tokens.device.type, model.get_output_embeddings()
@@ -536,8 +540,10 @@ def reference(
 ) -> contextlib.AbstractContextManager:
     """The reference model that the KL is measured against: the one place that decides it.
 
-    Use it as `with ref as ref_model:`, as often as needed; ref_model is None where kl_coef is 0. A
-    copy shares the weights that don't train.
+    Use it as `with ref as ref_model:`, as often as needed. ref_model is None where kl_coef is 0;
+    else the `named` model, if there is one; else the policy with its adapter off, if the adapter is
+    new; else a copy of the policy, which shares the weights that don't train. It is in evaluation
+    mode, and frozen: nothing in the named model or in the copy trains.
     """
     if kl_coef == 0:
         return contextlib.nullcontext(None)

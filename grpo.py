@@ -99,8 +99,12 @@ CUPS |= {"eval_every": 5, "num_eval_prompts": 512}
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    A reward of NaN (the function returned None) gets 0 and stays out of the statistics. A std has
-    Bessel's correction. Raises ValueError for groups of one, and for rewards below 0 with "mean".
+    The reward less the group's mean is divided by the std of the "group" or of the "batch" plus
+    1e-4, by the "mean" of the group, or by nothing ("none"). A std has Bessel's correction. A
+    reward of NaN (the function returned None) gets 0 and stays out of the statistics. The advantage
+    is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
+    Half precision becomes float32. Raises ValueError for groups of one, and for rewards below 0
+    with "mean".
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
@@ -148,7 +152,10 @@ def grpo_loss(
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient; num_tokens likewise. Returns (scalar, clipped (B, T)). Raises ValueError.
+    exact gradient; num_tokens likewise. A row may have no tokens, and so may the whole minibatch:
+    its loss is 0. In "cispo" the bound decides where the ratio is above it and the advantage isn't
+    0. Returns (scalar, clipped (B, T)). Raises ValueError for another loss_type, and for "dr_grpo"
+    without max_new_tokens.
     """
     # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)
@@ -264,7 +271,7 @@ def main(args: list[str] | None = None) -> None:
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
         # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser step
-        #    each.
+        #    each. All rows of a minibatch may be masked: then its number of tokens counts as 1.
         set_learning_rate(optimizer, config, step)
         orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)

@@ -100,8 +100,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     """The reward of each token: scores (B,), kl and mask (B, T) -> (B, T), 0 off the mask.
 
     [1] eq. 2, with the KL penalty paid token by token. The score s sits on the last real token,
-    usually EOS. TRL's PPO puts it one slot later: GAE then discounts it by gamma lam, and mixes in
-    the value of a slot that holds no token.
+    usually EOS; a row without tokens gets none. TRL's PPO puts it one slot later: GAE then
+    discounts it by gamma lam, and mixes in the value of a slot that holds no token.
     """
     mask = mask.bool()
     # The last real token is where the count of real tokens reaches its total.
@@ -116,7 +116,7 @@ def policy_loss(
 
     [2] eq. 7. Once the ratio has left the clip range in the direction that the advantage favours,
     the gradient is 0. If it has left in the other direction, the full gradient brings it back.
-    `clipped` is True where the clip decides.
+    `clipped` is True where the clip decides. The ratio is that of policy_ratio, which is bounded.
     """
     # The paper maximises a minimum of objectives; this is its negative.
     ratio = policy_ratio(logprobs - old_logprobs)

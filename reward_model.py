@@ -85,7 +85,9 @@ TINY = {
 def preference_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coef: float = 0.0
 ) -> Tensor:
-    """The loss of each pair: scores (N,), margin (N,) or a number -> (N,). [2] eq. 1; [3]; [4]."""
+    """The loss of each pair: scores (N,), margin (N,) or a number -> (N,). [2] eq. 1; [3]; [4].
+    It is finite, and so is its gradient, however far apart the scores are.
+    """
     # logsigmoid, not log(sigmoid): for a pair that is badly wrong the sigmoid is 0 in float32.
     loss = -logsigmoid(chosen - rejected - margin)
     return loss + center_rewards_coef * (chosen + rejected) ** 2

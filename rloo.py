@@ -78,8 +78,9 @@ CUPS |= {"eval_every": 5, "num_eval_prompts": 512}
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
 
-    A reward of NaN (the function returned None) gets 0 and stays out of the baseline. Raises
-    ValueError for groups of one.
+    A reward of NaN (the function returned None) gets 0 and stays out of the baseline. The advantage
+    is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
+    Half precision becomes float32. Raises ValueError for groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
@@ -105,7 +106,8 @@ def rloo_loss(
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient. Returns (scalar, clipped (B,)).
+    exact gradient. The ratio is that of policy_ratio, which is bounded. A row may have no tokens.
+    Returns (scalar, clipped (B,)).
     """
     # The completion is one action: its log-prob is a sum, and is not divided by its length.
     ratio = policy_ratio((logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1))  # (B,)

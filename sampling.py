@@ -114,7 +114,8 @@ def decode(
     settings: dict[str, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loop: from the logits of the first token (B, V) and uniforms (T, B) to tokens, their
-    log-probs, and which of them end a completion, each (B, T).
+    log-probs, and which of them end a completion, each (B, T). A token ends one if it is in `eos`,
+    or if stop(the row's tokens up to it, None) says so. What stands behind the end is not read.
     """
     T, B = uniforms.shape
     tokens = torch.zeros(B, T, dtype=torch.long, device=logits.device)

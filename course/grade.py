@@ -12,8 +12,10 @@ The scripts run with all files of the submission together.
 
 import argparse
 import ast
+import codecs
 import contextlib
 import csv
+import io
 import json
 import multiprocessing
 import os
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import textwrap
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,17 +40,37 @@ PRELOAD = ["judge", "peft", "safetensors.torch", "transformers.models.gpt2.model
 
 
 def read_submission(path: Path) -> dict[str, str]:
-    """{file: text} of a folder or a zip file; they may lie in a folder of it. Raises NotFound."""
+    """{file: text} of a folder or a zip file; they may lie in a folder of it, or in a zip file
+    there, as Moodle packs them. Raises NotFound.
+    """
     try:
-        root = path if path.is_dir() else zipfile.Path(path)
-        tops = [x for x in (root, *root.iterdir()) if any((x / file).is_file() for file in FILES)]
+        if not path.is_dir() and path.suffix.lower() != ".zip":
+            raise NotFound("no folder, and no zip file" if path.exists() else "isn't there")
+        tops = [*tops_of(path)]
         if len(tops) != 1:
-            raise NotFound(f"{len(tops)} folders have files of the assignment, and not one")
+            raise NotFound(f"{len(tops)} places have files of the assignment, and not one")
         names = {x.name for x in tops[0].iterdir() if x.name.endswith(".py")} | {*FILES}
         files = {name: tops[0] / name for name in sorted(names) if (tops[0] / name).is_file()}
-        return {k: x.read_text(encoding="utf-8-sig", errors="replace") for k, x in files.items()}
+        return {name: text_of(x.read_bytes()) for name, x in files.items()}
     except Exception as e:  # broken archives raise many kinds
         raise NotFound(f"{path.name}: {e}") from None
+
+
+def tops_of(place: Path | zipfile.Path, depth: int = 2) -> Iterator[Path | zipfile.Path]:
+    """The folders, this one or some below it, that have files of the assignment."""
+    if place.name.lower().endswith(".zip") and place.is_file():
+        place = zipfile.Path(io.BytesIO(place.read_bytes()))
+    if any((place / file).is_file() for file in FILES):
+        yield place
+    elif depth > 0 and place.is_dir():
+        for inner in place.iterdir():
+            yield from tops_of(inner, depth - 1)
+
+
+def text_of(data: bytes) -> str:
+    """The text of a file, as Windows' editors save it too."""
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
 
 
 def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str] | str:
@@ -110,7 +133,7 @@ def in_a_process(folder: Path, problem: Problem, seconds: int) -> tuple[dict[str
     process = FORKSERVER.Process(target=judge.run, args=args)
     process.start()
     theirs.close()
-    found, ending = {}, "the process ended before the tests did"
+    found, ending = {}, "the process ended before the tests did: by an exit, or by endless prints"
     with contextlib.suppress(OSError, EOFError, ValueError):
         if ours.poll(seconds):
             found = json.loads(ours.recv_bytes(1_000_000))
@@ -142,18 +165,20 @@ def grade_class(folder: Path, table: Path, problems: list[Problem], seconds: int
     with table.open("x", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for path in sorted(x for x in folder.iterdir() if x.is_dir() or x.suffix == ".zip"):
-            results, fault = [], ""
+        others = {table.name, "__MACOSX"}
+        paths = (x for x in folder.iterdir() if x.name not in others and x.name[0] != ".")
+        for path in sorted(paths):
+            row, fault = {"name": path.name, "of": most}, ""
             try:
                 results = graded(path, problems, seconds)
-            except NotFound as e:
-                fault = str(e)
-            faults = [f"{x['name']}: {x['output']}" for x in results if x["output"]]
-            row = {x["name"]: x["score"] for x in results}
-            row |= {"name": path.name, "total": sum(row.values()), "of": most}
-            writer.writerow(row | {"faults": fault or "\n".join(faults)})
+                row |= {x["name"]: x["score"] for x in results}
+                row["total"] = sum(x["score"] for x in results)
+                faults = [f"{x['name']}: {x['output']}" for x in results if x["output"]]
+            except NotFound as e:  # it has no total: a 0 would count
+                fault, faults = str(e), [str(e)]
+            writer.writerow(row | {"faults": "\n".join(faults)})
             file.flush()
-            print(f"{row['total']:4} of {most}  {path.name}  {fault}")
+            print(f"{row.get('total', ''):4} of {most}  {path.name}  {fault}")
 
 
 def main(args: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import pytest
 from tqdm import tqdm
 
-MEMORY = 6 * 2**30  # bytes of addresses
+LIMITS = {resource.RLIMIT_AS: 6 * 2**30, resource.RLIMIT_FSIZE: 2**26}  # bytes: memory, a file
 CUT = 500  # characters of a message
 IMPORTS = "imports"  # the place of what no test can run without
 
@@ -25,8 +25,9 @@ def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
     os.chdir(folder)
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(os.dup2(output, 1), 2)
-    with contextlib.suppress(OSError, ValueError):  # a system without this limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for kind, most in LIMITS.items():
+        with contextlib.suppress(OSError, ValueError):  # a system without this limit
+            resource.setrlimit(kind, (most, most))
     installed = (sys.prefix, sys.base_prefix)
     sys.path[:] = [folder, *(path for path in sys.path if path.startswith(installed))]
     tqdm.set_lock(threading.RLock())  # its own one outlives the process, which is killed
@@ -37,18 +38,19 @@ def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
 
 
 class Judge:
-    """A plugin of pytest that notes what each test function came to, of all its parameters."""
+    """A plugin of pytest that notes what each part of a problem came to, of all its parameters."""
 
     def __init__(self) -> None:
-        self.found = {}  # {test: its first fault, or ""}
+        self.found = {}  # {part: its first fault, or ""}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.found[IMPORTS] = str(report.longrepr).strip().split("\n")[-1][:CUT]
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
-        test, fault = f"{item.path.name}::{item.originalname}", ""
+        fault = ""
         if call.excinfo is not None:
-            kind = call.excinfo.typename.replace("NotImplementedError", "not written yet")
-            fault = f"{kind}: {str(call.excinfo.value).strip()}"[:CUT].removesuffix(": ")
-        self.found[test] = self.found.get(test) or fault
+            fault = f"{call.excinfo.typename}: {str(call.excinfo.value).strip()}"[:CUT]
+            fault = fault.removesuffix(": ").removeprefix("NotImplementedError: ")
+        for _, part in item.user_properties:  # see tests/conftest.py
+            self.found[part] = self.found.get(part) or fault

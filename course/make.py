@@ -25,7 +25,7 @@ import pages
 from problems import BY_NAME, PROBLEMS, PROGRAM, REPOSITORY, SCRIPTS, NotFound, Problem, function_of
 
 COURSE = REPOSITORY / "course"
-DOCS = ["docs/metrics.md", "docs/debugging.md", "docs/running.md"]  # a test reads the last
+DOCS = ["docs/metrics.md", "docs/debugging.md", "docs/running.md"]
 LABS = ["labs.py", "lab_parts.py", "experiments.py", "reference.json"]
 TESTS = ["tests/conftest.py", "tests/small.py"]
 REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\nipykernel\n"
@@ -37,6 +37,10 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
     labs, files = pages.chosen_labs(problems), sorted({problem.file for problem in problems})
     whole = [*problems, *SCRIPTS] if len(problems) == len(PROBLEMS) else problems
     copy_files(out, problems, hints)
+    # A script names the function that it lacks in one line.
+    run = (REPOSITORY / "plumbing" / "run.py").read_text("utf-8")
+    run = run.replace("{InputError:", "{NotImplementedError: 1, InputError:")
+    write(out / "plumbing" / "run.py", run)
     tests = {file for problem in whole for file in problem.test_files}
     for name in ["pyproject.toml", *TESTS, *sorted(tests)]:
         write(out / name, (REPOSITORY / name).read_text("utf-8"))
@@ -167,8 +171,11 @@ def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
         new = []
         for hint in (problem.idea, problem.recipe)[:hints] if number == 0 else ():
             new += [f"{indent}# {line}" for line in textwrap.wrap(hint, 98 - len(indent))]
-        names = ", ".join(to_be_set(source, problem, (start, end))) if problem.step else ""
-        new.append(f"{indent}raise NotImplementedError" + (f'("set {names}")' if names else ""))
+        what = f"{problem.name} in {problem.file}"
+        if problem.step:
+            names = ", ".join(to_be_set(source, problem, (start, end)))
+            what = f"step {problem.step} of main in {problem.file}" + f": set {names}" * bool(names)
+        new.append(f'{indent}raise NotImplementedError("not written yet: {what}")')
         lines[start - 1 : end] = new
     return "\n".join(lines)
 

@@ -107,8 +107,9 @@ Test one with
 
     {command}
 
-A loop is tested with the rest of your files, and stays red until what it calls is written, here and
-in earlier labs. The grader tests each problem with our functions for all others."""
+A loop is tested with the rest of your files. A test that meets a function which isn't written yet,
+here or in an earlier lab, is skipped and names it. The grader tests each problem with our functions
+for all others."""
 QUESTIONS = """{points} points, about {minutes} minutes without the functions. Answers go into
 answers.md. `python labs.py` lists the experiments with their seconds. If an experiment needs a
 function that isn't written yet, it says which. When it has run it first asks what you expect, and

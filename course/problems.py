@@ -64,14 +64,15 @@ class Problem:
 
 @functools.cache
 def marked_tests() -> dict[str, dict[str, int]]:
-    """{problem: {test: points}} of all tests with a mark."""
+    """{problem: {test: points}} of all tests with a mark; of some ids of a test: `test [ids]`."""
     found: dict[str, dict[str, int]] = {}
     for path in sorted((REPOSITORY / "tests").glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for mark in getattr(node, "decorator_list", []):
                 if ast.unparse(mark).startswith("pytest.mark.problem("):
-                    name, points = (ast.literal_eval(x) for x in mark.args[:2])
-                    found.setdefault(name, {})[f"{path.name}::{node.name}"] = points
+                    name, points, *ids = map(ast.literal_eval, mark.args)
+                    part = f"{path.name}::{node.name}" + "".join(f" [{x}]" for x in ids)
+                    found.setdefault(name, {})[part] = points
     return found
 
 

@@ -17,23 +17,54 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 
+# A starter of the course leaves functions to be written. Only the tests that grade them run there.
+IS_STARTER = (Path(__file__).parent.parent / "answers.md").exists()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--problem", help="the tests that grade this problem of the course alone")
+    words = "the tests that grade this problem of the course alone; give it again for one more"
+    parser.addoption("--problem", action="append", default=[], help=words)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads it
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if config.option.problem:  # to start two more processes takes longer than these tests
+        config.option.numprocesses = 0
+    config.option.reportchars += "s" * IS_STARTER
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if problem := config.getoption("--problem"):
-        items[:] = [item for item in items if grades(item, problem)]
+    problems = config.getoption("problem")
+    for item in items:
+        item.user_properties += [("graded", part) for part in graded_parts(item, problems)]
+    if problems or IS_STARTER:
+        items[:] = [item for item in items if item.user_properties]
 
 
-def grades(item: pytest.Item, problem: str) -> bool:
-    """Whether @pytest.mark.problem says so: (problem, points), or (problem, points, "ids"), which
-    are those of the parameters that count.
+def graded_parts(item: pytest.Item, problems: list[str]) -> list[str]:
+    """What a test grades of these problems, or of all, as course/problems.py names it.
+    @pytest.mark.problem has (problem, points), or (problem, points, "ids"), which are those of the
+    parameters that count.
     """
-    words = set(re.findall(r"\w+", item.name.partition("[")[2]))
-    marks = [mark.args for mark in item.iter_markers("problem") if mark.args[0] == problem]
-    return any(len(args) < 3 or words & set(args[2].split()) for args in marks)
+    words, parts = set(re.findall(r"\w+", item.name.partition("[")[2])), []
+    for problem, _, *ids in (mark.args for mark in item.iter_markers("problem")):
+        if (problem in problems or not problems) and (not ids or words & {*ids[0].split()}):
+            name = f"{item.path.name}::{item.originalname}"
+            parts.append(f"{name} [{ids[0]}]" if ids else name)
+    return parts
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo) -> Iterator[None]:
+    """In a starter a test that meets a function which isn't written yet is skipped, and says which:
+    so what is red is wrong.
+    """
+    report, fault = (yield), call.excinfo and call.excinfo.value
+    if isinstance(fault, NotImplementedError) and str(fault).startswith("not written yet"):
+        place = call.excinfo.traceback[-1]
+        report.outcome = "skipped"
+        report.longrepr = str(place.path), place.lineno + 1, str(fault)
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

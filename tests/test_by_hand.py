@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import ppo
 import rloo
+from common import Fault
 from plumbing.data import Task
 
 EOS, ROWS = 19, 12  # 4 prompts x 3 completions
@@ -65,7 +66,11 @@ class Job:
         run = job_maker(folder)(self.script)
         with pytest.MonkeyPatch.context() as patch:
             self.spy(patch)
-            self.metrics = run(**self.flags)
+            try:
+                self.metrics = run(**self.flags)
+            except Fault as e:  # in dapo's run all rows of a minibatch are masked
+                hint = "is the number of tokens 0 where all rows of a minibatch are masked?"
+                pytest.fail(f"{hint} {e}" if kind == "dapo" else str(e))
         self.tokens = lines_of(folder / "run/tokens.jsonl")
         self.final = AutoModelForCausalLM.from_pretrained(folder / "run/model", dtype=torch.float64)
         self.last = self.updates[len(self.updates) // 2 :]  # of the second step
@@ -234,7 +239,9 @@ def naive(job) -> list[tuple]:
 
 
 @pytest.mark.problem("ppo_loop", 3, "ppo")
-@pytest.mark.problem("grpo_loop", 4, "grpo dr_grpo dapo")
+@pytest.mark.problem("grpo_loop", 2, "grpo")
+@pytest.mark.problem("grpo_loop", 1, "dr_grpo")
+@pytest.mark.problem("grpo_loop", 1, "dapo")
 @pytest.mark.problem("rloo_loop", 2, "rloo")
 def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive):
     hint = (
@@ -252,7 +259,8 @@ def test_every_gradient_of_the_second_step_is_that_of_the_definition(job, naive)
         assert update.norm.item() == pytest.approx(length, rel=1e-8), "of other parameters?"
 
 
-@pytest.mark.problem("grpo_loop", 2, "grpo dr_grpo dapo")
+@pytest.mark.problem("grpo_loop", 1, "grpo")
+@pytest.mark.problem("grpo_loop", 1, "dr_grpo")
 def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
     parameters = parameters_of(copy.deepcopy(job.before[0]))
     optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
@@ -265,7 +273,7 @@ def test_the_weights_at_the_end_are_those_of_adam_without_decay(job):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-8), "another rate, decay or order?"
 
 
-@pytest.mark.problem("grpo_loop", 1, "grpo dr_grpo dapo")
+@pytest.mark.problem("grpo_loop", 1, "grpo")
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
     def mean(name: str) -> float:

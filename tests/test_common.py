@@ -198,10 +198,11 @@ def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
     assert torch.allclose(gae(rewards, values, MASK, gamma, lam)[0], expected)
 
 
-@pytest.mark.problem("gae", 2)
-def test_returns_are_advantages_and_values_and_what_padding_holds_has_no_part_in_either():
+@pytest.mark.problem("gae", 2, "padding")
+@pytest.mark.parametrize("columns", [[1, 1, 1, 1], [1, 0, 1, 1]], ids=["padding", "holes"])
+def test_returns_are_advantages_and_values_and_what_is_masked_has_no_part_in_either(columns):
     rewards, values = random(3, 4), random(3, 4, seed=1)
-    mask = MASK & torch.tensor([1, 0, 1, 1]).bool()  # also in the middle of a row
+    mask = MASK & torch.tensor(columns).bool()
     advantages, returns = gae(rewards, values, mask, 0.9, 0.5)
     assert torch.allclose(returns, (advantages + values) * mask)
     dirty = (x.masked_fill(~mask, torch.nan) for x in (rewards, values))
@@ -344,6 +345,8 @@ def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     if entropies.requires_grad:  # as a part of the tensor that holds both
         assert not any(g.any() for g in gradients(entropies, small_model))
     assert completion_logprobs(small_model, RAGGED, 0.7, entropy=False)[1] is None
+    rounded, _ = completion_logprobs(small_model, RAGGED, 0.7, bf16=True)
+    assert 0 < (rounded - logprobs).abs().mean() < 0.1, "autocast?"
 
 
 @pytest.mark.problem("completion_logprobs", 3)
@@ -453,25 +456,29 @@ def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others(
     assert rows.tolist() == [5] and len(part.tokens) == 1 and not more, "one, for the optimiser"
 
 
-@pytest.mark.problem("completion_mask", 1)
-@pytest.mark.problem("gae", 1)
-def test_no_function_of_the_mathematics_changes_its_inputs():
+@pytest.mark.problem("completion_mask", 1, "completion_mask")
+@pytest.mark.problem("gae", 1, "gae")
+@pytest.mark.parametrize("name", ["completion_mask", "gae", "others"])
+def test_no_function_of_the_mathematics_changes_its_inputs(name):
     x, y, mask = random(3, 4), random(3, 4, seed=1), MASK.clone()
     logits, tokens = random(3, 4, 9), torch.arange(12).view(3, 4) % 9
     rollout, model = copy.deepcopy(RAGGED), small_gpt2()
     rollout.tokens[~rollout.attention_mask] = 7  # or a masked_fill_ with 0 changes nothing
     inputs = [x, y, mask, logits, tokens, *vars(rollout).values()]
     before = copy.deepcopy(inputs)
-    completion_mask(tokens, [3, 5])
-    masked_mean(x, mask)
-    masked_whiten(x, mask, shift_mean=False)
-    token_logprobs(logits, tokens)
-    token_entropy(logits)
-    kl_estimate(x, y, "k3")
-    policy_ratio(x)
-    importance_ratio(x, y, mask, "sequence")
-    gae(x, y, mask, 1.0, 0.95)
-    config = SimpleNamespace(temperature=0.7, bf16=False, micro_batch_tokens=18)
-    rollout_logprobs(model, rollout, config)
-    rollout_values(ValueModel.on_backbone_of(model), rollout, config)
+    if name == "completion_mask":
+        completion_mask(tokens, [3, 5])
+    elif name == "gae":
+        gae(x, y, mask, 1.0, 0.95)
+    else:
+        masked_mean(x, mask)
+        masked_whiten(x, mask, shift_mean=False)
+        token_logprobs(logits, tokens)
+        token_entropy(logits)
+        kl_estimate(x, y, "k3")
+        policy_ratio(x)
+        importance_ratio(x, y, mask, "sequence")
+        config = SimpleNamespace(temperature=0.7, bf16=False, micro_batch_tokens=18)
+        rollout_logprobs(model, rollout, config)
+        rollout_values(ValueModel.on_backbone_of(model), rollout, config)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))

@@ -62,6 +62,21 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
     assert not [(name, line) for name, text in given.items() for line in key if line in text]
 
 
+@pytest.mark.parametrize("week", [1, 2, 3])  # 4: the next test, and that of grade.yml
+def test_with_the_functions_of_a_week_and_those_before_its_tests_are_green(starter, week):
+    """And all its points are there. What waits for a later week is skipped, and says so."""
+    done = " ".join(names for due, names in WEEKS.items() if due <= week).split()
+    for file in FILES:
+        later = [x for x in PROBLEMS if x.file == file and x.name not in done]
+        text = (REPOSITORY / file).read_text(encoding="utf-8")
+        make.write(starter / file, make.without_solutions(text, later, 0))
+    names = WEEKS[week].split()
+    said = run_in(starter, "-m", "pytest", "tests", *(f"--problem={name}" for name in names))
+    assert re.search(r"^[0-9]+ passed in ", said, re.M), said[-3000:]
+    points = {name: score for name, (score, _) in graded(starter, *names).items()}
+    assert points == {name: BY_NAME[name].points for name in names}
+
+
 def test_a_solved_starter_has_no_failure_and_no_warning_by_the_command_of_its_readme(starter):
     hand_in(starter)
     assert "python -m pytest tests  " in (starter / "README.md").read_text()
@@ -94,6 +109,24 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
     assert f"answers.md: {len(QUESTIONS)} answers are empty" in said
     names = zipfile.ZipFile(starter / "hand_in.zip").namelist()
     assert {*FILES, "answers.md"} <= set(names) and not {*make.LABS} & set(names)
+    (starter / "figures" / "lab1").mkdir(parents=True)
+    for name in ("figures/a.PNG", "figures/b.jpg", "figures/lab1/a.png", "lost.png"):
+        (starter / name).write_bytes(b"x")
+    sheet = "![](figures/a.PNG) ![curve](figures/lab1/a.png) ![](lost.png)"
+    (starter / "answers.md").write_text(sheet, encoding="utf-8-sig")
+    text = (starter / "ppo.py").read_text()
+    (starter / "ppo.py").write_text(text, encoding="utf-8-sig")  # as Notepad may save it
+    said = run_in(starter, "pack.py")
+    assert re.findall("^note: answers.md: .+$", said, re.M) == [
+        "note: answers.md: lost.png isn't packed: put it into figures/"
+    ]
+    names = zipfile.ZipFile(starter / "hand_in.zip").namelist()
+    assert {"figures/a.PNG", "figures/b.jpg", "figures/lab1/a.png"} <= {*names}
+    for data in (text.encode("utf-16"), "# ü".encode("cp1252")):
+        (starter / "ppo.py").write_bytes(data)
+        assert "\nerror: ppo.py must be there, as UTF-8: " in run_in(starter, "pack.py")
+    (starter / "ppo.py").unlink()
+    assert "\nerror: ppo.py must be there, as UTF-8: " in run_in(starter, "pack.py")
     (starter / "ppo.py").write_text("def f(:\n")
     assert "error: ppo.py is no Python" in run_in(starter, "pack.py")
 
@@ -101,12 +134,15 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
 def test_each_problem_has_points_a_lab_and_a_week_and_each_question_a_key_and_commands_that_exist():
     assert set(marked_tests()) == set(BY_NAME)
     plan = (REPOSITORY / "course" / "README.md").read_text(encoding="utf-8")
+    asked = sum(question.points for question in QUESTIONS)
+    assert f"{len(QUESTIONS)} questions" in plan and f"questions have {asked} and" in plan
     plan = dict(re.findall(r"^\| (\d) \|.*\| (\d+) \+ \d+ \|", plan, re.M))
     points = {k: sum(BY_NAME[x].points for x in names.split()) for k, names in WEEKS.items()}
     assert plan == {str(k): str(x) for k, x in (points | {5: 0}).items()}
     assert sorted(" ".join(WEEKS.values()).split()) == sorted(BY_NAME)
     assert sum(problem.points for problem in PROBLEMS) == 100
-    for file, test in (test.split("::") for x in BY_NAME.values() for test in x.properties):
+    tests = {part.split(" [")[0] for x in BY_NAME.values() for part in x.properties}
+    for file, test in (x.split("::") for x in tests):
         source = function_of((REPOSITORY / "tests" / file).read_text(), test)
         assert "match=" not in ast.unparse(source), f"{test}: no docstring gives these words"
     assert sorted(name for lab in LABS for name in lab.problems) == sorted(x.name for x in PROBLEMS)
@@ -214,17 +250,65 @@ def test_a_fault_costs_its_own_problem_and_helpers_come_along(tmp_path):
     assert "-1: the value loss is half the squared error" in found["value_loss"][1]
 
 
+PLAIN = {
+    "common": """
+def gae(rewards, values, mask, gamma, lam):
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for i in range(len(values)):
+        V = A = 0.0
+        for t in reversed(range(int(mask[i].sum()))):
+            A = rewards[i, t] + gamma * V - values[i, t] + gamma * lam * A
+            V = values[i, t]
+            advantages[i, t], returns[i, t] = A, A + V
+    return advantages, returns
+""",
+    "ppo": """
+def value_loss(values, old_values, returns, clip_range_value):
+    near = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)
+    free, held = (returns - values) ** 2 / 2, (returns - near) ** 2 / 2
+    return torch.maximum(free, held), held > free
+""",
+}
+
+
+def test_equal_formulas_in_another_style_have_all_points_and_a_broken_rule_costs_one(tmp_path):
+    grpo, count = (REPOSITORY / "grpo.py").read_text(), "num_tokens = mask[mini_batch].sum()"
+    assert f"{count}.clamp(min=1)\n" in grpo
+    folder = hand_in(tmp_path / "plain", grpo=grpo.replace(f"{count}.clamp(min=1)", count), **PLAIN)
+    found = graded(folder, "gae", "value_loss", "grpo_loop")
+    assert [score for score, _ in found.values()] == [6, 4, 6]
+    assert "is the number of tokens 0 where all rows of a minibatch are" in found["grpo_loop"][1]
+
+
 def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path):
     folder = tmp_path / "class"
     hand_in(folder / "deep" / "homework")
-    shutil.make_archive(str(folder / "zipped"), "zip", folder / "deep")
-    (folder / "broken.zip").write_bytes((folder / "zipped.zip").read_bytes()[:2000])
+    data = Path(shutil.make_archive(str(folder / "zipped"), "zip", folder / "deep")).read_bytes()
+    (folder / "broken.zip").write_bytes(data[:2000])
+    (folder / "CAPITALS.ZIP").write_bytes(data)
+    (folder_of_moodle := folder / "Ada_123_assignsubmission_file_").mkdir()
+    (folder_of_moodle / "hand_in.zip").write_bytes(data)
+    (folder / "tape.tar.gz").write_bytes(data)
+    (folder / "empty").mkdir()
+    wide = hand_in(folder / "utf16") / "common.py"
+    wide.write_text(wide.read_text(), encoding="utf-16")
+    mark = hand_in(folder / "mark") / "common.py"
+    mark.write_text(mark.read_text(), encoding="utf-8-sig")
+    (hand_in(folder / "without") / "common.py").unlink()
+    flood = "def gae(*args):\n    while True:\n        print('9' * 9999)"
+    hand_in(folder / "floods", common=flood)
     args = [str(folder), "--class", str(tmp_path / "grades.csv"), "--problems", "gae"]
     assert grade.main(args) == 0
     with (tmp_path / "grades.csv").open(newline="") as file:
         found = {row["name"]: (row["total"], row["faults"]) for row in csv.DictReader(file)}
-    assert found["deep"] == found["zipped.zip"] == ("6", "")
-    assert found["broken.zip"] == ("0", "broken.zip: File is not a zip file")
+    right = {name for name, row in found.items() if row == ("6", "")}
+    assert right == {"deep", "zipped.zip", "CAPITALS.ZIP", "mark", "utf16", folder_of_moodle.name}
+    assert found["broken.zip"] == ("", "broken.zip: File is not a zip file")
+    assert found["tape.tar.gz"] == ("", "tape.tar.gz: no folder, and no zip file")
+    nothing = "empty: 0 places have files of the assignment, and not one"
+    assert found["empty"] == ("", nothing), "what can't be read has no total, which a 0 would be"
+    assert found["without"][0] == "0" and "common.py isn't in the submission" in found["without"][1]
+    assert found["floods"][0] == "0" and "endless prints" in found["floods"][1]
 
 
 CLAIM = re.compile(
@@ -277,10 +361,17 @@ def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
     assert runs[0][1]["policy/entropy_avg"] != runs[1][1]["policy/entropy_avg"]
 
 
-def test_what_is_not_written_is_named_by_the_grader_and_by_an_experiment_before_it_asks(starter):
-    assert "not written yet: set advantages" in graded(starter, "rloo_loop")["rloo_loop"][1]
+def test_what_is_not_written_is_named_by_grader_and_script_and_by_an_experiment_first(starter):
+    lacks = "not written yet: step 4 of main in rloo.py: set advantages"
+    assert lacks in graded(starter, "rloo_loop")["rloo_loop"][1]
+    said = run_in(starter, *BY_NAME["gae"].test_command.split()[1:], "--problem", "schedule")
+    assert re.findall(r"^SKIPPED .+ not written yet: (.+)", said, re.M) == [
+        "gae in common.py", "schedule in common.py",
+    ]  # fmt: skip
     said = run_in(starter, "labs.py", "estimators")
-    assert "error: a function is not written yet: decode" in said and "What will you" not in said
+    assert said.strip() == "error: not written yet: decode in sampling.py"
+    said = run_in(starter, "grpo.py", *FEW.split())
+    assert said.strip() == "error: not written yet: disable_dropout in common.py"
 
 
 @pytest.mark.parametrize(("lab", "script"), [(2, rloo), (3, ppo), (4, grpo)])

@@ -10,10 +10,14 @@ from ppo import policy_loss, shape_rewards, value_loss
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
 
 
-@pytest.mark.problem("shape_rewards", 2)
-def test_the_score_sits_on_the_last_real_token():
-    rewards = shape_rewards(torch.tensor([10.0, 20, 30, 40]), torch.zeros(4, 4), MASK, kl_coef=0.5)
-    assert rewards.tolist() == [[0, 0, 10, 0], [20, 0, 0, 0], [0, 0, 0, 30], [0, 0, 0, 0]]
+@pytest.mark.problem("shape_rewards", 1, "real")
+@pytest.mark.problem("shape_rewards", 1, "empty")
+@pytest.mark.parametrize("num_rows", [3, 4], ids=["real", "empty"])
+def test_the_score_sits_on_the_last_real_token_and_nowhere_in_a_row_without_one(num_rows):
+    scores, kl = torch.tensor([10.0, 20, 30, 40])[:num_rows], torch.zeros(num_rows, 4)
+    rewards = shape_rewards(scores, kl, MASK[:num_rows], kl_coef=0.5)
+    expected = [[0, 0, 10, 0], [20, 0, 0, 0], [0, 0, 0, 30], [0, 0, 0, 0]]
+    assert rewards.tolist() == expected[:num_rows]
 
 
 @pytest.mark.problem("shape_rewards", 2)
@@ -24,26 +28,30 @@ def test_every_real_token_pays_for_its_kl_and_what_padding_holds_has_no_part_in_
     assert torch.allclose(rewards, torch.tensor(expected))
 
 
-CLIP_CASES = [  # advantage, ratio, loss, slope; clipped where the slope is 0
-    (1.0, 1.5, -1.2, 0.0),  # good, already likelier by more than the range: no gradient
-    (1.0, 0.5, -0.5, -0.5),  # good, but less likely: full gradient
-    (-1.0, 1.5, 1.5, 1.5),  # bad, and likelier: full gradient; a minimum would stop it
-    (-1.0, 0.5, 0.8, 0.0),  # bad, already less likely by more than the range: no gradient
-    (1.0, 1.1, -1.1, -1.1),
-    (-1.0, 0.9, 0.9, 0.9),
-    (-1.0, math.exp(102), math.exp(20), math.exp(20)),  # bounded, and still pushed back
-]
+CLIP_CASES = {  # advantage, ratio, loss, slope; clipped where the slope is 0
+    "near": [
+        (1.0, 1.5, -1.2, 0.0),  # good, already likelier by more than the range: no gradient
+        (1.0, 0.5, -0.5, -0.5),  # good, but less likely: full gradient
+        (-1.0, 1.5, 1.5, 1.5),  # bad, and likelier: full gradient; a minimum would stop it
+        (-1.0, 0.5, 0.8, 0.0),  # bad, already less likely by more than the range: no gradient
+        (1.0, 1.1, -1.1, -1.1),
+        (-1.0, 0.9, 0.9, 0.9),
+    ],
+    "huge": [(-1.0, math.exp(102), math.exp(20), math.exp(20))],  # bounded, and still pushed back
+}
 
 
-@pytest.mark.problem("policy_loss", 4)
-@pytest.mark.parametrize(("advantage", "ratio", "loss", "slope"), CLIP_CASES)
-def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(advantage, ratio, loss, slope):
+@pytest.mark.problem("policy_loss", 3, "near")
+@pytest.mark.problem("policy_loss", 1, "huge")
+@pytest.mark.parametrize("size", CLIP_CASES)
+def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(size):
     """And there the token counts as clipped; the loss is the larger of two."""
-    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    found, clipped = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
-    found.sum().backward()
-    assert found.tolist() == [[pytest.approx(loss)]] and clipped.tolist() == [[slope == 0]]
-    assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio
+    for advantage, ratio, loss, slope in CLIP_CASES[size]:
+        logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+        found, clipped = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
+        found.sum().backward()
+        assert found.tolist() == [[pytest.approx(loss)]] and clipped.tolist() == [[slope == 0]]
+        assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio
 
 
 @pytest.mark.problem("value_loss", 1)
@@ -76,11 +84,14 @@ def test_of_two_squared_errors_the_larger_counts(value, ret, share, slope):
 
 
 @pytest.mark.problem("value_loss", 1)
-def test_a_value_counts_as_clipped_where_the_clip_decides_and_not_by_rounding():
-    """old + (new - old) isn't new in float32: half of all tokens would count as clipped."""
+def test_a_value_counts_as_clipped_where_the_clip_decides():
     values, returns = (torch.tensor([column]) for column in list(zip(*VALUE_CASES))[:2])
     _, clipped = value_loss(values, torch.zeros(1, 5), returns, 0.2)
     assert clipped.tolist() == [[slope == 0 for *_, slope in VALUE_CASES]]
+
+
+def test_no_value_counts_as_clipped_by_rounding():
+    """old + (new - old) isn't new in float32: half of all tokens would count as clipped."""
     generator = torch.Generator().manual_seed(0)
     old, returns = torch.randn(2, 100, 10, generator=generator)
     old, values = 0.05 * old, 0.05 * torch.rand(100, 10, generator=generator)

@@ -51,6 +51,7 @@ def test_without_kl_there_is_no_reference_with_or_without_adapter(policy):
             assert ref is None
 
 
+@pytest.mark.problem("reference", 1)
 def test_a_named_model_is_frozen_and_its_dropout_is_off():
     with reference(small_gpt2(), 0.1, named := small_llama(dropout=0.3).train()) as ref:
         assert ref is named and not ref.training and not names_of_trained(ref)
@@ -68,7 +69,7 @@ PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 RANDOM_B = {"target_modules": "all-linear", "init_lora_weights": False}
 
 
-@pytest.mark.problem("reference", 2)
+@pytest.mark.problem("reference", 1)
 @pytest.mark.parametrize("adapter", [None, RANDOM_B, PARTS])
 def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     """With a reload by name, or the base model under a trained adapter (huggingface/trl#1340), the

@@ -23,13 +23,17 @@ def job(tmp_path):
     return reward_model_job(tmp_path)
 
 
-@pytest.mark.problem("preference_loss", 4)
+PAIRS = {"near": [[2.0, -1.0, -1e-6], [0.5, 3.0, 0.0]], "far": [[-200.0, 1e4, -1e4], [0.0] * 3]}
+
+
+@pytest.mark.problem("preference_loss", 3, "near")
+@pytest.mark.problem("preference_loss", 1, "far")
 @pytest.mark.parametrize("center", [0.0, 0.3])
 @pytest.mark.parametrize("margin", [0.0, -0.2, 2.0])
-def test_the_loss_is_that_of_bradley_and_terry_and_its_gradient_finite(margin, center):
-    chosen = torch.tensor([2.0, -1.0, -1e-6, -200.0, 1e4, -1e4], requires_grad=True)
-    rejected = torch.tensor([0.5, 3.0, 0.0, 0.0, 0.0, 0.0], requires_grad=True)
-    loss = preference_loss(chosen, rejected, torch.full((6,), margin), center)
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_the_loss_is_that_of_bradley_and_terry_and_its_gradient_finite(pairs, margin, center):
+    chosen, rejected = (torch.tensor(x, requires_grad=True) for x in PAIRS[pairs])
+    loss = preference_loss(chosen, rejected, torch.full((3,), margin), center)
     loss.sum().backward()
     a, b = chosen.detach().double(), rejected.detach().double()
     assert torch.allclose(loss.double(), softplus(b + margin - a) + center * (a + b) ** 2)

@@ -58,6 +58,7 @@ def test_eos_is_kept_and_all_after_it_is_padding_even_where_pad_equals_eos(pad, 
 PIECES = ["a", "b", "ab", "ba", "d", "c", "bc", "e", "f", "</s>"]
 
 
+@pytest.mark.problem("decode", 1)
 def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_string():
     """The first prompt holds a stop string and ends with the beginning of one: b, ab, c, b."""
     words = Tokenizer(WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="f"))
@@ -180,7 +181,6 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(half, top_k, token):
 # --- The model is left as it was ---
 
 
-@pytest.mark.problem("decode", 1)
 def test_dropout_never_touches_a_sample_and_the_mode_stays_as_it_was():
     model, drawn = small_gpt2(dropout=0.5), []
     for training in (True, False):
