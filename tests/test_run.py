@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from small import computed, contents, finished, job_maker, lines_of
 
 import grpo
+import plumbing.config
 import plumbing.data
 import ppo
 import rloo
@@ -170,6 +172,47 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
     assert code == 130 and "The run ended in step 0; nothing is saved." in text
     assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
     assert not Path("run/model").exists()
+    assert run("--num_steps", "0")[0] == 0, "what has no step isn't in the way"
+
+
+@pytest.mark.parametrize(("flags", "codes"), [(FLAGS[:-2], [0, 0]), (FLAGS, [0, 2])])
+def test_of_two_runs_that_start_at_once_none_writes_into_the_folder_of_the_other(
+    flags, codes, run, monkeypatch, capsys
+):
+    """Both load the model and then find the same folder free, before one of them makes it."""
+    expected, calls, fork = whole(), [], multiprocessing.get_context("fork")
+    before, both, find = {*Path().glob("run*/*")}, fork.Barrier(2), plumbing.config.find_folder
+
+    def find_at_once(config):
+        folder = find(config)
+        calls.append(folder)
+        if len(calls) == 2:  # the first one is that of the flags
+            both.wait(60)
+        return folder
+
+    monkeypatch.setattr(plumbing.config, "find_folder", find_at_once)
+    start = lambda: sys.exit(finished(ppo, flags, capsys)[0])  # noqa: E731
+    processes = [fork.Process(target=start) for _ in range(2)]
+    [process.start() for process in processes]
+    [process.join(300) for process in processes]
+    assert sorted(process.exitcode for process in processes) == codes
+    folders = [Path("run")] if Path("run").exists() else {*Path().glob("run*/*")} - before
+    assert len(folders) == codes.count(0)
+    for folder in folders:
+        assert_same_run(folder, expected)
+
+
+def test_on_a_full_disk_a_resume_loses_nothing_and_a_start_leaves_nothing(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        fails(patch, ppo, "policy_loss", 3, KeyboardInterrupt())
+        run()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file can grow
+    codes = [run("--resume", "run")[0], run("--output_dir", "new")[0]]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert codes == [2, 2]
+    assert [run("--resume", "run")[0], run("--output_dir", "new")[0]] == [0, 0]
+    assert_same_run("run", whole())
 
 
 # --- The end of a program ---
@@ -223,7 +266,7 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
-    assert run("--num_steps", "1")[0] == 0, "an evaluation alone is no run that could be lost"
+    assert run("--num_steps", "1")[0] == 2 and run("--num_steps", "1", "--overwrite")[0] == 0
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):
