@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 import grpo
 import ppo
 import rloo
-from common import Rollout, completion_logprobs, micro_batches, rounded_copy
+from common import Rollout, completion_logprobs, micro_batches
 from plumbing.models import fuse
-from sampling import Decoder, sample
+from sampling import Decoder, rounded_copy, sample
 
 pytestmark = pytest.mark.cuda
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])
