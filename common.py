@@ -404,8 +404,9 @@ def micro_batches(
         rows = rows[wanted] if wanted.any() else rows[:1]
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
-    prompts = range(len(prompts)) if rollout.tokens.is_cuda else prompts  # each its own
+    prompts = range(len(lengths))  # on CUDA each its own
+    if not rollout.tokens.is_cuda:
+        prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
     parts, distinct, longest = [[]], set(), 0
     for row in rows.tolist():
         num_tokens = len(distinct | {prompts[row]}) * P + (len(parts[-1]) + 1) * longest

@@ -87,7 +87,8 @@ def generate(
     drawn_mask = completion_mask(ends.long(), [1])
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
     if not logprobs.isfinite().all():  # float16 ends at 65,504
-        raise Fault("the model's logits are not finite: lower --learning_rate, or --fp16 false")
+        remedy = "lower --learning_rate, --fp16 false, or another --model if its weights are NaN"
+        raise Fault(f"the model's logits are not finite: {remedy}")
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
         attention_mask=torch.cat([mask, drawn_mask], dim=1),
@@ -236,7 +237,8 @@ class Decoder:
 
     def __exit__(self, *error: object) -> None:
         """End it. What it holds is kept where that takes less than a fifth of what is free."""
-        kept = [*self.model.parameters()] if self.half else []
+        shared = {p.data_ptr() for p in self.trained.parameters()}  # it owns the others alone
+        kept = [p for p in self.model.parameters() if p.data_ptr() not in shared]
         if self.graphs:
             kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
             free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
