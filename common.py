@@ -216,6 +216,9 @@ def is_flat(groups: Tensor) -> Tensor:
 # --- The forward pass that trains: log-probs and values of completions ---
 
 CHUNK = 2**25  # logits at a time: 128 MB in float32
+# PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
+# (pytorch/pytorch#196678); on a B200 it decodes wrongly (pytorch/pytorch#193893).
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def completion_logprobs(

@@ -18,10 +18,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import StopStringCriteria
 
 from common import InputError, Rollout, blame
 from plumbing.models import context_length, eos_token_ids
@@ -73,10 +73,10 @@ class Task:
             self.tokens |= zip(map(str, some), prompt_tokens(self.tokenizer, some))
 
     def score(
-        self, rows: list[dict], rollout: Rollout, every: bool = False
+        self, rows: list[dict], rollout: Rollout, allow_none: bool = True
     ) -> tuple[Tensor, list[str]]:
         """Score G completions for each of N prompts: (scores (N*G,), texts). A score is the sum of
-        the weighted rewards that aren't None; where all are, NaN, or with `every` an InputError.
+        the weighted rewards that aren't None; if all are, NaN, or if not `allow_none` InputError.
         """
         texts, ids = decode(self.tokenizer, rollout, self.eos_token_ids), completion_ids(rollout)
         scores = torch.stack(
@@ -85,7 +85,7 @@ class Task:
         weights = torch.tensor(self.weights or [1.0] * len(self.rewards))
         total = (scores * weights).nansum(dim=1)  # (N*G, rewards) -> (N*G,)
         total = total.masked_fill(scores.isnan().all(dim=1), math.nan)
-        if every and total.isnan().any():
+        if not allow_none and total.isnan().any():
             raise InputError("a reward is None, and this algorithm needs one for every completion")
         return total.to(rollout.tokens.device), texts
 
@@ -97,9 +97,7 @@ class Task:
         return verdicts.view(len(rows), -1)
 
 
-def load_task(
-    config: Any, tasks: ModuleType, policy: PreTrainedModel, tokenizer: Tokenizer
-) -> Task:
+def load_task(config: Any, tasks: ModuleType, policy: nn.Module, tokenizer: Tokenizer) -> Task:
     """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError."""
     if config.task not in tasks.TASKS:
         raise InputError(f"--task {config.task}: choose from {', '.join(tasks.TASKS)}")
@@ -145,7 +143,7 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
             verifier([""] * len(answers), answer=answers)
 
 
-def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
+def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     """Turn all prompts into tokens, and check that they suit the model. Raises InputError."""
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
@@ -282,7 +280,7 @@ def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return tokens, pad_sequence(real, **options)
 
 
-def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
+def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
     """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run."""
     # A stop string that is a token of its own, "<|im_end|>" say, is another EOS.
     added = tokenizer.get_added_vocab()

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from common import Fault, Rollout, blame, is_flat, kl_estimate, masked_mean
 from plumbing.data import Task, text_of
@@ -227,9 +226,7 @@ class Evaluation:
     lines: list[str]
 
 
-def evaluate(
-    config: Any, policy: PreTrainedModel, task: Task, sampling: dict[str, Any]
-) -> Evaluation:
+def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any]) -> Evaluation:
     """Complete the first --num_eval_prompts held-out prompts: --eval_generations completions each
     that are sampled, and a greedy one.
     """

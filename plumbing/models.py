@@ -25,9 +25,6 @@ from common import (
 )
 
 TINY = Path(__file__).parent.parent / "tiny"
-# PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
-# (pytorch/pytorch#196678); on a B200 it decodes wrongly (pytorch/pytorch#193893).
-torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 # --- Devices ---
@@ -107,13 +104,17 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
         return model.to(config.device), load_tokenizer(name, base)
 
 
-def load_reference(config: Any, tokenizer: Tokenizer) -> nn.Module | None:
-    """The model that --reference names; None without the flag. Raises InputError."""
+def load_reference(config: Any, task: Any) -> nn.Module | None:
+    """The model that --reference names, for a Task's prompts; None without the flag. InputError."""
     if config.reference is None:
         return None
     model, its_tokenizer = load_policy(config, "reference")
-    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+    if its_tokenizer.get_vocab() != task.tokenizer.get_vocab():
         raise InputError(f"--reference {config.reference}: its tokens aren't those of --model")
+    longest, limit = max(map(len, task.tokens.values())), context_length(model)
+    if limit is not None and longest + config.max_new_tokens > limit:
+        fault = f"a prompt of {longest} tokens and {config.max_new_tokens} new ones don't fit into"
+        raise InputError(f"--reference {config.reference}: {fault} its context of {limit}")
     set_up_training(config, model)  # the policy's kind of attention: another one rounds otherwise
     return model
 
@@ -206,10 +207,13 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) -> None:
+def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, list[int]]) -> None:
     """On a GPU, halve config.micro_batch_tokens until a forward and backward pass of the widest
-    micro-batch that can come fits. The gradient doesn't depend on it.
+    micro-batch that can come fits. The gradient doesn't depend on it. prompts: tokens by prompt.
     """
+    if not config.device.startswith("cuda"):
+        return
+    prompt_length = max(map(len, prompts.values()))
     asked, part = config.micro_batch_tokens, _widest_micro_batch(config, models[0], prompt_length)
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
     while True:

@@ -32,13 +32,12 @@ from plumbing.config import MADE, claim_folder
 from plumbing.data import text_of
 from plumbing.metrics import (
     Evaluation,
-    Meter,
     Metrics,
     draw_curves,
     headline,
     sample_records,
 )
-from plumbing.models import fit_micro_batch
+from plumbing.preferences import RewardModel
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
 
@@ -46,8 +45,9 @@ FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
 class Run:
     """The records and checkpoints of a run.
 
-    models: those that train, by name, the one to save as model/ first. generators: all from which
-    the run draws. data: what it trains on, with `train`, `heldout`, `name` and `tokenizer`.
+    models: by name, the one to save as model/ first; of another one that doesn't train, or None,
+    nothing is saved. generators: all from which the run draws. data: what it trains on, with
+    `train`, `heldout`, `name` and `tokenizer`.
     """
 
     active: ClassVar[Run | None] = None  # the one that an error ends
@@ -56,11 +56,12 @@ class Run:
         self,
         config: Any,
         data: Any,
-        models: dict[str, nn.Module],
+        models: dict[str, nn.Module | None],
         optimizer: torch.optim.Optimizer,
         generators: list[torch.Generator] = (),
     ) -> None:
-        self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
+        self.config, self.data, self.optimizer = config, data, optimizer
+        self.models = {name: model for name, model in models.items() if model is not None}
         self.generators = list(generators)
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
         self.history, self.warned = [], set()
@@ -68,9 +69,6 @@ class Run:
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         optimizer.register_step_pre_hook(self._note_move)
-        if config.device.startswith("cuda") and hasattr(data, "tokens"):
-            longest = max(map(len, data.tokens.values()))
-            fit_micro_batch(config, [*models.values()], longest)
         self.files = {}
         flag = "resume" if config.resume else "output_dir"
         with blame(f"--{flag} {config.output_dir}"):
@@ -153,8 +151,10 @@ class Run:
         now = time.perf_counter()
         self.laps[name], self.lap_started = now - self.lap_started, now
 
-    def log(self, step: int, meter: Meter, **more: float) -> None:
-        """Write the metrics of a step to metrics.jsonl, with time, memory and `more`; warn."""
+    def log(self, step: int, meter: Any, **more: float) -> None:
+        """Write the metrics of a step to metrics.jsonl, with time, memory and `more`; warn. meter:
+        a Meter or PairMeter.
+        """
         metrics = self.evaluated | meter.results()  # waits for the device: the update is over
         self.lap("time/update")
         metrics |= self.laps | more
@@ -239,11 +239,15 @@ class Run:
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def _hash(self) -> str:
-        """A hash of the rows, and of a few weights of each matrix, that the run begins with."""
+        """A hash of the rows, and of a few weights of each matrix, that the run begins with. Not of
+        a reward's file: what it raised may be mended.
+        """
         digest = hashlib.sha256()
         for row in (row for rows in (self.data.train, self.data.heldout) for row in rows):
-            digest.update(repr(row).encode(errors="replace"))
-        for p in (p for model in self.models.values() for p in model.parameters()):
+            text = re.sub(" at 0x[0-9a-f]+", "", repr(row))  # a function's address
+            digest.update(text.encode(errors="replace"))
+        judges = [x.model for x in getattr(self.data, "rewards", ()) if isinstance(x, RewardModel)]
+        for p in (p for model in [*self.models.values(), *judges] for p in model.parameters()):
             few = p.detach().flatten()[-4:].bfloat16()  # under an adapter they may be stored so
             digest.update(repr(few.tolist()).encode())
         return digest.hexdigest()
@@ -254,7 +258,7 @@ class Run:
         self.random_state = {
             "generators": [g.get_state() for g in self.generators],
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda": torch.cuda.get_rng_state() if self.config.device.startswith("cuda") else None,
         }
 
     def save(self) -> None:
@@ -293,14 +297,16 @@ class Run:
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
         state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
         if state["origin"] != self.origin:
-            raise InputError("the rows or the weights of --model aren't those that it began with")
+            models = "--model, --reference or --reward_model"
+            raise InputError(f"the rows or the weights of {models} aren't those it began with")
         for name, p in self._weights().items():
             p.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         for generator, its_state in zip(self.generators, state["generators"], strict=True):
             generator.set_state(its_state)
         torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"])
         self.step = self.saved_step = state["step"]
         self.first_metrics = state["first_metrics"]
         for name in FILES:  # cut, not written anew: on a full disk nothing is lost
@@ -309,7 +315,7 @@ class Run:
                 kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)
                 file.truncate(sum(map(len, kept)))
 
-    def explain(self) -> str:
+    def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;
         a line that says what is saved.
         """
@@ -396,7 +402,7 @@ def run_main(main: Callable[[], None]) -> None:
     except BaseException as e:
         run, Run.active = Run.active, None
         if run is not None:
-            print(run.explain(), file=sys.stderr)
+            print(run.rescue(), file=sys.stderr)
         words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself
         if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"

@@ -57,6 +57,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --model adapter --lora_r 2", "holds an adapter, leave the flag out", TWO),
     ("grpo", f"{RUN} --reference small/no", "--reference small/no: OSError", TWO),
     ("rloo", f"{RUN} --reference other", "other: its tokens aren't those of --model", TWO),
+    ("grpo", f"{RUN} --reference short", "6 new ones don't fit into its context of 6", TWO),
     ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
     ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
@@ -135,6 +136,8 @@ def inputs(tmp_path_factory) -> Path:
     (same_number := letter_tokenizer()).add_tokens("<other>")
     save_model(folder / "other", model, same_number)
     save_model(folder / "small", model, tokenizer)
+    short = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=6)
+    save_model(folder / "short", CausalLM.from_config(short), tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
     for name, auto_class in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
         save_model(folder / f"own_{name}", small.small_llama(), tokenizer)

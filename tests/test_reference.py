@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from common import ValueModel, completion_logprobs, completion_values, reference
 from grpo import Config
 from plumbing import models
+from plumbing.data import Task
 from plumbing.models import add_adapter, load_policy, load_tokenizer
 
 
@@ -60,7 +61,10 @@ def test_a_named_model_has_the_attention_of_the_policy_which_rounds_as_it_does()
     config = Config(model="tiny", reference="tiny", bf16=True, device="cpu")
     policy, tokenizer = load_policy(config)
     models.set_up_training(config, policy)
-    both = policy, models.load_reference(config, tokenizer)
+    both = (
+        policy,
+        models.load_reference(config, Task([], [], [], tokenizer=tokenizer, tokens={"a": [1]})),
+    )
     assert {model.config._attn_implementation for model in both} == {"eager"}
 
 

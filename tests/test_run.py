@@ -5,15 +5,18 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 import torch
-from small import computed, contents, finished, job_maker, lines_of
+from small import computed, contents, finished, job_maker, letter_tokenizer, lines_of, save_model
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import grpo
 import plumbing.config
@@ -146,16 +149,29 @@ def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, mo
 
 def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
     Path("held.jsonl").write_bytes(Path("prompts.jsonl").read_bytes())
-    run("--eval_prompts", "held.jsonl", "--num_steps", "1")
+    shutil.copytree("small-gpt2", "teacher")
+    judge = GPT2ForSequenceClassification(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1))
+    judge.config.num_labels, judge.score = 1, torch.nn.Linear(8, 1, bias=False)
+    save_model(Path("judge"), judge, letter_tokenizer())
+    models = ["small-gpt2", "teacher", "judge"]
+    flags = "--reference teacher --reward_model judge --eval_prompts held.jsonl --num_steps 1"
+    assert run(*flags.split())[0] == 0
     before = contents("run")
-    for name in ("prompts.jsonl", "held.jsonl", "small-gpt2/model.safetensors"):
+    for name in ("prompts.jsonl", "held.jsonl", *(f"{x}/model.safetensors" for x in models)):
         kept = (file := Path(name)).read_bytes()
         other = kept.replace(b"yy y", b"yy z", 1) if name.endswith("jsonl") else kept[:-4] + b"1234"
         file.write_bytes(other)  # the last of the weights is another one
         code, text = run("--resume", "run")
-        assert code == 2 and "the rows or the weights of --model aren't those" in text, name
+        assert code == 2 and "the rows or the weights of --model, --reference or" in text, name
         assert contents("run") == before
         file.write_bytes(kept)
+
+
+def test_rows_that_hold_a_function_are_the_same_in_the_next_process():
+    rows = [[{"check": (lambda: 0), "n": n}] for n in (1, 1, 2)]  # each function has its address
+    datas = [SimpleNamespace(train=row, heldout=[]) for row in rows]
+    first, again, other = [Run._hash(SimpleNamespace(models={}, data=data)) for data in datas]
+    assert first == again != other
 
 
 def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeypatch):
@@ -300,6 +316,7 @@ def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = ["--kl_coef", "0", "--num_steps", "2", "--report_to", "tensorboard", "wandb"]
     assert run(*flags)[0] == 0
+    assert "kl" not in lines_of("run/tokens.jsonl")[0], "nobody has measured it"
     known = [{k: v for k, v in x.items() if v is not None} for x in lines_of("run/metrics.jsonl")]
     assert [x.pop("step") for x in known] == [0, 1, 2] and "objective/kl" not in known[0]
     scalars = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
