@@ -613,4 +613,6 @@ def blame(what: str) -> Iterator[None]:
     except Exception as e:  # transformers, peft and datasets raise anything
         # A first line that ends in a colon only announces the reason.
         reason = " ".join(str(e).split()) if ":\n" in str(e)[:200] else str(e).split("\n")[0]
+        if isinstance(e, ModuleNotFoundError):
+            reason += f": pip install {e.name}"
         raise InputError(f"{what}: {type(e).__name__}: {reason[:300]}") from e

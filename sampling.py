@@ -87,7 +87,7 @@ def generate(
     drawn_mask = completion_mask(ends.long(), [1])
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
     if not logprobs.isfinite().all():  # float16 ends at 65,504
-        remedy = "lower --learning_rate, or --fp16 false; before step 1 the weights of --model are bad"
+        remedy = "lower --learning_rate, or --fp16 false; in step 0 it is the weights of --model"
         raise Fault(f"the model's logits are not finite: {remedy}")
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),

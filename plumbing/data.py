@@ -94,6 +94,8 @@ class Task:
         if self.verifier is None:
             return None
         verdicts = call_reward(self.verifier, rows, texts, completion_ids(rollout), self.step)
+        if bad := [x for x in verdicts.tolist() if x < 0 or x > 1]:  # NaN is neither
+            raise InputError(f"a verdict is {bad[0]:g}: from a verifier 1 is right, 0 wrong")
         return verdicts.view(len(rows), -1)
 
 
@@ -117,6 +119,10 @@ def load_task(config: Any, tasks: ModuleType, policy: nn.Module, tokenizer: Toke
     )
     if config.prompts and not config.eval_prompts:
         task.train, task.heldout = split_rows(task.train, lambda row: str(row["prompt"]))
+    trained = {str(row["prompt"]) for row in task.train}
+    both = sum(str(row["prompt"]) in trained for row in task.heldout)
+    if config.eval_prompts and both:
+        print(f"{both} of the {len(task.heldout)} held-out prompts are trained on as well.")
     _load_rewards(config, task, tasks)
     _check_prompts(config, task, policy)
     return task
@@ -128,7 +134,8 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
         task.weights = []
     if config.reward_model:
-        task.rewards.append(RewardModel(config.reward_model, config.device, config.bf16))
+        options = config.device, config.bf16, config.micro_batch_tokens
+        task.rewards.append(RewardModel(config.reward_model, *options))
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
@@ -136,7 +143,8 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
     is_verifier = next((spec for spec in config.reward if spec in tasks.VERIFIERS), None)
     if spec := config.verifier or is_verifier:
         task.verifier = load_reward(spec, tasks.REWARDS)
-    for verifier in {task.verifier, *task.rewards} & {*tasks.VERIFIERS.values()}:
+    used = [task.verifier, *task.rewards]
+    for verifier in (x for x in tasks.VERIFIERS.values() if x in used):
         # Check the answers now, not at the step that draws their row.
         with blame(f"give --reward; {verifier.__name__} needs a column answer in each row"):
             answers = [row["answer"] for row in task.train + task.heldout]
@@ -150,6 +158,12 @@ def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
         print('The prompts are text. --system_prompt "" makes messages of them and of completions.')
     task.tokenise(task.train + task.heldout)
+    if isinstance(first := task.train[0]["prompt"], list) and first[-1]["role"] != "assistant":
+        template = functools.partial(task.tokenizer.apply_chat_template, tokenize=False)
+        opened, closed = (template(first, add_generation_prompt=x) for x in (True, False))
+        turn = {"role": "assistant", "content": "?"}  # Mistral's begins without a header
+        if opened == closed and template([*first, turn]).removeprefix(opened).strip()[:1] != "?":
+            print("The chat template doesn't open the assistant's turn: the model has to do it.")
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
@@ -199,6 +213,9 @@ def read_rows(name: str, split: str) -> list[dict]:
 def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
+    if config.prompt_template is None and "prompt" not in row:
+        names = ", ".join(map(str, row))
+        raise InputError(f"a row has no prompt, but {names}: name one by --prompt_template")
     with blame(f"a row of the prompts, {str(row)[:60]}"):
         column = template[1:-1]
         is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
@@ -349,8 +366,12 @@ def _import(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)  # a math.py must not hide Python's
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch them off
-        spec.loader.exec_module(module)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch them off
+            spec.loader.exec_module(module)
+    except SystemExit as e:  # with 0 the run would look like one that has succeeded
+        remedy = 'put what makes it a program below `if __name__ == "__main__":`'
+        raise InputError(f"{file}: the file ends Python: {remedy}") from e
     return module
 
 

@@ -247,7 +247,7 @@ def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any
         right = torch.empty(0, K) if verdicts is None else verdicts[~verdicts.isnan().any(1)]
         metrics[f"eval/accuracy{kind}"], metrics["eval/accuracy_se"] = mean_and_error(right)
     if K > 1:
-        metrics["eval/pass_at_k"], _ = mean_and_error((right > 0).any(1, keepdim=True))
+        metrics["eval/pass_at_k"], _ = mean_and_error((right == 1).any(1, keepdim=True))
     records, lines = sample_records(rows, texts, scores)
     names, accuracy, reward = ["eval/reward"], metrics["eval/accuracy"], metrics["eval/reward"]
     # A verifier that is the reward itself says the same, but for rounding.
@@ -336,7 +336,9 @@ def draw_curves(folders: list[Path], output: Path | BinaryIO) -> None:
     from matplotlib.figure import Figure
 
     runs = [read_lines(Path(folder, "metrics.jsonl")) for folder in folders]
-    labels = [re.sub(r"-s\d+$", "", Path(folder).resolve().name) for folder in folders]
+    names = [Path(folder).resolve().name for folder in folders]
+    names = names if len({*names}) == len(names) else map(str, folders)  # lr1/run and lr2/run
+    labels = [re.sub(r"-s\d+$", "", name) for name in names]
     colours, left = {}, COLOURS.copy()
     for i, label in enumerate(dict.fromkeys(labels)):
         colours[label] = left.pop(label.partition("-")[0], f"C{i % 10}")

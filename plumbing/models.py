@@ -80,7 +80,8 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
     name = base = getattr(config, flag)
     rank = config.lora_r if flag == "model" else 0
     has_adapter = rank > 0 or is_adapter(name)
-    with blame(f"--{flag} {name}" + f" --lora_r {rank}" * (rank > 0)):
+    hint = "" if name == "tiny" or Path(name).exists() else " (no folder, so a name on the hub)"
+    with blame(f"--{flag} {name}" + f" --lora_r {rank}" * (rank > 0) + hint):
         if is_adapter(name):
             if rank > 0:
                 raise InputError(f"--lora_r {rank}: {name} holds an adapter, leave the flag out")
@@ -131,16 +132,20 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     model, info = auto_class.from_pretrained(path, **options)
     # They are random numbers now: what the checkpoint lacks, or has in another size.
     lost = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    backbone = f"{model.base_model_prefix}."
     if new_head:
         for p in map(model.get_parameter, lost):
             if len(p) == 1:  # of the one output
                 nn.init.zeros_(p)
         # BERT's pooler is a part of the head.
-        backbone = f"{model.base_model_prefix}."
         lost = {x for x in lost if x.startswith(backbone) and "pooler" not in x}
     if lost:
         fault = f"its checkpoint has no {min(lost)}, or in another size"
         raise InputError(f"{name}: is no {auto_class.__name__[4:]}, {fault}")
+    unused = sorted(x for x in info["unexpected_keys"] if not new_head or x.startswith(backbone))
+    if unused:
+        kind, first = type(model).__name__, unused[0]
+        print(f"{name}: {len(unused)} weights aren't loaded, {first} for one: a {kind} has none.")
     fuse(model)
     return model.eval()
 

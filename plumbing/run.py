@@ -140,7 +140,10 @@ class Run:
         self.bar.close()
         Run.active = None
         if importlib.util.find_spec("matplotlib"):
-            draw_curves([self.folder], self.folder / "curve.png")
+            try:
+                draw_curves([self.folder], self.folder / "curve.png")
+            except Exception as e:  # MPLBACKEND of a notebook, say: the run is saved
+                print(f"no curve.png: {e}")
         if self.files["tokens"].tell() > 0:  # neither of a reward model nor of an evaluation
             print(f"now: python tools/look.py {self.config.output_dir}")
 
@@ -403,6 +406,8 @@ def run_main(main: Callable[[], None]) -> None:
         run, Run.active = Run.active, None
         if run is not None:
             print(run.rescue(), file=sys.stderr)
+            if isinstance(e, SystemExit):  # else exit code 0, as if the run were whole
+                e = Fault("exit() was called within the run: by a reward?")
         words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself
         if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"
