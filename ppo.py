@@ -149,8 +149,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy, value_model)
     if config.disable_dropout:
         disable_dropout(policy, value_model)
-    named = load_reference(config, task)  # None without --reference
-    ref = reference(policy, config.kl_coef, named)
+    ref = reference(policy, config.kl_coef, load_reference(config, task))
 
     # One optimiser and one learning rate for both models, which share no weight that trains.
     parameters = [*policy.parameters(), *value_model.parameters()]
@@ -165,11 +164,11 @@ def main(args: list[str] | None = None) -> None:
     sampling = sampling_options(config, policy, tokenizer)
     N, B = config.prompts_per_step, config.prompts_per_step * config.num_generations  # B rows
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
+    models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
     # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
     fit_micro_batch(config, [policy, value_model], task.tokens)
-    models = {"policy": policy, "value": value_model, "reference": named}
-    run = Run(config, task, models, optimizer, [shuffler, sampling["generator"]])
+    run = Run(config, task, models, optimizer, generators)
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
         prompts = task.batch(step, N)

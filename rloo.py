@@ -129,8 +129,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
-    named = load_reference(config, task)  # None without --reference
-    ref = reference(policy, config.kl_coef, named)
+    ref = reference(policy, config.kl_coef, load_reference(config, task))
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -150,8 +149,7 @@ def main(args: list[str] | None = None) -> None:
 
     # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
     fit_micro_batch(config, [policy], task.tokens)
-    models, generators = {"policy": policy, "reference": named}, [shuffler, sampling["generator"]]
-    run = Run(config, task, models, optimizer, generators)
+    run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
         prompts = task.batch(step, N)

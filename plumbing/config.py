@@ -160,11 +160,8 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], tiny: dict[
         config.bf16 = fast_half(device) is torch.bfloat16
         if getattr(config, "fp16", False) is None:
             config.fp16 = fast_half(device) is torch.float16
-    if config.lora_r > 0 or is_adapter(config.model):
-        with blame("an adapter"):
-            import peft  # noqa: F401, before a model is loaded
-        if not has_own_rate:
-            config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
+    if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
+        config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
     find_folder(config)  # before a model is loaded
     return config
 

@@ -53,6 +53,7 @@ class Task:
     seed: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, once
     step: int = 0  # of the last batch
+    frozen_models: list[nn.Module] = field(default_factory=list)  # reference, reward model
 
     def batch(self, step: int, size: int) -> list[dict]:
         """The `size` rows of a step."""
@@ -119,9 +120,8 @@ def load_task(config: Any, tasks: ModuleType, policy: nn.Module, tokenizer: Toke
     )
     if config.prompts and not config.eval_prompts:
         task.train, task.heldout = split_rows(task.train, lambda row: str(row["prompt"]))
-    trained = {str(row["prompt"]) for row in task.train}
-    both = sum(str(row["prompt"]) in trained for row in task.heldout)
-    if config.eval_prompts and both:
+    trained = {str(row["prompt"]) for row in task.train if config.eval_prompts}
+    if both := sum(str(row["prompt"]) in trained for row in task.heldout):
         print(f"{both} of the {len(task.heldout)} held-out prompts are trained on as well.")
     _load_rewards(config, task, tasks)
     _check_prompts(config, task, policy)
@@ -136,6 +136,7 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
     if config.reward_model:
         options = config.device, config.bf16, config.micro_batch_tokens
         task.rewards.append(RewardModel(config.reward_model, *options))
+        task.frozen_models.append(task.rewards[-1].model)
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
@@ -160,10 +161,10 @@ def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     task.tokenise(task.train + task.heldout)
     if isinstance(first := task.train[0]["prompt"], list) and first[-1]["role"] != "assistant":
         template = functools.partial(task.tokenizer.apply_chat_template, tokenize=False)
-        opened, closed = (template(first, add_generation_prompt=x) for x in (True, False))
-        turn = {"role": "assistant", "content": "?"}  # Mistral's begins without a header
-        if opened == closed and template([*first, turn]).removeprefix(opened).strip()[:1] != "?":
-            print("The chat template doesn't open the assistant's turn: the model has to do it.")
+        if template(first, add_generation_prompt=True) == template(first):
+            print(
+                "The chat template opens no assistant's turn: few models, as Mistral's, need none."
+            )
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
@@ -213,10 +214,7 @@ def read_rows(name: str, split: str) -> list[dict]:
 def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
-    if config.prompt_template is None and "prompt" not in row:
-        names = ", ".join(map(str, row))
-        raise InputError(f"a row has no prompt, but {names}: name one by --prompt_template")
-    with blame(f"a row of the prompts, {str(row)[:60]}"):
+    with blame(f"a row of the prompts (--prompt_template?), {str(row)[:60]}"):
         column = template[1:-1]
         is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
         prompt = row[column] if is_alone else template.format(**row)
@@ -370,8 +368,7 @@ def _import(file: Path) -> ModuleType:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch them off
             spec.loader.exec_module(module)
     except SystemExit as e:  # with 0 the run would look like one that has succeeded
-        remedy = 'put what makes it a program below `if __name__ == "__main__":`'
-        raise InputError(f"{file}: the file ends Python: {remedy}") from e
+        raise InputError(f'{file}: exits: put that below `if __name__ == "__main__":`') from e
     return module
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import textwrap
@@ -332,7 +333,8 @@ def draw_curves(folders: list[Path], output: Path | BinaryIO) -> None:
     """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Those whose folders
     differ in -s<seed> alone have one colour; the first job of a script has the script's.
     """
-    # No pyplot: it takes a second to import, and needs a screen.
+    # No pyplot: it takes a second to import, and needs a screen. No backend: it may not be there.
+    os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure
 
     runs = [read_lines(Path(folder, "metrics.jsonl")) for folder in folders]

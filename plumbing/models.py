@@ -82,11 +82,11 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
     has_adapter = rank > 0 or is_adapter(name)
     hint = "" if name == "tiny" or Path(name).exists() else " (no folder, so a name on the hub)"
     with blame(f"--{flag} {name}" + f" --lora_r {rank}" * (rank > 0) + hint):
+        if has_adapter:
+            import peft  # before the model is loaded, which takes time
         if is_adapter(name):
             if rank > 0:
                 raise InputError(f"--lora_r {rank}: {name} holds an adapter, leave the flag out")
-            import peft
-
             base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
         dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
         model = load(AutoModelForCausalLM, base, dtype=dtype)
@@ -117,6 +117,7 @@ def load_reference(config: Any, task: Any) -> nn.Module | None:
         fault = f"a prompt of {longest} tokens and {config.max_new_tokens} new ones don't fit into"
         raise InputError(f"--reference {config.reference}: {fault} its context of {limit}")
     set_up_training(config, model)  # the policy's kind of attention: another one rounds otherwise
+    task.frozen_models.append(model)
     return model
 
 

@@ -37,7 +37,6 @@ from plumbing.metrics import (
     headline,
     sample_records,
 )
-from plumbing.preferences import RewardModel
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
 
@@ -45,9 +44,8 @@ FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
 class Run:
     """The records and checkpoints of a run.
 
-    models: by name, the one to save as model/ first; of another one that doesn't train, or None,
-    nothing is saved. generators: all from which the run draws. data: what it trains on, with
-    `train`, `heldout`, `name` and `tokenizer`.
+    models: those that train, by name, the one to save as model/ first. generators: all from which
+    the run draws. data: what it trains on, with `train`, `heldout`, `name` and `tokenizer`.
     """
 
     active: ClassVar[Run | None] = None  # the one that an error ends
@@ -56,20 +54,18 @@ class Run:
         self,
         config: Any,
         data: Any,
-        models: dict[str, nn.Module | None],
+        models: dict[str, nn.Module],
         optimizer: torch.optim.Optimizer,
         generators: list[torch.Generator] = (),
     ) -> None:
-        self.config, self.data, self.optimizer = config, data, optimizer
-        self.models = {name: model for name, model in models.items() if model is not None}
-        self.generators = list(generators)
+        self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
+        self.generators, self.files = list(generators), {}
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
         self.history, self.warned = [], set()
         self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         optimizer.register_step_pre_hook(self._note_move)
-        self.files = {}
         flag = "resume" if config.resume else "output_dir"
         with blame(f"--{flag} {config.output_dir}"):
             self.folder = claim_folder(config)
@@ -140,10 +136,7 @@ class Run:
         self.bar.close()
         Run.active = None
         if importlib.util.find_spec("matplotlib"):
-            try:
-                draw_curves([self.folder], self.folder / "curve.png")
-            except Exception as e:  # MPLBACKEND of a notebook, say: the run is saved
-                print(f"no curve.png: {e}")
+            draw_curves([self.folder], self.folder / "curve.png")
         if self.files["tokens"].tell() > 0:  # neither of a reward model nor of an evaluation
             print(f"now: python tools/look.py {self.config.output_dir}")
 
@@ -155,9 +148,7 @@ class Run:
         self.laps[name], self.lap_started = now - self.lap_started, now
 
     def log(self, step: int, meter: Any, **more: float) -> None:
-        """Write the metrics of a step to metrics.jsonl, with time, memory and `more`; warn. meter:
-        a Meter or PairMeter.
-        """
+        """Write what a Meter or PairMeter has found, with time, memory and `more`; warn."""
         metrics = self.evaluated | meter.results()  # waits for the device: the update is over
         self.lap("time/update")
         metrics |= self.laps | more
@@ -242,15 +233,14 @@ class Run:
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def _hash(self) -> str:
-        """A hash of the rows, and of a few weights of each matrix, that the run begins with. Not of
-        a reward's file: what it raised may be mended.
-        """
+        """A hash of the rows, and of a few weights of each matrix, that the run begins with."""
+        # Not of a reward's file: a fault that has ended the run may be mended there.
         digest = hashlib.sha256()
         for row in (row for rows in (self.data.train, self.data.heldout) for row in rows):
             text = re.sub(" at 0x[0-9a-f]+", "", repr(row))  # a function's address
             digest.update(text.encode(errors="replace"))
-        judges = [x.model for x in getattr(self.data, "rewards", ()) if isinstance(x, RewardModel)]
-        for p in (p for model in [*self.models.values(), *judges] for p in model.parameters()):
+        models = [*self.models.values(), *getattr(self.data, "frozen_models", ())]
+        for p in (p for model in models for p in model.parameters()):
             few = p.detach().flatten()[-4:].bfloat16()  # under an adapter they may be stored so
             digest.update(repr(few.tolist()).encode())
         return digest.hexdigest()
@@ -261,7 +251,7 @@ class Run:
         self.random_state = {
             "generators": [g.get_state() for g in self.generators],
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if self.config.device.startswith("cuda") else None,
+            "cuda": [torch.cuda.get_rng_state()] if self.config.device.startswith("cuda") else [],
         }
 
     def save(self) -> None:
@@ -300,16 +290,15 @@ class Run:
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
         state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
         if state["origin"] != self.origin:
-            models = "--model, --reference or --reward_model"
-            raise InputError(f"the rows or the weights of {models} aren't those it began with")
+            raise InputError("the rows or the weights of a model aren't those that it began with")
         for name, p in self._weights().items():
             p.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         for generator, its_state in zip(self.generators, state["generators"], strict=True):
             generator.set_state(its_state)
         torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None:
-            torch.cuda.set_rng_state(state["cuda"])
+        for its_state in state["cuda"][:1]:  # of the run's device: others may be hidden today
+            torch.cuda.set_rng_state(its_state)
         self.step = self.saved_step = state["step"]
         self.first_metrics = state["first_metrics"]
         for name in FILES:  # cut, not written anew: on a full disk nothing is lost

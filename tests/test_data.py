@@ -148,20 +148,11 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
         assert found == [str(count)] * (count > 0)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% if add_generation_prompt %}A:{% endif %}", False),
-        ("", True),
-        ("{# Mistral's: an answer has no header #}", False),
-    ],
-)
-def test_a_template_that_opens_no_assistants_turn_is_named(template, said, tmp_path, capsys):
-    header = "{% if m.role == 'user' or " + str(said).lower() + " %}{{ m.role }}:{% endif %}"
-    text = "{% for m in messages %}" + header + "{{ m.content }}{% endfor %}" + template
+@pytest.mark.parametrize("header", ["", "{% if add_generation_prompt %}[assistant]{% endif %}"])
+def test_a_template_that_opens_no_assistants_turn_is_named(header, tmp_path, capsys):
     rows = [{"prompt": [message(str(n))]} for n in range(12)]
-    task_of(text, reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
-    assert ("doesn't open the assistant's turn" in capsys.readouterr().out) == said
+    task_of(CHAT_TEMPLATE + header, reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
+    assert ("opens no assistant's turn" in capsys.readouterr().out) == (header == "")
 
 
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():

@@ -164,7 +164,7 @@ def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
         other = kept.replace(b"yy y", b"yy z", 1) if name.endswith("jsonl") else kept[:-4] + b"1234"
         file.write_bytes(other)  # the last of the weights is another one
         code, text = run("--resume", "run")
-        assert code == 2 and "the rows or the weights of --model, --reference or" in text, name
+        assert code == 2 and "the rows or the weights of a model aren't" in text, name
         assert contents("run") == before
         file.write_bytes(kept)
 
@@ -281,9 +281,7 @@ def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_se
         assert {line["step"] for line in lines_of(folder / f"{name}.jsonl")} == steps
 
 
-def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(
-    run, monkeypatch
-):
+def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(run):
     code, text = run("--num_steps", "0", "--eval_prompts", "prompts.jsonl", "--num_eval_prompts=25")
     [line], samples = lines_of("run/metrics.jsonl"), lines_of("run/samples.jsonl")
     assert code == 0 and line["step"] == 0 and len(samples) == 25 and "0/0" not in text
@@ -291,9 +289,7 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
     assert run("--num_steps", "1")[0] == 2
-    monkeypatch.setattr(plumbing.run, "draw_curves", Mock(side_effect=ValueError("MPLBACKEND")))
-    code, text = run("--num_steps", "1", "--overwrite")
-    assert code == 0 and "no curve.png: MPLBACKEND" in text, "what counts is saved by then"
+    assert run("--num_steps", "1", "--overwrite")[0] == 0
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):

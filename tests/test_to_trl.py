@@ -87,9 +87,8 @@ def test_a_process_computes_its_share_of_a_minibatch_in_passes(tokens, processes
     [
         ("grpo", "--entropy_coef 0.1", []),
         ("grpo", "--stop a b --scale_rewards mean", ["stop", "scale_rewards"]),
-        ("grpo", "--oversample 2 --reference x", ["reference", "oversample"]),
+        ("grpo", "--oversample 2", ["oversample"]),
         ("rloo", "--stop a --entropy_coef 0.1", ["stop", "entropy_coef"]),
-        ("rloo", "--reference x", ["reference"]),
     ],
 )
 def test_flags_that_trl_has_nothing_for_are_named(script, flags, expected):
