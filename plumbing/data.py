@@ -162,9 +162,7 @@ def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     if isinstance(first := task.train[0]["prompt"], list) and first[-1]["role"] != "assistant":
         template = functools.partial(task.tokenizer.apply_chat_template, tokenize=False)
         if template(first, add_generation_prompt=True) == template(first):
-            print(
-                "The chat template opens no assistant's turn: few models, as Mistral's, need none."
-            )
+            print("The chat template opens no assistant's turn: right for few models (Mistral's).")
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
