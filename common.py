@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 # --- The rollout ---
 
@@ -219,6 +219,9 @@ def is_flat(groups: Tensor) -> Tensor:
 # --- The forward pass that trains: log-probs and values of completions ---
 
 CHUNK = 2**25  # logits at a time: 128 MB in float32
+# PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
+# (pytorch/pytorch#196678); on a B200 it decodes wrongly (pytorch/pytorch#193893).
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def completion_logprobs(
@@ -408,8 +411,9 @@ def micro_batches(
         rows = rows[wanted] if wanted.any() else rows[:1]
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
-    prompts = range(len(prompts)) if rollout.tokens.is_cuda else prompts  # each its own
+    prompts = range(len(lengths))  # on CUDA each its own
+    if not rollout.tokens.is_cuda:
+        prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
     parts, distinct, longest = [[]], set(), 0
     for row in rows.tolist():
         num_tokens = len(distinct | {prompts[row]}) * P + (len(parts[-1]) + 1) * longest
@@ -497,42 +501,6 @@ class ValueModel(nn.Module):
         # In bfloat16 a value would have three digits, and advantages are differences of values.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
-
-
-def without_windows(model: nn.Module) -> PretrainedConfig:
-    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
-    sliding window has left behind.
-    """
-    config = copy.copy(base_model(model).config.get_text_config())
-    if kinds := getattr(config, "layer_types", None):
-        full = {"sliding_attention": "full_attention"}
-        config.layer_types = [full.get(kind, kind) for kind in kinds]
-    config.sliding_window = None
-    return config
-
-
-def masks_of_layers(
-    model: nn.Module, mask: Tensor, columns: Tensor, column: Tensor
-) -> Tensor | dict[str, Tensor]:
-    """An attention mask of four dimensions for a token in `column`, or one for each kind of layer
-    where a window hides old `columns`. transformers takes it as it is.
-    """
-    config = base_model(model).config.get_text_config()
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if not window or set(kinds or ()) == {"full_attention"}:
-        return mask
-    windowed = mask.masked_fill(columns <= column - window, -torch.inf)
-    both = {"full_attention": mask, "sliding_attention": windowed}
-    return both if len(set(kinds or ())) > 1 else windowed
-
-
-def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
-    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
-    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
-    """
-    floats = [p for p in model.parameters() if p.is_floating_point()]
-    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
-    return copy.deepcopy(model, memo=rounded)
 
 
 def reference(
@@ -651,4 +619,6 @@ def blame(what: str) -> Iterator[None]:
     except Exception as e:  # transformers, peft and datasets raise anything
         # A first line that ends in a colon only announces the reason.
         reason = " ".join(str(e).split()) if ":\n" in str(e)[:200] else str(e).split("\n")[0]
+        if isinstance(e, ModuleNotFoundError):
+            reason += f": pip install {e.name}"
         raise InputError(f"{what}: {type(e).__name__}: {reason[:300]}") from e

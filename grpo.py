@@ -48,7 +48,7 @@ from common import (
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import load_policy, load_reference, set_up_training
+from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -131,6 +131,12 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     return centred.nan_to_num(0).flatten()
 
 
+def loss_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, loss_type: str) -> Tensor:
+    """pi / pi_old as the loss takes it, of a token or of its whole completion: (B, T) -> (B, T)."""
+    level = "sequence" if loss_type == "gspo" else "token"  # [4] eq. 7
+    return importance_ratio(logprobs, old_logprobs, mask, level)
+
+
 def grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -160,8 +166,7 @@ def grpo_loss(
     # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)
     logprobs = logprobs.masked_fill(~mask, 0)
-    level = "sequence" if loss_type == "gspo" else "token"
-    ratio = importance_ratio(logprobs, old_logprobs, mask, level)  # (B, T)
+    ratio = loss_ratio(logprobs, old_logprobs, mask, loss_type)  # (B, T)
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
     unclipped_loss = -A * ratio  # [1] eq. 3
     clipped_loss = -A * ratio.clamp(1 - clip_range, 1 + high)
@@ -213,7 +218,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
-    ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
+    ref = reference(policy, config.kl_coef, load_reference(config, task))
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -231,6 +236,8 @@ def main(args: list[str] | None = None) -> None:
     # update's log-probs are the old ones. Not with dropout, which makes two passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
+    # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
+    fit_micro_batch(config, [policy], task.tokens)
     run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
@@ -308,8 +315,7 @@ def main(args: list[str] | None = None) -> None:
                 bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
                 (loss - bonus).backward()
 
-                level = "sequence" if config.loss_type == "gspo" else "token"
-                ratio = importance_ratio(logprobs, old, m, level)
+                ratio = loss_ratio(logprobs, old, m, config.loss_type)
                 meter.add_share("loss/policy_avg", loss)
                 meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 

@@ -52,7 +52,7 @@ from common import (
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate, explained_variance
-from plumbing.models import load_policy, load_reference, set_up_training
+from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -151,7 +151,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy, value_model)
     if config.disable_dropout:
         disable_dropout(policy, value_model)
-    ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
+    ref = reference(policy, config.kl_coef, load_reference(config, task))
 
     # One optimiser and one learning rate for both models, which share no weight that trains.
     parameters = [*policy.parameters(), *value_model.parameters()]
@@ -168,6 +168,8 @@ def main(args: list[str] | None = None) -> None:
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
     models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
+    # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
+    fit_micro_batch(config, [policy, value_model], task.tokens)
     run = Run(config, task, models, optimizer, generators)
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
@@ -176,7 +178,7 @@ def main(args: list[str] | None = None) -> None:
         mask = rollout.completion_mask  # (B, T), EOS included
 
         # 2. Score the text of each completion.
-        scores, texts = task.score(prompts, rollout, every=True)  # (B,); None is an error
+        scores, texts = task.score(prompts, rollout, allow_none=False)  # (B,)
         scores = scores - config.missing_eos_penalty * ~rollout.finished
 
         # 3. Values, and log-probs under the policy that sampled and under the reference. They
@@ -242,8 +244,9 @@ def main(args: list[str] | None = None) -> None:
         meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
         meter.objective(scores, kl, config.kl_coef)
         run.log(step, meter, episode=(step + 1) * B)
-        columns = {"ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards}
-        columns |= {"values": old_values, "advantages": advantages, "returns": returns}
+        columns = {"ref_logprobs": ref_logprobs, "kl": kl if config.kl_coef > 0 else None}
+        columns |= {"rewards": rewards, "values": old_values}
+        columns |= {"advantages": advantages, "returns": returns}
         run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
         clear_cache()  # give back the memory of the update
 

@@ -134,6 +134,8 @@ def _with_ids(rows: list[dict], tokenizer: Tokenizer, limit: float) -> list[dict
         with blame(f"chosen or rejected of {str(row)[:60]} can't be read"):
             ids = [text_ids(tokenizer, row.get("prompt"), row[key]) for key in KEYS]
             pair = row | {"ids": ids, "margin": float(row.get("margin") or 0)}
+        if not math.isfinite(pair["margin"]):
+            raise InputError(f"a margin is {pair['margin']}, and must be a finite number or none")
         # A text that is cut could lose the very words that decide.
         if ids[0] != ids[1] and max(map(len, ids)) <= limit:
             pairs.append(pair)

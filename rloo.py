@@ -40,7 +40,7 @@ from common import (
 from plumbing.config import RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import load_policy, load_reference, set_up_training
+from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -133,7 +133,7 @@ def main(args: list[str] | None = None) -> None:
     set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
-    ref = reference(policy, config.kl_coef, load_reference(config, tokenizer))
+    ref = reference(policy, config.kl_coef, load_reference(config, task))
 
     # The optimiser. Under an adapter the base model has nothing to train.
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -151,6 +151,8 @@ def main(args: list[str] | None = None) -> None:
     # update's log-probs are the old ones. Not with dropout, which makes two passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
+    # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
+    fit_micro_batch(config, [policy], task.tokens)
     run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.

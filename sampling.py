@@ -12,23 +12,15 @@ it rounds the weights to decode with, and on CUDA makes each step a graph.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache, StopStringCriteria
+from transformers import DynamicCache, PretrainedConfig, StaticCache, StopStringCriteria
 
-from common import (
-    Fault,
-    Rollout,
-    completion_mask,
-    evaluating,
-    masks_of_layers,
-    model_inputs,
-    rounded_copy,
-    without_windows,
-)
+from common import Fault, Rollout, base_model, completion_mask, evaluating, model_inputs
 
 
 def sample(
@@ -95,7 +87,8 @@ def generate(
     drawn_mask = completion_mask(ends.long(), [1])
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
     if not logprobs.isfinite().all():  # float16 ends at 65,504
-        raise Fault("the model's logits are not finite: lower --learning_rate, or --fp16 false")
+        remedy = "lower --learning_rate, or --fp16 false; in step 0 it is the weights of --model"
+        raise Fault(f"the model's logits are not finite: {remedy}")
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
         attention_mask=torch.cat([mask, drawn_mask], dim=1),
@@ -245,7 +238,8 @@ class Decoder:
 
     def __exit__(self, *error: object) -> None:
         """End it. What it holds is kept where that takes less than a fifth of what is free."""
-        kept = [*self.model.parameters()] if self.half else []
+        shared = {p.data_ptr() for p in self.trained.parameters()}  # it owns the others alone
+        kept = [p for p in self.model.parameters() if p.data_ptr() not in shared]
         if self.graphs:
             kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
             free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
@@ -317,3 +311,42 @@ class FilledColumns(StaticCache):
 
     def update(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         return tuple(x[:, :, : self.length] for x in super().update(*args, **options))
+
+
+# --- Of the model: a cache and masks for its layers, weights to decode with ---
+
+
+def without_windows(model: nn.Module) -> PretrainedConfig:
+    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
+    sliding window has left behind.
+    """
+    config = copy.copy(base_model(model).config.get_text_config())
+    if kinds := getattr(config, "layer_types", None):
+        full = {"sliding_attention": "full_attention"}
+        config.layer_types = [full.get(kind, kind) for kind in kinds]
+    config.sliding_window = None
+    return config
+
+
+def masks_of_layers(
+    model: nn.Module, mask: Tensor, columns: Tensor, column: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """An attention mask of four dimensions for a token in `column`, or one for each kind of layer
+    where a window hides old `columns`. transformers takes it as it is.
+    """
+    config = base_model(model).config.get_text_config()
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if not window or set(kinds or ()) == {"full_attention"}:
+        return mask
+    windowed = mask.masked_fill(columns <= column - window, -torch.inf)
+    both = {"full_attention": mask, "sliding_attention": windowed}
+    return both if len(set(kinds or ())) > 1 else windowed
+
+
+def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
+    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
+    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
+    """
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
+    return copy.deepcopy(model, memo=rounded)

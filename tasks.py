@@ -167,12 +167,15 @@ def brevity(completions: list, **columns) -> list[float]:
 # --- Verifiers: rewards that compare a completion with the column answer ---
 
 COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
-MINUS = "\u2212"  # of Unicode
-NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)")  # of 10-5: 10 and 5
+MINUS = re.compile(r"[-\u2212\u2013\uff0d](?:\\?[$€£])?")  # of Unicode, a dash, before $5
+# Of 10-5: 10 and 5. Longer exponents overflow a Decimal.
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?!\d))?")
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the completion is the answer, but for white space around it, else 0."""
+    if bad := [a for a in answer if type(a) not in (str, int, float)]:
+        raise InputError(f"the reward exact_match needs text or numbers as answers, not {bad[0]!r}")
     return [
         float(text_of(c).strip() == str(a).strip())
         for c, a in zip(completions, answer, strict=True)
@@ -200,7 +203,7 @@ def _last_number(text: str) -> list[Decimal]:
 
 def _numbers(text: str) -> list[Decimal]:
     # LaTeX writes the commas in numbers as {,}.
-    text = re.sub(COMMA, "", text.replace("{,}", ",").replace(MINUS, "-"))
+    text = COMMA.sub("", MINUS.sub("-", text.replace("{,}", ",")))
     return [Decimal(number) for number in NUMBER.findall(text)]
 
 

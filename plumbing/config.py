@@ -5,6 +5,7 @@ Config adds its own to those of RunConfig, and its TINY says what the embedded m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -166,7 +167,7 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: E
             config.fp16 = fast_half(device) is torch.float16
     if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
         config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
-    _check_folder(config)
+    find_folder(config)  # before a model is loaded
     return config
 
 
@@ -204,6 +205,10 @@ def _check_numbers(config: TrainConfig) -> None:
 
 # --- The folder of a run ---
 
+# What a run and tools/look.py make in it; `.new` is left where a run is killed.
+MADE = """config.json metrics.jsonl samples.jsonl tokens.jsonl warnings.jsonl checkpoint.pt model
+checkpoint.pt.new model.new curve.png look.html tensorboard""".split()
+
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
     """The settings of the run in `folder`, with its `script`. Raises InputError."""
@@ -211,8 +216,21 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _check_folder(config: TrainConfig) -> None:
-    """Fill in --output_dir. Raises InputError, before a model is loaded, if something were lost."""
+def claim_folder(config: TrainConfig) -> Path:
+    """The folder of the run, absolute. The run claims it by making metrics.jsonl, which only one
+    process can do: of two that start at once, one gets the next number or an InputError.
+    """
+    while True:
+        folder = find_folder(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # another run was faster: look again
+            (folder / "metrics.jsonl").touch(exist_ok=bool(config.resume or config.overwrite))
+            config.output_dir = str(folder)
+            return folder.absolute()  # a reward may change the working directory
+
+
+def find_folder(config: TrainConfig) -> Path:
+    """--output_dir, or a free folder of the default name. Raises InputError if a run were lost."""
     path = Path(folder_of(config.model))
     model = path.resolve().name if path.is_dir() else config.model
     data = getattr(config, "pairs", None) or getattr(config, "prompts", None)
@@ -220,13 +238,14 @@ def _check_folder(config: TrainConfig) -> None:
     # `cups` is a model and a task, and once in the name is enough.
     name = "-".join(dict.fromkeys((config.script, model, task, f"s{config.seed}")))
     name = name.replace("/", "-").replace(":", "-")
+    name += "-eval" if config.num_steps == 0 else ""
     folder, number = Path(config.output_dir or f"runs/{name}").expanduser(), 1
     while (lost := _lost(config, folder)) and not config.output_dir:
         number += 1
         folder = folder.with_name(f"{name}-{number}")
-    config.output_dir = str(folder)
     if lost:
         raise InputError(f"{folder} already holds {lost}")
+    return folder
 
 
 def _lost(config: TrainConfig, folder: Path) -> str | None:
@@ -235,12 +254,11 @@ def _lost(config: TrainConfig, folder: Path) -> str | None:
     for path in [Path(name).resolve() for name in needed if name and Path(name).exists()]:
         if folder.resolve() in (path, *path.parents):
             return f"{path}, which the run needs: name another --output_dir"
-    settings, metrics = folder / "config.json", folder / "metrics.jsonl"
+    settings = folder / "config.json"
     if not settings.is_file() or b'"script": ' not in settings.read_bytes():
-        names = "model config.json checkpoint.pt metrics.jsonl samples.jsonl tokens.jsonl".split()
-        found = [name for name in names if (folder / name).exists()]
+        found = [name for name in MADE if (folder / name).exists()]
         return f"{found[0]}, and no run: name another --output_dir" if found else None
-    # One line is an evaluation alone, by --num_steps 0.
-    has_steps = metrics.exists() and metrics.read_bytes().count(b"\n") > 1
+    # A run that ends without a step gives its metrics.jsonl up.
+    is_free = config.resume or config.overwrite or not (folder / "metrics.jsonl").exists()
     remedy = f"a run: --resume {folder} goes on with it, --overwrite begins anew"
-    return remedy if has_steps and not (config.resume or config.overwrite) else None
+    return None if is_free else remedy

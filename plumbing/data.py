@@ -18,10 +18,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import StopStringCriteria
 
 from common import InputError, Rollout, blame
 from plumbing.models import context_length, eos_token_ids
@@ -54,6 +54,7 @@ class Task:
     seed: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, once
     step: int = 0  # of the last batch
+    frozen_models: list[nn.Module] = field(default_factory=list)  # reference, reward model
 
     def batch(self, step: int, size: int) -> list[dict]:
         """The `size` rows of a step."""
@@ -74,10 +75,10 @@ class Task:
             self.tokens |= zip(map(str, some), prompt_tokens(self.tokenizer, some))
 
     def score(
-        self, rows: list[dict], rollout: Rollout, every: bool = False
+        self, rows: list[dict], rollout: Rollout, allow_none: bool = True
     ) -> tuple[Tensor, list[str]]:
         """Score G completions for each of N prompts: (scores (N*G,), texts). A score is the sum of
-        the weighted rewards that aren't None; where all are, NaN, or with `every` an InputError.
+        the weighted rewards that aren't None; if all are, NaN, or if not `allow_none` InputError.
         """
         texts, ids = decode(self.tokenizer, rollout, self.eos_token_ids), completion_ids(rollout)
         scores = torch.stack(
@@ -86,7 +87,7 @@ class Task:
         weights = torch.tensor(self.weights or [1.0] * len(self.rewards))
         total = (scores * weights).nansum(dim=1)  # (N*G, rewards) -> (N*G,)
         total = total.masked_fill(scores.isnan().all(dim=1), math.nan)
-        if every and total.isnan().any():
+        if not allow_none and total.isnan().any():
             raise InputError("a reward is None, and this algorithm needs one for every completion")
         return total.to(rollout.tokens.device), texts
 
@@ -95,12 +96,12 @@ class Task:
         if self.verifier is None:
             return None
         verdicts = call_reward(self.verifier, rows, texts, completion_ids(rollout), self.step)
+        if bad := [x for x in verdicts.tolist() if x < 0 or x > 1]:  # NaN is neither
+            raise InputError(f"a verdict is {bad[0]:g}: from a verifier 1 is right, 0 wrong")
         return verdicts.view(len(rows), -1)
 
 
-def load_task(
-    config: Any, tasks: ModuleType, policy: PreTrainedModel, tokenizer: Tokenizer
-) -> Task:
+def load_task(config: Any, tasks: ModuleType, policy: nn.Module, tokenizer: Tokenizer) -> Task:
     """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError."""
     if config.task not in tasks.TASKS:
         raise InputError(f"--task {config.task}: choose from {', '.join(tasks.TASKS)}")
@@ -122,6 +123,9 @@ def load_task(
     )
     if config.prompts and not config.eval_prompts:
         task.train, task.heldout = split_rows(task.train, lambda row: str(row["prompt"]))
+    trained = {str(row["prompt"]) for row in task.train if config.eval_prompts}
+    if both := sum(str(row["prompt"]) in trained for row in task.heldout):
+        print(f"{both} of the {len(task.heldout)} held-out prompts are trained on as well.")
     _load_rewards(config, task, tasks)
     _check_prompts(config, task, policy)
     return task
@@ -133,7 +137,9 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
         task.weights = []
     if config.reward_model:
-        task.rewards.append(RewardModel(config.reward_model, config.device, config.bf16))
+        options = config.device, config.bf16, config.micro_batch_tokens
+        task.rewards.append(RewardModel(config.reward_model, *options))
+        task.frozen_models.append(task.rewards[-1].model)
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
@@ -141,20 +147,25 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
     is_verifier = next((spec for spec in config.reward if spec in tasks.VERIFIERS), None)
     if spec := config.verifier or is_verifier:
         task.verifier = load_reward(spec, tasks.REWARDS)
-    for verifier in {task.verifier, *task.rewards} & {*tasks.VERIFIERS.values()}:
+    used = [task.verifier, *task.rewards]
+    for verifier in (x for x in tasks.VERIFIERS.values() if x in used):
         # Check the answers now, not at the step that draws their row.
         with blame(f"give --reward; {verifier.__name__} needs a column answer in each row"):
             answers = [row["answer"] for row in task.train + task.heldout]
             verifier([""] * len(answers), answer=answers)
 
 
-def _check_prompts(config: Any, task: Task, policy: PreTrainedModel) -> None:
+def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     """Turn all prompts into tokens, and check that they suit the model. Raises InputError."""
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
         print('The prompts are text. --system_prompt "" makes messages of them and of completions.')
     task.tokenise(task.train + task.heldout)
+    if isinstance(first := task.train[0]["prompt"], list) and first[-1]["role"] != "assistant":
+        template = functools.partial(task.tokenizer.apply_chat_template, tokenize=False)
+        if template(first, add_generation_prompt=True) == template(first):
+            print("The chat template opens no assistant's turn: right for few models (Mistral's).")
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
@@ -204,7 +215,7 @@ def read_rows(name: str, split: str) -> list[dict]:
 def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
-    with blame(f"a row of the prompts, {str(row)[:60]}"):
+    with blame(f"a row of the prompts (--prompt_template?), {str(row)[:60]}"):
         column = template[1:-1]
         is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
         prompt = row[column] if is_alone else template.format(**row)
@@ -285,7 +296,7 @@ def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return tokens, pad_sequence(real, **options)
 
 
-def sampling_options(config: Any, policy: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
+def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
     """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run."""
     # A stop string that is a token of its own, "<|im_end|>" say, is another EOS.
     added = tokenizer.get_added_vocab()
@@ -354,8 +365,11 @@ def _import(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)  # a math.py must not hide Python's
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch them off
-        spec.loader.exec_module(module)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch them off
+            spec.loader.exec_module(module)
+    except SystemExit as e:  # with 0 the run would look like one that has succeeded
+        raise InputError(f'{file}: exits: put that below `if __name__ == "__main__":`') from e
     return module
 
 

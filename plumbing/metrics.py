@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import textwrap
@@ -12,8 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from common import Fault, Rollout, blame, is_flat, kl_estimate, masked_mean
 from plumbing.data import Task, text_of
@@ -227,9 +227,7 @@ class Evaluation:
     lines: list[str]
 
 
-def evaluate(
-    config: Any, policy: PreTrainedModel, task: Task, sampling: dict[str, Any]
-) -> Evaluation:
+def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any]) -> Evaluation:
     """Complete the first --num_eval_prompts held-out prompts: --eval_generations completions each
     that are sampled, and a greedy one.
     """
@@ -250,7 +248,7 @@ def evaluate(
         right = torch.empty(0, K) if verdicts is None else verdicts[~verdicts.isnan().any(1)]
         metrics[f"eval/accuracy{kind}"], metrics["eval/accuracy_se"] = mean_and_error(right)
     if K > 1:
-        metrics["eval/pass_at_k"], _ = mean_and_error((right > 0).any(1, keepdim=True))
+        metrics["eval/pass_at_k"], _ = mean_and_error((right == 1).any(1, keepdim=True))
     records, lines = sample_records(rows, texts, scores)
     names, accuracy, reward = ["eval/reward"], metrics["eval/accuracy"], metrics["eval/reward"]
     # A verifier that is the reward itself says the same, but for rounding.
@@ -335,11 +333,14 @@ def draw_curves(folders: list[Path], output: Path | BinaryIO) -> None:
     """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Those whose folders
     differ in -s<seed> alone have one colour; the first job of a script has the script's.
     """
-    # No pyplot: it takes a second to import, and needs a screen.
+    # No pyplot: it takes a second to import, and needs a screen. No backend: it may not be there.
+    os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure
 
     runs = [read_lines(Path(folder, "metrics.jsonl")) for folder in folders]
-    labels = [re.sub(r"-s\d+$", "", Path(folder).resolve().name) for folder in folders]
+    names = [Path(folder).resolve().name for folder in folders]
+    names = names if len({*names}) == len(names) else map(str, folders)  # lr1/run and lr2/run
+    labels = [re.sub(r"-s\d+$", "", name) for name in names]
     colours, left = {}, COLOURS.copy()
     for i, label in enumerate(dict.fromkeys(labels)):
         colours[label] = left.pop(label.partition("-")[0], f"C{i % 10}")

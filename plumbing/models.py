@@ -25,9 +25,6 @@ from common import (
 )
 
 TINY = Path(__file__).parent.parent / "tiny"
-# PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
-# (pytorch/pytorch#196678); on a B200 it decodes wrongly (pytorch/pytorch#193893).
-torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 # --- Devices ---
@@ -90,12 +87,13 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
     name = base = getattr(config, flag)
     rank = config.lora_r if flag == "model" else 0
     has_adapter = rank > 0 or is_adapter(name)
-    with blame(f"--{flag} {name}" + f" --lora_r {rank}" * (rank > 0)):
+    hint = "" if Path(folder_of(name)).exists() else " (no folder, so a name on the hub)"
+    with blame(f"--{flag} {name}" + f" --lora_r {rank}" * (rank > 0) + hint):
+        if has_adapter:
+            import peft  # before the model is loaded, which takes time
         if is_adapter(name):
             if rank > 0:
                 raise InputError(f"--lora_r {rank}: {name} holds an adapter, leave the flag out")
-            import peft
-
             base = peft.PeftConfig.from_pretrained(name).base_model_name_or_path
         dtype = torch.bfloat16 if has_adapter and config.bf16 else torch.float32
         model = load(AutoModelForCausalLM, base, dtype=dtype)
@@ -114,14 +112,19 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
         return model.to(config.device), load_tokenizer(name, base)
 
 
-def load_reference(config: Any, tokenizer: Tokenizer) -> nn.Module | None:
-    """The model that --reference names; None without the flag. Raises InputError."""
+def load_reference(config: Any, task: Any) -> nn.Module | None:
+    """The model that --reference names, for a Task's prompts; None without the flag. InputError."""
     if config.reference is None:
         return None
     model, its_tokenizer = load_policy(config, "reference")
-    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+    if its_tokenizer.get_vocab() != task.tokenizer.get_vocab():
         raise InputError(f"--reference {config.reference}: its tokens aren't those of --model")
+    longest, limit = max(map(len, task.tokens.values())), context_length(model)
+    if limit is not None and longest + config.max_new_tokens > limit:
+        fault = f"a prompt of {longest} tokens and {config.max_new_tokens} new ones don't fit into"
+        raise InputError(f"--reference {config.reference}: {fault} its context of {limit}")
     set_up_training(config, model)  # the policy's kind of attention: another one rounds otherwise
+    task.frozen_models.append(model)
     return model
 
 
@@ -138,16 +141,20 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     model, info = auto_class.from_pretrained(path, **options)
     # They are random numbers now: what the checkpoint lacks, or has in another size.
     lost = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    backbone = f"{model.base_model_prefix}."
     if new_head:
         for p in map(model.get_parameter, lost):
             if len(p) == 1:  # of the one output
                 nn.init.zeros_(p)
         # BERT's pooler is a part of the head.
-        backbone = f"{model.base_model_prefix}."
         lost = {x for x in lost if x.startswith(backbone) and "pooler" not in x}
     if lost:
         fault = f"its checkpoint has no {min(lost)}, or in another size"
         raise InputError(f"{name}: is no {auto_class.__name__[4:]}, {fault}")
+    unused = sorted(x for x in info["unexpected_keys"] if not new_head or x.startswith(backbone))
+    if unused:
+        kind, first = type(model).__name__, unused[0]
+        print(f"{name}: {len(unused)} weights aren't loaded, {first} for one: a {kind} has none.")
     fuse(model)
     return model.eval()
 
@@ -213,10 +220,13 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def fit_micro_batch(config: Any, models: list[nn.Module], prompt_length: int) -> None:
+def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, list[int]]) -> None:
     """On a GPU, halve config.micro_batch_tokens until a forward and backward pass of the widest
-    micro-batch that can come fits. The gradient doesn't depend on it.
+    micro-batch that can come fits. The gradient doesn't depend on it. prompts: tokens by prompt.
     """
+    if not config.device.startswith("cuda"):
+        return
+    prompt_length = max(map(len, prompts.values()))
     asked, part = config.micro_batch_tokens, _widest_micro_batch(config, models[0], prompt_length)
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
     while True:

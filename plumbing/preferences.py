@@ -14,7 +14,6 @@ from common import InputError, at_least_float32, base_model, blame
 from plumbing.models import add_adapter, context_length, is_adapter, load, load_tokenizer
 
 Text = str | list[dict[str, str]]  # plain text, or chat messages
-BATCH_SIZE = 32  # texts that a RewardModel scores at a time
 
 
 def text_ids(tokenizer: Tokenizer, prompt: Text | None, completion: Text) -> list[int]:
@@ -23,6 +22,10 @@ def text_ids(tokenizer: Tokenizer, prompt: Text | None, completion: Text) -> lis
     """
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
+    roles = [m["role"] for m in [*prompt[-1:], *completion[:1]]] if isinstance(prompt, list) else []
+    if roles == ["assistant", "assistant"]:  # the prompt has begun the turn that is completed
+        begun = prompt[-1]["content"] + completion[0]["content"]
+        prompt, completion = prompt[:-1], [completion[0] | {"content": begun}, *completion[1:]]
     text = prompt + completion if prompt else completion
     if isinstance(text, list) and tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(text, tokenize=False)
@@ -91,8 +94,8 @@ class RewardModel:
 
     __name__ = "reward_model"
 
-    def __init__(self, name: str, device: str, bf16: bool = False) -> None:
-        self.name, self.bf16 = name, bf16
+    def __init__(self, name: str, device: str, bf16: bool = False, max_tokens: int = 1024) -> None:
+        self.name, self.bf16, self.max_tokens = name, bf16, max_tokens  # of a forward pass
         self.model = load_classifier(name).requires_grad_(False)
         self.tokenizer = load_tokenizer(name)
         if bf16 and hasattr(self.model, "score"):  # half the memory: it doesn't train
@@ -110,8 +113,9 @@ class RewardModel:
             raise InputError(f"{self.name}: {fault}: lower --max_new_tokens or shorten prompts")
         scores = {}
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # little padding in a batch
-        for start in range(0, len(order), BATCH_SIZE):
-            some = order[start : start + BATCH_SIZE]
+        size = max(1, self.max_tokens // longest)  # texts of a forward pass
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
             found = sequence_scores(self.model, [ids[i] for i in some], self.bf16)
             scores |= zip(some, found.tolist())
         return [scores[i] for i in range(len(ids))]

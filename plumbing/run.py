@@ -5,6 +5,7 @@ Hugging Face format (of a LoRA run the adapter), checkpoint.pt for --resume, and
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,17 +28,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from common import Fault, InputError, Rollout, blame, evaluating, is_flat, rollout_logprobs
+from plumbing.config import MADE, claim_folder
 from plumbing.data import text_of
 from plumbing.metrics import (
     Evaluation,
-    Meter,
     Metrics,
     draw_curves,
     headline,
-    read_lines,
     sample_records,
 )
-from plumbing.models import fit_micro_batch
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
 
@@ -60,36 +59,52 @@ class Run:
         generators: list[torch.Generator] = (),
     ) -> None:
         self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
-        # Absolute: a reward may change the working directory.
-        self.generators, self.folder = list(generators), Path(config.output_dir).absolute()
+        self.generators, self.files = list(generators), {}
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
         self.history, self.warned = [], set()
         self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         optimizer.register_step_pre_hook(self._note_move)
-        if config.device.startswith("cuda") and hasattr(data, "tokens"):
-            longest = max(map(len, data.tokens.values()))
-            fit_micro_batch(config, [*models.values()], longest)
-        with blame(f"--output_dir {self.folder}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # First: without wandb this fails, before the old run is erased.
-            self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
-            kept = self._resume() if config.resume else {}
-            if not config.resume:
-                (self.folder / "checkpoint.pt").unlink(missing_ok=True)
-                shutil.rmtree(self.folder / "model", ignore_errors=True)
-            # Half a surrogate pair has no bytes: it is written as \ud800.
-            options = {"encoding": "utf-8", "errors": "backslashreplace"}
-            self.files = {x: (self.folder / f"{x}.jsonl").open("w", **options) for x in FILES}
-            for name, records in kept.items():
-                self._write(name, records)
-            settings = json.dumps({"script": config.script} | asdict(config), indent=2)
-            (self.folder / "config.json").write_text(settings + "\n", encoding="utf-8")
+        flag = "resume" if config.resume else "output_dir"
+        with blame(f"--{flag} {config.output_dir}"):
+            self.folder = claim_folder(config)
+            try:
+                self._open()
+            except BaseException:
+                self._give_up()
+                raise
         size = sum(p.numel() for p in self._weights().values()) / 1e6
         what = f"{len(data.train)} {data.name} to train on, {len(data.heldout)} held out"
         print(f"{config.script}: {size:.1f} M weights train on {config.device}, {what}")
         print(f"It writes to {config.output_dir}")
+
+    def _open(self) -> None:
+        """Open the files of the run, behind the steps of a run that is resumed."""
+        # First: without wandb this fails, before the old run is erased.
+        config = self.config
+        self.trackers = [tracker(name, self.folder, config) for name in config.report_to]
+        if config.resume:
+            self._resume()
+        elif config.overwrite:
+            for path in (self.folder / name for name in MADE):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        settings = json.dumps({"script": config.script} | asdict(config), indent=2)
+        new = self.folder / "config.json.new"  # on a full disk the old one is still there
+        new.write_text(settings + "\n", encoding="utf-8")
+        new.replace(self.folder / "config.json")
+        # Half a surrogate pair has no bytes: it is written as \ud800.
+        options = {"encoding": "utf-8", "errors": "backslashreplace"}
+        options["mode"] = "a" if config.resume else "w"
+        self.files = {x: (self.folder / f"{x}.jsonl").open(**options) for x in FILES}
+
+    def _give_up(self) -> None:
+        """Leave the folder of a run without a step to the next one."""
+        for file in self.files.values():  # Windows deletes no open file
+            file.close()
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size == 0:
+            metrics.unlink()
 
     def _note_move(self, *args: object) -> None:
         self.weights_moved = True
@@ -132,8 +147,8 @@ class Run:
         now = time.perf_counter()
         self.laps[name], self.lap_started = now - self.lap_started, now
 
-    def log(self, step: int, meter: Meter, **more: float) -> None:
-        """Write the metrics of a step to metrics.jsonl, with time, memory and `more`; warn."""
+    def log(self, step: int, meter: Any, **more: float) -> None:
+        """Write what a Meter or PairMeter has found, with time, memory and `more`; warn."""
         metrics = self.evaluated | meter.results()  # waits for the device: the update is over
         self.lap("time/update")
         metrics |= self.laps | more
@@ -219,10 +234,13 @@ class Run:
 
     def _hash(self) -> str:
         """A hash of the rows, and of a few weights of each matrix, that the run begins with."""
+        # Not of a reward's file: a fault that has ended the run may be mended there.
         digest = hashlib.sha256()
         for row in (row for rows in (self.data.train, self.data.heldout) for row in rows):
-            digest.update(repr(row).encode(errors="replace"))
-        for p in (p for model in self.models.values() for p in model.parameters()):
+            text = re.sub(" at 0x[0-9a-f]+", "", repr(row))  # a function's address
+            digest.update(text.encode(errors="replace"))
+        models = [*self.models.values(), *getattr(self.data, "frozen_models", ())]
+        for p in (p for model in models for p in model.parameters()):
             few = p.detach().flatten()[-4:].bfloat16()  # under an adapter they may be stored so
             digest.update(repr(few.tolist()).encode())
         return digest.hexdigest()
@@ -233,7 +251,7 @@ class Run:
         self.random_state = {
             "generators": [g.get_state() for g in self.generators],
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda": [torch.cuda.get_rng_state()] if self.config.device.startswith("cuda") else [],
         }
 
     def save(self) -> None:
@@ -266,26 +284,30 @@ class Run:
         state |= {"weights": self._weights(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, file)
 
-    def _resume(self) -> dict[str, list[dict]]:
-        """Take up the state of the checkpoint. Returns the records of each file up to it."""
+    def _resume(self) -> None:
+        """Take up the state of the checkpoint, and drop the records of later steps."""
         if not (self.folder / "checkpoint.pt").exists():
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
         state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
         if state["origin"] != self.origin:
-            raise InputError("the rows or the weights of --model aren't those that it began with")
+            raise InputError("the rows or the weights of a model aren't those that it began with")
         for name, p in self._weights().items():
             p.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         for generator, its_state in zip(self.generators, state["generators"], strict=True):
             generator.set_state(its_state)
         torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"])
+        for its_state in state["cuda"][:1]:  # of the run's device: others may be hidden today
+            torch.cuda.set_rng_state(its_state)
         self.step = self.saved_step = state["step"]
         self.first_metrics = state["first_metrics"]
-        written = {name: read_lines(self.folder / f"{name}.jsonl") for name in FILES}
-        return {name: [x for x in written[name] if x["step"] < self.step] for name in FILES}
+        for name in FILES:  # cut, not written anew: on a full disk nothing is lost
+            with (self.folder / f"{name}.jsonl").open("rb+") as file:
+                whole = takewhile(lambda line: line.endswith(b"\n"), file)
+                kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)
+                file.truncate(sum(map(len, kept)))
 
-    def explain(self) -> str:
+    def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;
         a line that says what is saved.
         """
@@ -297,6 +319,7 @@ class Run:
         self.bar.close()
         ended = f"The run ended in step {self.step}"
         if self.saved_step is None:
+            self._give_up()
             return f"{ended}; nothing is saved."
         return f"{ended}: --resume {self.config.output_dir} goes on from step {self.saved_step}."
 
@@ -311,8 +334,9 @@ def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], No
             return lambda metrics, step: run.log(metrics, step=step)
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder / "tensorboard"))
-        return lambda metrics, step: [writer.add_scalar(n, x, step) for n, x in metrics.items()]
+        # Made at the first call: an old run, with its curves, is erased before that.
+        writer = functools.cache(lambda: SummaryWriter(str(folder / "tensorboard")))
+        return lambda metrics, step: [writer().add_scalar(n, x, step) for n, x in metrics.items()]
 
 
 # --- tokens.jsonl: what a step does to every token, for tools/look.py ---
@@ -370,7 +394,9 @@ def run_main(main: Callable[[], None]) -> None:
     except BaseException as e:
         run, Run.active = Run.active, None
         if run is not None:
-            print(run.explain(), file=sys.stderr)
+            print(run.rescue(), file=sys.stderr)
+            if isinstance(e, SystemExit):  # else exit code 0, as if the run were whole
+                e = Fault("exit() was called within the run: by a reward?")
         words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself
         if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"

@@ -61,7 +61,7 @@ BUGS = [
     ("ppo.main", "((loss * m).sum() / num_tokens)", "((loss * m).sum() / m.sum())", "PPO's loss is a mean over the micro-batch"),
     ("ppo.main", "num_tokens = mask[mini_batch].sum()", "num_tokens = mask.sum() / config.num_mini_batches", "every minibatch counts as many tokens"),
     ("ppo.main", "old_logprobs = rollout_logprobs(policy, rollout, config)", "old_logprobs = rollout.logprobs", "PPO's old log-probs are the sampler's"),
-    ("ppo.main", ", every=True)", ")", "PPO takes a completion without a score"),
+    ("ppo.main", ", allow_none=False)", ")", "PPO takes a completion without a score"),
     ("ppo.Config", "\"discount\", least=0, most=1", "\"discount\", least=0", "a discount above 1 is taken"),
     ("ppo.main", "* ~rollout.finished", "* mask[:, -1]", "EOS as the last token pays the penalty"),
     ("grpo.group_advantages", "if (groups < 0).any():", "if (mean < 0).any():", "MaxRL takes a negative reward in a good group"),
@@ -119,8 +119,8 @@ BUGS = [
     ("run.Run.save", "                write(new)\n", "                shutil.rmtree(old, ignore_errors=True)\n                write(new)\n", "the old model is removed before the new one is written"),
     ("run.Run._resume", "self.optimizer.load_state_dict(state[\"optimizer\"])", "pass", "a resumed run has a new optimiser"),
     ("run.Run._resume", "generator.set_state(its_state)", "pass", "a resumed run draws its first random numbers again"),
-    ("run.Run._resume", "x[\"step\"] < self.step", "x[\"step\"] <= self.step", "a resumed run records a step twice"),
-    ("run.Run.explain", "not self.weights_moved and", "", "half an update is saved as a step"),
+    ("run.Run._resume", "[\"step\"] < self.step", "[\"step\"] <= self.step", "a resumed run records a step twice"),
+    ("run.Run.rescue", "not self.weights_moved and", "", "half an update is saved as a step"),
     ("metrics.read_lines", ".split(\"\\n\")[:-1]", ".split(\"\\n\")", "a torn last line of a record ends the reading"),
     ("reward_model.preference_loss", "-logsigmoid(chosen - rejected - margin)", "-torch.sigmoid(chosen - rejected - margin).log()", "the loss of a badly wrong pair is infinite"),
     ("reward_model.main", "preference_loss(chosen, rejected, margin,", "preference_loss(chosen, rejected, 0.0,", "the margins of pairs are not used"),
@@ -133,7 +133,7 @@ BUGS = [
 
 
 def planted(target: str, old: str, new: str) -> tuple[Path, str]:
-    """The file of a target such as run.Run.explain, and its text with the bug. Raises ValueError."""
+    """The file of a target such as run.Run.rescue, and its text with the bug. Raises ValueError."""
     module, *names = target.split(".")
     folder = REPOSITORY if (REPOSITORY / f"{module}.py").exists() else REPOSITORY / "plumbing"
     text = (path := folder / f"{module}.py").read_text(encoding="utf-8")

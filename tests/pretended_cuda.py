@@ -202,7 +202,7 @@ ANSWERS = {"is_available": True, "device_count": 1, "set_device": None, "empty_c
 ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "manual_seed_all": None}
 ANSWERS |= {"mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0}
 ANSWERS |= {"max_memory_allocated": 0, "reset_peak_memory_stats": None}
-ANSWERS |= {"graph_pool_handle": None, "get_rng_state_all": [], "set_rng_state_all": None}
+ANSWERS |= {"graph_pool_handle": None, "get_rng_state": torch.ones(1), "set_rng_state": None}
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ SETTINGS = {"script": "ppo", "model": "small", "prompts": "good.jsonl", "reward"
 FILES = {
     "good.jsonl": "\n".join(json.dumps({"prompt": x}) for x in "abcdefgh"),
     "rewards.py": "number = 5",
+    "exits.py": "raise SystemExit(0)",
     "a_run/config.json": json.dumps(SETTINGS | {"num_steps": 6, "prompts_per_step": 2}),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
     "a_run/tokens.jsonl": "",
@@ -47,7 +48,12 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--prompts_per_step 12 --num_mini_batches 5", "must divide the 12 completions", ""),
     ("grpo", "--reference tiny --kl_coef 0", "so give a --kl_coef above 0", ""),
     # Models
-    ("ppo", "--model nowhere/at-all", "--model nowhere/at-all: OSError", ""),
+    (
+        "ppo",
+        "--model nowhere/at-all",
+        "at-all (no folder, so a name on the hub): OSError",
+        "",
+    ),
     ("ppo", "--model headless", "is no ModelForCausalLM, its checkpoint has no", ""),
     ("ppo", "--model own_config", "own_config contains custom code", ""),
     ("ppo", "--model own_tokenizer_config", "_config contains custom code", ""),
@@ -55,8 +61,9 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--model state", "a RwkvForCausalLM has layers other than attention", ""),
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
     ("ppo", f"{RUN} --model adapter --lora_r 2", "holds an adapter, leave the flag out", TWO),
-    ("grpo", f"{RUN} --reference small/no", "--reference small/no: OSError", TWO),
+    ("grpo", f"{RUN} --reference small/no", "--reference small/no (no folder, so", TWO),
     ("rloo", f"{RUN} --reference other", "other: its tokens aren't those of --model", TWO),
+    ("grpo", f"{RUN} --reference short", "6 new ones don't fit into its context of 6", TWO),
     ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
     ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
@@ -66,8 +73,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "needs prompts to train on and held-out ones", "\n"),
     ("ppo", RUN, "line 2: give one JSON object a line: JSON", '{"prompt": "a"}\n{"prompt": '),
     ("ppo", RUN, "line 1: give one JSON object a line: TypeError", f"[{TWO}]".replace("\n", "")),
-    ("ppo", RUN, "a row of the prompts, {'text': 'a'}: KeyError: 'prompt'", '{"text": "a"}'),
-    ("ppo", RUN, "a row of the prompts, {'prompt': 5}: ", '{"prompt": 5}'),
+    ("ppo", RUN, "(--prompt_template?), {'text': 'a'}: KeyError: 'prompt'", '{"text": "a"}'),
+    ("ppo", RUN, "{'prompt': 5}: ", '{"prompt": 5}'),
     ("ppo", RUN, "a prompt is text or messages of text, not empty", '{"prompt": ""}'),
     ("ppo", RUN, "a prompt is text or messages of text", json.dumps({"prompt": PARTS})),
     ("ppo", RUN, "KeyError: 'content'", '{"prompt": [{"role": "user"}]}'),
@@ -84,12 +91,15 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("reward_model", PAIRS, "can't be read: KeyError: 'rejected'", '{"chosen": "a"}'),
     ("reward_model", PAIRS, "can't be read: TypeError", '{"chosen": "a", "rejected": [5]}'),
     ("reward_model", PAIRS, "can't be read: ValueError", PAIR.replace("1", '"one"')),
+    ("reward_model", PAIRS, "a margin is nan, and", PAIR.replace("1", "NaN")),
+    ("reward_model", PAIRS, "a margin is -inf, and", PAIR.replace("1", "-Infinity")),
     ("reward_model", PAIRS, "no pair is left to train on", PAIR.replace("b", "a")),
     # Rewards
     ("ppo", "--task sentimant", "--task sentimant: choose from add, cups, sentiment", ""),
     ("ppo", "--reward better", "better: write a reward as FILE.py:FUNCTION, or choose from", ""),
     ("ppo", "--verifier nowhere.py:f", "nowhere.py:f: FileNotFoundError", ""),
     ("ppo", "--reward rewards.py:f", "rewards.py:f: the file has no function f", ""),
+    ("ppo", "--reward exits.py:f", "exits.py: exits: put that below", ""),
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1", ""),
     ("ppo", "--prompts good.jsonl", "needs a column answer in each row", ""),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
@@ -135,6 +145,8 @@ def inputs(tmp_path_factory) -> Path:
     (same_number := letter_tokenizer()).add_tokens("<other>")
     save_model(folder / "other", model, same_number)
     save_model(folder / "small", model, tokenizer)
+    short = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=6)
+    save_model(folder / "short", CausalLM.from_config(short), tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
     for name, auto_class in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
         save_model(folder / f"own_{name}", small.small_llama(), tokenizer)

@@ -14,7 +14,7 @@ from small import EMBEDDED, SCRIPTS
 import grpo
 import plumbing.config
 from common import InputError
-from plumbing.config import parse_flags
+from plumbing.config import find_folder, parse_flags
 
 
 def parse(script: str, flags: str) -> dict:
@@ -139,10 +139,10 @@ def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monk
     Path(f"{folder}-2/model").mkdir(parents=True)
     folder.mkdir()
     (folder / "config.json").write_text('{"script": "grpo"}')
-    for lines, flags, end in ((1, "", ""), (2, "", "-3"), (2, " --overwrite", "")):
-        (folder / "metrics.jsonl").write_text("{}\n" * lines)
+    for flags, end in (("", ""), ("", "-3"), (" --overwrite", ""), (" --num_steps 0", "-eval")):
         config = parse_flags(grpo.Config, "", {}, f"--model x/y --prompts a/b:c{flags}".split())
-        assert config.output_dir == f"{folder}{end}"
+        assert str(find_folder(config)) == f"{folder}{end}"
+        (folder / "metrics.jsonl").touch()  # the first one to make it has the folder
     assert parse("grpo", "--model x/y --output_dir .")["output_dir"] == ".", "a name on the hub"
 
 

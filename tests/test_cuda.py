@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 import grpo
 import ppo
 import rloo
-from common import Rollout, completion_logprobs, micro_batches, rounded_copy
+from common import Rollout, completion_logprobs, micro_batches
 from plumbing.models import fuse
-from sampling import Decoder, sample
+from sampling import Decoder, rounded_copy, sample
 
 pytestmark = pytest.mark.cuda
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])
@@ -87,7 +87,8 @@ def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
 
 def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_short(monkeypatch):
     model, graphs = small_llama().eval().to("cuda"), []
-    size = 2 * (2**15 + sum(p.numel() for p in model.parameters()))  # the cache has 2**15 numbers
+    model.model.half()  # as a frozen base model: the decoder shares it, and owns the head alone
+    size = 2 * (2**15 + model.lm_head.weight.numel())  # the cache has 2**15 numbers
     decoder = Decoder(model, torch.float16)
     for rows, length, free in ((3, 4, 9), (2, 4, 9), (2, 130, 9), (2, 4, 6), (2, 4, 4)):
         free = free * size + torch.cuda.memory_allocated() - torch.cuda.memory_reserved()
@@ -115,7 +116,7 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
 
 
 def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gradients_of_a_cpu(
-    monkeypatch,
+    monkeypatch, gpu
 ):
     """Where rows of one prompt share it, and all logits are one chunk."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 160 * 5 * VOCAB))  # 5 tokens
@@ -126,6 +127,7 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
         model.lm_head.register_forward_hook(lambda _, args, out: chunks.append(len(args[0])))
         rollout = Rollout(*(x.to(device) for x in vars(IN_GROUPS).values()))
         parts = micro_batches(rollout, max_tokens=30)
+        assert gpu is None or not gpu.waits["tolist"], "on a GPU no prompt is looked at"
         assert [len(rows) for rows, _ in parts] == sizes
         logprobs = torch.cat([completion_logprobs(model, part, 0.7)[0] for _, part in parts])
         logprobs = logprobs[torch.cat([rows for rows, _ in parts]).argsort()]

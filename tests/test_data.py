@@ -1,6 +1,7 @@
 """Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,23 @@ def test_the_first_of_own_held_out_prompts_are_not_the_first_of_a_sorted_file(tm
     path = write(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(100)])
     order = [int(row["prompt"]) for row in load(reward=["brevity"], eval_prompts=path).heldout]
     assert sorted(order) == [*range(100)] and 25 < sum(order[:24]) / 24 < 75
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
+    rows = [{"prompt": str(i)} for i in range(24)]
+    trained = write(tmp_path / "p.jsonl", rows[:12])
+    for start, count in ((0, 12), (9, 3), (12, 0)):
+        evaluated = write(tmp_path / "e.jsonl", rows[start : start + 12])
+        load(reward=["brevity"], prompts=trained, eval_prompts=evaluated)
+        found = re.findall(r"(\d+) of the 12 held-out .* trained on", capsys.readouterr().out)
+        assert found == [str(count)] * (count > 0)
+
+
+@pytest.mark.parametrize("header", ["", "{% if add_generation_prompt %}[assistant]{% endif %}"])
+def test_a_template_that_opens_no_assistants_turn_is_named(header, tmp_path, capsys):
+    rows = [{"prompt": [message(str(n))]} for n in range(12)]
+    task_of(CHAT_TEMPLATE + header, reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
+    assert ("opens no assistant's turn" in capsys.readouterr().out) == (header == "")
 
 
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from small import UNEVEN as MASK
-from small import numbers
+from small import computed, numbers
 
 import grpo
+from common import importance_ratio
 from grpo import group_advantages, grpo_loss
 from plumbing.config import parse_flags
 from rloo import rloo_advantages, rloo_loss
@@ -241,6 +242,20 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_giv
     assert torch.allclose(of_loss(rloo_loss, -kls.detach())[1], whole) == on_policy
     for other in (k3[1], whole):
         assert (unbiased[1] - other).abs().max() > 0.05
+
+
+def test_the_ratio_of_a_loss_is_decided_in_one_place_for_the_loss_and_for_what_is_logged(
+    make_job, monkeypatch
+):
+    """GSPO's ratio in the default loss is GSPO, in weights, metrics and tokens.jsonl."""
+    job, found = make_job(grpo), []
+    for kind in ("gspo", "grpo"):
+        if kind == "grpo":
+            whole = lambda x, old, mask, _: importance_ratio(x, old, mask, "sequence")  # noqa: E731
+            monkeypatch.setattr(grpo, "loss_ratio", whole)
+        metrics = computed(job(loss_type=kind, num_mini_batches=2, num_steps=2, learning_rate=0.1))
+        found.append((metrics, (job.folder / "tokens.jsonl").read_text()))
+    assert found[0] == found[1] and abs(metrics[0]["val/ratio"] - 1) > 1e-3
 
 
 # --- The commands of docs/running.md ---

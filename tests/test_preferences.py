@@ -29,6 +29,9 @@ TEMPLATE = "<eos>{% for m in messages %}x{{ m.content }}z{% endfor %}"
         ([USER], [GOOD], TEMPLATE, "<eos>xqzxaz"),
         ([USER], "a", TEMPLATE, "<eos>xqzxaz"),
         (None, [USER, GOOD], TEMPLATE, "<eos>xqzxaz"),
+        # A turn that the prompt has begun is one turn.
+        ([USER, GOOD], [GOOD | {"content": "b"}], TEMPLATE, "<eos>xqzxabz"),
+        ([GOOD, USER], "b", TEMPLATE, "<eos>xazxqzxbz"),
         # Without a template a line break is between them, which this tokenizer takes for a space.
         ([USER], [GOOD], None, "q a<eos>"),
     ],
@@ -102,10 +105,14 @@ def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_
     model.config.pad_token_id = 19  # EOS, as in many checkpoints
     folder = save_model(tmp_path / "m", model, letter_tokenizer())
     assert len({round(value, 5) for value in expected}) == 3
-    for batch_size in (32, 2):
-        monkeypatch.setattr(preferences, "BATCH_SIZE", batch_size)
-        found = RewardModel(folder, "cpu")(prompts, completions)
+    for max_tokens, num_passes in ((13, 3), (1024, 1)):
+        sizes, judge = [], RewardModel(folder, "cpu", max_tokens=max_tokens)
+        score = lambda x, rows, bf16, to=sizes: to.append(rows) or sequence_scores(x, rows, bf16)  # noqa: E731
+        monkeypatch.setattr(preferences, "sequence_scores", score)
+        found = judge(prompts, completions)
         assert found == pytest.approx(expected, abs=1e-5)
+        assert len(sizes) == num_passes
+        assert max(len(rows) * max(map(len, rows)) for rows in sizes) <= max_tokens
     # In bfloat16 a causal model is rounded but for its head, and BERT is not.
     rounded = RewardModel(folder, "cpu", bf16=True)(prompts, completions)
     assert (rounded == found) == (config is BERT)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from common import ValueModel, completion_logprobs, completion_values, reference
 from grpo import Config
 from plumbing import models
+from plumbing.data import Task
 from plumbing.models import add_adapter, load_policy, load_tokenizer
+from plumbing.preferences import load_classifier
 
 
 def logprobs(model: nn.Module) -> Tensor:
@@ -61,7 +63,10 @@ def test_a_named_model_has_the_attention_of_the_policy_which_rounds_as_it_does()
     config = Config(model="tiny", reference="tiny", bf16=True, device="cpu")
     policy, tokenizer = load_policy(config)
     models.set_up_training(config, policy)
-    both = policy, models.load_reference(config, tokenizer)
+    both = (
+        policy,
+        models.load_reference(config, Task([], [], [], tokenizer=tokenizer, tokens={"a": [1]})),
+    )
     assert {model.config._attn_implementation for model in both} == {"eager"}
 
 
@@ -185,3 +190,14 @@ def test_every_eos_id_of_the_model_is_found():
     assert models.eos_token_ids(model, tokenizer) == [0, 36, 38, 39]
     model.config.eos_token_id = None
     assert models.eos_token_ids(model, tokenizer) == [36, 38, 39]
+
+
+def test_weights_that_the_model_does_not_take_are_named(tmp_path, capsys):
+    name = save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
+    config, file = Config(model=name, device="cpu", bf16=False), tmp_path / "m" / "config.json"
+    load_policy(config), load_classifier(name, new_head=True)  # which takes no lm_head
+    assert capsys.readouterr().out == ""
+    file.write_text(file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    for load in (lambda: load_policy(config), lambda: load_classifier(name, new_head=True)):
+        load()
+        assert "m: 9 weights aren't loaded, model.layers.1.inp" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -186,6 +187,13 @@ def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_las
         ("12345678901234568", "12345678901234567", 0),
         ("\u22125", "-5", 1),  # the minus sign of Unicode
         ("it is x=-5", "\u22125", 1),
+        ("\u20135", -5, 1),  # a dash
+        ("-$5", -5, 1),
+        ("10\u2013\\$5", 5, 1),
+        ("it is 1e5", 100000, 1),
+        ("6.02e23", 23, 0),
+        ("2E-3", "0.002", 1),
+        ("1e99999999999999999999", 5, 0),  # it overflows
         ("10-5", 5, 1),
         ("(1)-5", 5, 1),
         ("#### 1072\nQ: 99", gsm8k, 1),
@@ -197,6 +205,12 @@ def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_las
         ("four", gsm8k, 0),
     ):
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
+
+
+@pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}])
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
+    with pytest.raises(InputError, match="needs text or numbers as answers, not"):
+        REWARDS["exact_match"](["2"], answer=[answer])
 
 
 def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
@@ -234,12 +248,17 @@ def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(
 
 
 def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkeypatch):
-    rows = [{"prompt": letter} for letter in "abcdefgh"]
-    own = Task(rows[:6], rows[6:], [REWARDS["brevity"]], [2.0])
+    @dataclass
+    class Judge:  # it has no hash
+        def __call__(self, completions):
+            return [0.0] * len(completions)
+
+    rows, rewards = [{"prompt": letter} for letter in "abcdefgh"], [REWARDS["brevity"], Judge()]
+    own = Task(rows[:6], rows[6:], rewards, [2.0, 1.0])
     monkeypatch.setitem(TASKS, "letters", lambda chat: own)
     task = task_of(task="letters")
-    assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0])
-    assert task.rewards == [REWARDS["brevity"]] and task.verifier is None
+    assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0, 1.0])
+    assert task.rewards == rewards and task.verifier is None
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
@@ -247,3 +266,7 @@ def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
     assert found.tolist() == [[1, 0], [1, 1]]
+    for verdict in (-1.0, 2.0):
+        judge.verifier = lambda completions, verdict=verdict: [verdict] * len(completions)
+        with pytest.raises(InputError, match=f"a verdict is {verdict:g}: from a verifier 1 is"):
+            judge.verify(rows, ["2"] * 4, make_rollout([[1]] * 4, [[2]] * 4))

@@ -4,21 +4,27 @@ import functools
 import multiprocessing
 import os
 import re
+import resource
+import shutil
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 import torch
-from small import computed, contents, finished, job_maker, lines_of
+from small import computed, contents, finished, job_maker, letter_tokenizer, lines_of, save_model
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import grpo
+import plumbing.config
 import plumbing.data
 import ppo
 import rloo
 from common import Fault, InputError, blame
+from plumbing.config import MADE
 from plumbing.metrics import read_lines
 from plumbing.run import Run, run_main
 
@@ -102,6 +108,7 @@ ENDS = {  # what raises in which step, exit code, a part of what is said, where 
     "optimiser": (torch, "_fused_adamw_", 3, KeyboardInterrupt(), 130, "interrupted", 2),
     "records": (Run, "_write", 3, SPACE, 1, "No space left", 2),
     "reward": (plumbing.data, "call_reward", 3, ValueError("verdict"), 1, "verdict", 3),
+    "exit": (plumbing.data, "call_reward", 3, SystemExit(0), 1, "exit() was called", 3),
     "state": (torch, "save", 4, FULL, 1, "checkpoint.pt.new can't be written (pos", 2),
     # The checkpoint is written all the same.
     "model": (Run, "_write_model", 4, SPACE, 1, "model.new can't be written ([Errno 28]", 4),
@@ -144,24 +151,40 @@ def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, mo
 
 def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
     Path("held.jsonl").write_bytes(Path("prompts.jsonl").read_bytes())
-    run("--eval_prompts", "held.jsonl", "--num_steps", "1")
+    shutil.copytree("small-gpt2", "teacher")
+    judge = GPT2ForSequenceClassification(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1))
+    judge.config.num_labels, judge.score = 1, torch.nn.Linear(8, 1, bias=False)
+    save_model(Path("judge"), judge, letter_tokenizer())
+    models = ["small-gpt2", "teacher", "judge"]
+    flags = "--reference teacher --reward_model judge --eval_prompts held.jsonl --num_steps 1"
+    assert run(*flags.split())[0] == 0
     before = contents("run")
-    for name in ("prompts.jsonl", "held.jsonl", "small-gpt2/model.safetensors"):
+    for name in ("prompts.jsonl", "held.jsonl", *(f"{x}/model.safetensors" for x in models)):
         kept = (file := Path(name)).read_bytes()
         other = kept.replace(b"yy y", b"yy z", 1) if name.endswith("jsonl") else kept[:-4] + b"1234"
         file.write_bytes(other)  # the last of the weights is another one
         code, text = run("--resume", "run")
-        assert code == 2 and "the rows or the weights of --model aren't those" in text, name
+        assert code == 2 and "the rows or the weights of a model aren't" in text, name
         assert contents("run") == before
         file.write_bytes(kept)
+
+
+def test_rows_that_hold_a_function_are_the_same_in_the_next_process():
+    rows = [[{"check": (lambda: 0), "n": n}] for n in (1, 1, 2)]  # each function has its address
+    datas = [SimpleNamespace(train=row, heldout=[]) for row in rows]
+    first, again, other = [Run._hash(SimpleNamespace(models={}, data=data)) for data in datas]
+    assert first == again != other
 
 
 def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what is looked for last
     run("--seed", "1", "--num_steps", "1")
+    for name in ("tensorboard/events", "model.new/a", "look.html"):
+        Path("run", name).parent.mkdir(exist_ok=True)
+        Path("run", name).touch()
     before = contents("run")
     code, text = run("--overwrite", "--report_to", "wandb")
-    assert code == 2 and text.startswith("error: --report_to wandb: ModuleNotFoundError")
+    assert code == 2 and "\nerror: --report_to wandb: ModuleNotFoundError" in text
     assert contents("run") == before
     assert run("--overwrite")[0] == 0
     assert_same_run("run", whole())
@@ -170,6 +193,47 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
     assert code == 130 and "The run ended in step 0; nothing is saved." in text
     assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
     assert not Path("run/model").exists()
+    assert run("--num_steps", "0")[0] == 0, "what has no step isn't in the way"
+
+
+@pytest.mark.parametrize(("flags", "codes"), [(FLAGS[:-2], [0, 0]), (FLAGS, [0, 2])])
+def test_of_two_runs_that_start_at_once_none_writes_into_the_folder_of_the_other(
+    flags, codes, run, monkeypatch, capsys
+):
+    """Both load the model and then find the same folder free, before one of them makes it."""
+    expected, calls, fork = whole(), [], multiprocessing.get_context("fork")
+    before, both, find = {*Path().glob("run*/*")}, fork.Barrier(2), plumbing.config.find_folder
+
+    def find_at_once(config):
+        folder = find(config)
+        calls.append(folder)
+        if len(calls) == 2:  # the first one is that of the flags
+            both.wait(60)
+        return folder
+
+    monkeypatch.setattr(plumbing.config, "find_folder", find_at_once)
+    start = lambda: sys.exit(finished(ppo, flags, capsys)[0])  # noqa: E731
+    processes = [fork.Process(target=start) for _ in range(2)]
+    [process.start() for process in processes]
+    [process.join(300) for process in processes]
+    assert sorted(process.exitcode for process in processes) == codes
+    folders = [Path("run")] if Path("run").exists() else {*Path().glob("run*/*")} - before
+    assert len(folders) == codes.count(0)
+    for folder in folders:
+        assert_same_run(folder, expected)
+
+
+def test_on_a_full_disk_a_resume_loses_nothing_and_a_start_leaves_nothing(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        fails(patch, ppo, "policy_loss", 3, KeyboardInterrupt())
+        run()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file can grow
+    codes = [run("--resume", "run")[0], run("--output_dir", "new")[0]]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert codes == [2, 2]
+    assert [run("--resume", "run")[0], run("--output_dir", "new")[0]] == [0, 0]
+    assert_same_run("run", whole())
 
 
 # --- The end of a program ---
@@ -209,6 +273,7 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run,
 def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_seed(run):
     folder, files = whole(), contents(whole())
     assert folder.name == "ppo-small-gpt2-prompts-s0"
+    assert {path.name for path in folder.iterdir()} <= {*MADE}, "--overwrite takes them away"
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [*range(5)]
@@ -223,7 +288,8 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
-    assert run("--num_steps", "1")[0] == 0, "an evaluation alone is no run that could be lost"
+    assert run("--num_steps", "1")[0] == 2
+    assert run("--num_steps", "1", "--overwrite")[0] == 0
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):
@@ -257,6 +323,7 @@ def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = ["--kl_coef", "0", "--num_steps", "2", "--report_to", "tensorboard", "wandb"]
     assert run(*flags)[0] == 0
+    assert "kl" not in lines_of("run/tokens.jsonl")[0], "nobody has measured it"
     known = [{k: v for k, v in x.items() if v is not None} for x in lines_of("run/metrics.jsonl")]
     assert [x.pop("step") for x in known] == [0, 1, 2] and "objective/kl" not in known[0]
     scalars = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list

@@ -1,10 +1,12 @@
 """tools/to_trl.py: a run's settings have TRL's names, and TRL trains its job on two processes."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+import typing
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,6 +93,30 @@ def test_a_process_computes_its_share_of_a_minibatch_in_passes(tokens, processes
 )
 def test_flags_that_trl_has_nothing_for_are_named(script, flags, expected):
     assert to_trl.not_in_trl(config_of(script, flags)) == expected
+
+
+# By hand: flags that main, load_policy or load_task read, and those without effect in TRL.
+READ = """model lora_r disable_dropout device task prompts prompt_template system_prompt
+eval_prompts reward reward_weights reward_model verifier num_eval_prompts overlong_buffer"""
+NO_EFFECT = "output_dir overwrite resume rollout_batch_size fp16 cuda_graphs"
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
+def test_no_flag_is_lost_on_the_way_to_trl(script):
+    config = config_of(script, "--num_generations 4 --micro_batch_tokens 20")
+    kinds, lost = typing.get_type_hints(type(config)), []
+    for field in dataclasses.fields(config):
+        kind, value = str(kinds[field.name]), getattr(config, field.name)
+        if "Literal" in kind and "list" not in kind:
+            other = next(x for x in typing.get_args(kinds[field.name]) if x != value)
+        else:
+            numbers = not value if "bool" in kind else (value or 1) * 2
+            other = ["x"] if "list" in kind else "x" if "str" in kind else numbers
+        changed = dataclasses.replace(config, **{field.name: other})
+        same = to_trl.fields_of(changed, 1, 6) == to_trl.fields_of(config, 1, 6)
+        if same and field.name not in [*to_trl.not_in_trl(changed), *f"{READ} {NO_EFFECT}".split()]:
+            lost.append(field.name)
+    assert not lost
 
 
 def refusal(run, script, capsys):

@@ -35,5 +35,12 @@ def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(
     assert names == ["ppo-tiny-add", "grpo-tiny-add", "grpo-2-tiny-add"]
     assert axes[5].lines[0].get_linestyle() == "-", "sampled; dashed is greedy"
     assert axes[5].lines[0].get_ydata() == [1], "the reward, where nothing is right or wrong"
+    moved = tmp_path / "other" / folders[0].name
+    moved.parent.mkdir()
+    folders[0].rename(moved)
+    folders[0].symlink_to(moved)  # two runs of one name
+    axes.clear()
+    plot.main(["other/" + moved.name, moved.name])
+    assert len({line.get_color() for line in axes[0].lines}) == 2
     plot.main([str(folders[0]), "--output", "page.svg"])
     assert (tmp_path / "page.svg").stat().st_size > 1000

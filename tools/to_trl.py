@@ -78,10 +78,12 @@ def fields_of(config: Any, num_processes: int, longest: int) -> dict[str, Any]:
 
 def not_in_trl(config: Any) -> list[str]:
     """The flags of the run that TRL has nothing for."""
+    unknown = {"stop": config.stop, "reference": config.reference}
     if isinstance(config, rloo.Config):
-        return [name for name in ("stop", "entropy_coef") if getattr(config, name)]
-    unknown = {"stop": config.stop, "oversample": config.oversample > 1}
-    unknown["scale_rewards"] = config.scale_rewards == "mean"
+        unknown["entropy_coef"] = config.entropy_coef
+    else:
+        unknown["oversample"] = config.oversample > 1
+        unknown["scale_rewards"] = config.scale_rewards == "mean"
     return [name for name in unknown if unknown[name]]
 
 
@@ -124,16 +126,18 @@ def main(args: list[str] | None = None) -> None:
         (settings,) = parser.parse_args_into_dataclasses(flags)
     if config.reward_model:
         task.rewards[-1].model.to(settings.device)
-    more = {} if task.verifier in [None, *task.rewards] else {task.verifier: 0.0}  # for the log
+    if task.verifier not in [None, *task.rewards]:  # for the log
+        task.rewards, task.weights = [*task.rewards, task.verifier], [*task.weights, 0.0]
     if script == "grpo" and config.overlong_buffer > 0:
         buffer = config.overlong_buffer
-        more[get_soft_overlong_punishment(config.max_new_tokens, buffer)] = 1.0
-    settings.reward_weights = [*task.weights, *more.values()]
+        task.rewards += [get_soft_overlong_punishment(config.max_new_tokens, buffer)]
+        task.weights += [1.0]
+    settings.reward_weights = task.weights
     train = task.train * -(-config.prompts_per_step // len(task.train))  # at least a whole batch
     with blame("TRL"):  # without vLLM, say
         trainer = getattr(trl, f"{script.upper()}Trainer")(
             model=policy,
-            reward_funcs=[*task.rewards, *more],
+            reward_funcs=task.rewards,
             args=settings,
             train_dataset=Dataset.from_list(train, on_mixed_types="use_json"),
             eval_dataset=Dataset.from_list(heldout, on_mixed_types="use_json"),
