@@ -90,7 +90,7 @@ def test_the_page_of_equations_has_the_numbers_of_the_functions():
 
 def test_every_flag_that_a_page_names_is_one_of_a_program():
     known = {f.name for script in SCRIPTS.values() for f in dataclasses.fields(script.Config)}
-    for folder in ("tools", "benchmarks", "course", "tests"):
+    for folder in ("tools", "benchmarks", "course", "tests", "tiny"):
         for program in (REPOSITORY / folder).rglob("*.py"):
             known |= set(re.findall(r"\"--([\w-]+)\"", program.read_text(encoding="utf-8")))
     for page, text in PAGES.items():
