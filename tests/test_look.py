@@ -147,7 +147,7 @@ def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(
             assert texts_of(chromium, "#step") == [f"step {step}"]
         assert texts_of(chromium, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
         prompts = [f"<b>{n}</b>\n & 2" for n in (0, 1)]
-        groups = ["group 0 · 67%", "1 of its 2 completions, group -3.5 · 33%"]
+        groups = ["sum of the group 0 · 67%", "1 of its 2 completions, sum of the group -3.5 · 33%"]
         assert texts_of(chromium, ".prompt") == [x + y for x, y in zip(prompts, groups)]
         scores = texts_of(chromium, "#runs div > small:not(.sum, .prompt small)")
         assert scores == ["score 1 ", "score 0, cut ", "no score "]
