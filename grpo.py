@@ -184,14 +184,17 @@ def grpo_loss(
     # TRL, all tokens of the minibatch are counted.
     num_rows = len(loss) if num_rows is None else num_rows
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
-    if loss_type in ("grpo", "gspo"):  # each completion counts the same: [1] eq. 3, [4] eq. 5
+    # Each completion counts the same: [1] eq. 3, [4] eq. 5.
+    if loss_type in ("grpo", "gspo"):
         return masked_mean(loss, mask, dim=1).sum() / num_rows, clipped
-    if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12, [5] eq. 4
+    # Each token counts the same: [3] eq. 12, [5] eq. 4.
+    if loss_type in ("dapo", "cispo"):
         return loss.sum() / num_tokens.clamp(min=1), clipped
     if loss_type != "dr_grpo" or max_new_tokens is None:
         known = "grpo, dapo, dr_grpo (it needs max_new_tokens), gspo or cispo"
         raise ValueError(f"loss_type {loss_type!r}: choose {known}")
-    return loss.sum() / (num_rows * max_new_tokens), clipped  # by a constant: [2] section 3.2
+    # Divide by a constant: [2] section 3.2.
+    return loss.sum() / (num_rows * max_new_tokens), clipped
 
 
 def overlong_penalty(mask: Tensor, buffer: int) -> Tensor:
