@@ -258,10 +258,11 @@ def completion_logprobs(
             return chosen.unsqueeze(0)
         return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
 
-    # All logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens
-    # at a time, at most 20 bytes each: on CUDA an eighth of the card's memory, not of what is free,
-    # for a resumed run must round as before. For the backward pass five chunks are kept, or one
-    # with `entropy_grad`; the others make their logits again.
+    # All logits (n, V) would be the largest tensor of all, so make them for a chunk of tokens at a
+    # time. On CUDA a chunk takes at most an eighth of the card's memory, at 20 bytes a logit. It is
+    # a share of the whole card, not of what is free, so that a resumed run cuts and rounds in the
+    # same way. For the backward pass five chunks are kept, or one with `entropy_grad`; the others
+    # make their logits again.
     num_logits = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
     size = max(1, num_logits // head.weight.shape[0])
     chunks = list(zip(states.split(size), tokens.split(size)))

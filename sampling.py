@@ -222,7 +222,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """What decodes in the rollouts of a run: the model, or with `half` a copy whose weights are
+    """Decodes the rollouts of a run with its model, or given `half` with a copy whose weights are
     rounded to this type. On CUDA a step is a graph, unless `graphs` is False: launching its kernels
     one by one takes longer than they run. A replay repeats the same operations on the same memory:
     so the cache has its full size from the start, a mask hides the columns that aren't filled yet,
@@ -275,7 +275,8 @@ class Decoder:
             self.columns = torch.arange(columns, device=mask.device)
             # 0 where a column is seen, -inf elsewhere.
             self.mask = torch.zeros(B, 1, 1, columns, dtype=self.model.dtype, device=mask.device)
-        self.cache.reset()  # also what ended rows have left: weight 0 times NaN is NaN
+        # Clear what rows of an earlier rollout have left: an attention weight of 0 times NaN is NaN.
+        self.cache.reset()
         for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
             layer.update(prompt.keys, prompt.values)
         self.num_filled = mask.shape[1]
