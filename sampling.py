@@ -275,7 +275,7 @@ class Decoder:
             self.columns = torch.arange(columns, device=mask.device)
             # 0 where a column is seen, -inf elsewhere.
             self.mask = torch.zeros(B, 1, 1, columns, dtype=self.model.dtype, device=mask.device)
-        # Clear what rows of an earlier rollout have left: an attention weight of 0 times NaN is NaN.
+        # Clear what earlier rollouts have left: an attention weight of 0 times NaN is NaN.
         self.cache.reset()
         for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
             layer.update(prompt.keys, prompt.values)
