@@ -58,7 +58,9 @@ class Rollout:
     tokens: Tensor  # (B, P+T) prompt and completion; pad_token_id after the end
     attention_mask: Tensor  # (B, P+T) bool: False at padding on either side
     completion_mask: Tensor  # (B, T) bool: True up to the end, EOS included
-    logprobs: Tensor  # (B, T) as drawn, 0 off the mask; step 3 of the loops computes its own
+    # (B, T) as the sampler computed them, 0 off the mask. Decoding rounds differently from the
+    # forward pass that trains, so the loops compute log-probs of their own in step 3.
+    logprobs: Tensor
     finished: Tensor  # (B,) bool: ended by EOS or a stop string, not at the limit
 
     def __getitem__(self, rows: Tensor | slice) -> Rollout:
@@ -92,7 +94,8 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale x to variance 1 over the mask, and to mean 0 unless `shift_mean` is False.
+    """Scale x to variance 1 over the mask, and to mean 0 unless `shift_mean` is False. Only the
+    course keeps the mean: it tries what happens when rewards are whitened.
 
     0 off the mask. One number alone becomes 0, not NaN. The variance has Bessel's correction and
     eps 1e-8, as in TRL's PPO; the code of Huang et al. 2024 (arXiv 2403.17031) whitens without the
@@ -168,8 +171,9 @@ def policy_ratio(log_ratio: Tensor) -> Tensor:
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
     """pi / pi_old of each token: each (B, T) -> (B, T), 1 off the mask.
 
-    At level "sequence" the geometric mean over the tokens of a completion, at each of them: GSPO,
-    Zheng et al. 2025 (arXiv 2507.18071) eq. 7. Raises ValueError for another level.
+    At level "sequence" a completion has one ratio, the geometric mean over its tokens: GSPO, Zheng
+    et al. 2025 (arXiv 2507.18071) eq. 7. It is repeated at each token, so that the caller clips and
+    averages it as it does the ratios of tokens. Raises ValueError for another level.
     """
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0)
     if level == "sequence":
@@ -257,10 +261,11 @@ def completion_logprobs(
             return chosen.unsqueeze(0)
         return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
 
-    # All logits (n, V) would be the largest tensor of all. So they are made for a chunk of tokens
-    # at a time, at most 20 bytes each: on CUDA an eighth of the card's memory, not of what is free,
-    # for a resumed run must round as before. For the backward pass five chunks are kept, or one
-    # with `entropy_grad`; the others make their logits again.
+    # All logits (n, V) would be the largest tensor of all, so make them for a chunk of tokens at a
+    # time. On CUDA a chunk takes at most an eighth of the card's memory, at 20 bytes a logit. It is
+    # a share of the whole card, not of what is free, so that a resumed run cuts and rounds in the
+    # same way. For the backward pass five chunks are kept, or one with `entropy_grad`; the others
+    # make their logits again.
     num_logits = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
     size = max(1, num_logits // head.weight.shape[0])
     chunks = list(zip(states.split(size), tokens.split(size)))
@@ -395,14 +400,15 @@ def micro_batches(
     max_tokens: int,
 ) -> list[tuple[Tensor, Rollout]]:
     """Cut `rows` (n,) of a rollout, default all, into parts of at most max_tokens tokens, padding
-    included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A row alone may be
-    longer. A prompt that rows of a part share counts once, on CUDA for each row, as it is read.
-    Gradient checkpointing reads it for each row on a CPU too, but keeps far less of it.
+    included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A single row may be
+    longer. Tokens are counted as completion_states reads them: on a CPU a prompt that several rows
+    of a part share counts once, on CUDA it counts for each row. (Gradient checkpointing reads it
+    for each row on a CPU too, but keeps far less of it.)
 
     The longest completions come first: a part is as wide as its longest row, and padding costs as
     much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
-    `wanted` (B,) is False are left out, but for one if there is no other: the optimiser needs a
-    gradient to make its step, and that of such a row is 0.
+    `wanted` (B,) is False are left out. If no other row is there, one of them stays: the optimiser
+    needs a gradient to make its step, and that of such a row is 0.
     """
     lengths = rollout.completion_mask.sum(1).cpu()  # (B,)
     rows = torch.arange(len(lengths)) if rows is None else rows

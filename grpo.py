@@ -9,10 +9,12 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
   loss        max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t       [1] eq. 3
               its mean over the tokens of a completion, then over the completions
 
-There is no value model: a completion is compared with the others of its prompt. It differs from
-RLOO in four lines: the advantage, the ratio of a token, the KL in the loss, the mean over tokens.
-Lines marked with [2] to [6] are variants that flags switch on; leave them out at the first reading:
-Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] and MaxRL [6]. docs/running.md has the commands.
+There is no value model: a completion is compared with the others of its prompt. The method differs
+from RLOO in the four lines above: GRPO divides the advantage by the std, takes the ratio of each
+token, puts the KL into the loss, and takes a mean over tokens. Most other lines that `diff rloo.py
+grpo.py` shows serve variants, which flags switch on: Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5]
+and MaxRL [6]. They share this file so that you see how little each paper changes. At the first
+reading skip the lines marked with [2] to [6]. docs/running.md has the commands.
 
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
@@ -154,7 +156,7 @@ def grpo_loss(
     num_rows: int | None = None,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The share of these rows in the loss of the whole minibatch, and where the clip decides it.
+    """What these rows add to the loss of the minibatch, and at which tokens the clip decides it.
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
@@ -163,7 +165,8 @@ def grpo_loss(
     0. Returns (scalar, clipped (B, T)). Raises ValueError for another loss_type, and for "dr_grpo"
     without max_new_tokens.
     """
-    # The surrogate of each token, to be minimised; all tokens of a completion have one advantage.
+    # Make the loss of each token. A score judges the whole completion and nobody knows which token
+    # earned it, so each of its tokens gets the completion's advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)
     logprobs = logprobs.masked_fill(~mask, 0)
     ratio = loss_ratio(logprobs, old_logprobs, mask, loss_type)  # (B, T)
@@ -176,29 +179,33 @@ def grpo_loss(
         clipped = (ratio > cispo_bound) & (A != 0)
     if ref_logprobs is not None and kl_coef != 0:
         kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")  # [1] eq. 4
-        if kl_estimator == "unbiased":  # arXiv 2512.02556. A ratio of 1 has a gradient too
+        # arXiv 2512.02556. The ratio matters even where it is 1, because it has a gradient.
+        if kl_estimator == "unbiased":
             kl = kl * importance_ratio(logprobs, old_logprobs, mask, "token")
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
 
-    # The mean of the loss over the minibatch. [3] and [5] divide by the tokens of a group. Here, as
-    # in TRL, all tokens of the minibatch are counted.
+    # Take the mean over the minibatch. [3] and [5] divide by the tokens of a group. Here, as in
+    # TRL, all tokens of the minibatch are counted.
     num_rows = len(loss) if num_rows is None else num_rows
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
-    if loss_type in ("grpo", "gspo"):  # each completion counts the same: [1] eq. 3, [4] eq. 5
+    # Each completion counts the same: [1] eq. 3, [4] eq. 5.
+    if loss_type in ("grpo", "gspo"):
         return masked_mean(loss, mask, dim=1).sum() / num_rows, clipped
-    if loss_type in ("dapo", "cispo"):  # each token counts the same: [3] eq. 12, [5] eq. 4
+    # Each token counts the same: [3] eq. 12, [5] eq. 4.
+    if loss_type in ("dapo", "cispo"):
         return loss.sum() / num_tokens.clamp(min=1), clipped
     if loss_type != "dr_grpo" or max_new_tokens is None:
         known = "grpo, dapo, dr_grpo (it needs max_new_tokens), gspo or cispo"
         raise ValueError(f"loss_type {loss_type!r}: choose {known}")
-    return loss.sum() / (num_rows * max_new_tokens), clipped  # by a constant: [2] section 3.2
+    # Divide by a constant: [2] section 3.2.
+    return loss.sum() / (num_rows * max_new_tokens), clipped
 
 
 def overlong_penalty(mask: Tensor, buffer: int) -> Tensor:
     """The soft punishment of length, [3] eq. 13: completion mask (B, T) -> (B,).
 
-    0 up to T - buffer tokens, then falling to -1 at T, the longest completion; 0 without a buffer.
+    T is max_new_tokens. It is 0 up to T - buffer tokens, then falls to -1 at T; 0 without a buffer.
     """
     return -((mask.sum(1) - (mask.shape[1] - buffer)) / max(1, buffer)).clamp(min=0)
 
@@ -227,7 +234,7 @@ def main(args: list[str] | None = None) -> None:
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
-    # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
+    # Draw tokens from softmax(logits / temperature) and nothing else, or the KL would be wrong.
     sampling = sampling_options(config, policy, tokenizer)
     N, G = config.prompts_per_step, config.num_generations
     B = N * G  # completions per step
@@ -240,7 +247,7 @@ def main(args: list[str] | None = None) -> None:
     fit_micro_batch(config, [policy], task.tokens)
     run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
-        # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+        # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N * config.oversample)
         rollout = sample(policy, *task.encode(prompts), **sampling)
         num_drawn = rollout.completion_mask.sum()  # tokens; some groups may be left out below
@@ -257,9 +264,9 @@ def main(args: list[str] | None = None) -> None:
             scores = scores + overlong_penalty(rollout.completion_mask, config.overlong_buffer)
         mask = rollout.completion_mask  # (B, T), EOS included
 
-        # 3. Log-probs under the policy that sampled and under the reference. They come from the
-        #    training forward, not from decoding: so the ratio is 1 before the first update. All
-        #    are (B, T), 0 off the mask, without gradient.
+        # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
+        #    the mask, without gradient. They come from the forward pass that trains. Decoding
+        #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
         if not single_update:
             old_logprobs = rollout_logprobs(policy, rollout, config)
         ref_logprobs = None
@@ -267,26 +274,27 @@ def main(args: list[str] | None = None) -> None:
             with ref as ref_model:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
-        # 4. Advantages: how much better a completion is than the others of its prompt.
+        # 4. Compare each score with those of the same prompt's completions: the advantage.
         advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
         if config.mask_truncated_completions:  # [3]: out of the loss, not of the group's mean
             mask = mask & rollout.finished.unsqueeze(1)
-        # Rows without a gradient need no forward pass in the update.
+        # Leave the rows that have no gradient out of the update: they need no forward pass.
         has_gradient = (advantages != 0) & mask.any(1)  # (B,)
-        has_gradient |= config.kl_coef + config.entropy_coef > 0
+        has_gradient |= config.kl_coef + config.entropy_coef > 0  # these pull at every row
         run.lap("time/rollout")
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
-        # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser step
-        #    each. All rows of a minibatch may be masked: then its number of tokens counts as 1.
+        # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
+        #    The orders are joined and then cut: as --num_mini_batches divides B, no minibatch has
+        #    rows of two epochs. If all rows of one are masked, its number of tokens counts as 1.
         set_learning_rate(optimizer, config, step)
         orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
         meter.num_tokens = int(num_drawn)  # for the speed
         for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
             num_tokens = mask[mini_batch].sum().clamp(min=1)
-            # A micro-batch of b rows adds its share of the minibatch's loss to the gradient: the
-            # sum is the same whatever b is. Its tensors are (b, T).
+            # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
+            # its share of the loss to the gradient, so the sum doesn't depend on b.
             parts = micro_batches(
                 rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
             )
@@ -319,15 +327,15 @@ def main(args: list[str] | None = None) -> None:
                 meter.add_share("loss/policy_avg", loss)
                 meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
-            # The gradient of the whole minibatch is there: one optimiser step.
+            # Take one optimiser step: the gradient of the whole minibatch has been added up.
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             meter.end_mini_batch(grad_norm)
             optimizer.step()
             optimizer.zero_grad()
 
-        # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+        # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         kl = None
-        if config.kl_coef > 0:  # unbiased, as in PPO and RLOO
+        if config.kl_coef > 0:  # the metric is k1, which has no bias, as in RLOO
             kl = kl_estimate(meter.last_pass["old_logprobs"], ref_logprobs, "k1")
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)

@@ -17,6 +17,7 @@ clip_range, eps_v is clip_range_value.
 
 One AdamW trains pi and V, which share no trained weight, at one learning rate; their gradients
 are clipped together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
+PPO has many parts, and most mistakes in them raise no error: so each formula stands here.
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
@@ -162,7 +163,7 @@ def main(args: list[str] | None = None) -> None:
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
-    # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
+    # Draw tokens from softmax(logits / temperature) and nothing else, or the KL would be wrong.
     sampling = sampling_options(config, policy, tokenizer)
     N, B = config.prompts_per_step, config.prompts_per_step * config.num_generations  # B rows
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
@@ -172,7 +173,7 @@ def main(args: list[str] | None = None) -> None:
     fit_micro_batch(config, [policy, value_model], task.tokens)
     run = Run(config, task, models, optimizer, generators)
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
-        # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+        # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N)
         rollout = sample(policy, *task.encode(prompts), **sampling)
         mask = rollout.completion_mask  # (B, T), EOS included
@@ -181,9 +182,10 @@ def main(args: list[str] | None = None) -> None:
         scores, texts = task.score(prompts, rollout, allow_none=False)  # (B,)
         scores = scores - config.missing_eos_penalty * ~rollout.finished
 
-        # 3. Values, and log-probs under the policy that sampled and under the reference. They
-        #    come from the training forward, not from decoding: so the ratio is 1 before the
-        #    first update. All are (B, T), 0 off the mask, without gradient.
+        # 3. Compute values, and log-probs under the policy that sampled and under the reference:
+        #    (B, T), 0 off the mask, without gradient. They come from the forward pass that trains.
+        #    Decoding rounds differently, and with its log-probs the ratio wouldn't be 1 before the
+        #    first update.
         old_values = rollout_values(value_model, rollout, config)
         old_logprobs = rollout_logprobs(policy, rollout, config)
         ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
@@ -192,23 +194,24 @@ def main(args: list[str] | None = None) -> None:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
 
-        # 4. Rewards: the KL penalty at every token, the score at the last one. Advantages by
-        #    GAE; whitening comes after the returns, which V must learn as they are.
-        #    Whitened advantages have mean 0: tokens better than the rest become likelier.
+        # 4. Make rewards: the KL penalty at every token, the score at the last one. Make advantages
+        #    by GAE, and whiten them after the returns are made, for V must learn these as they are.
+        #    Whitened advantages have mean 0, so the tokens above average become more likely.
         rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
         advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
         advantages = masked_whiten(advantages, mask)
         run.lap("time/rollout")
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
-        # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser
-        #    step each.
+        # 5. Update both models, one optimiser step a minibatch. An epoch is a new order of all
+        #    rows. The orders are joined and then cut: as --num_mini_batches divides B, no minibatch
+        #    has rows of two epochs.
         set_learning_rate(optimizer, config, step)
         orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
         for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-            # A micro-batch of b rows adds its share of the minibatch's mean over tokens to the
-            # gradient: the sum is the same whatever b is. Its tensors are (b, T).
+            # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
+            # its share of the mean over tokens to the gradient, so the sum doesn't depend on b.
             parts = micro_batches(rollout, mini_batch, max_tokens=config.micro_batch_tokens)
             num_tokens = mask[mini_batch].sum()
             for rows, part in parts:
@@ -218,8 +221,8 @@ def main(args: list[str] | None = None) -> None:
                 values = completion_values(value_model, part, bf16=config.bf16)
                 old, m = old_logprobs[rows], mask[rows]
 
-                # The clipped surrogate of the policy, and the clipped error of the values:
-                # means over the tokens, not over the rows. So long rows weigh more.
+                # Make the clipped loss of the policy and the clipped error of the values. Their
+                # means are over tokens and not over rows, so long rows weigh more.
                 pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
                 vf, vf_clipped = value_loss(
                     values, old_values[rows], returns[rows], config.clip_range_value
@@ -227,20 +230,20 @@ def main(args: list[str] | None = None) -> None:
                 loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
                 ((loss * m).sum() / num_tokens).backward()
 
-                # How far the policy has moved, and how often a clip was active.
+                # Note how far the policy has moved, and how often a clip was active.
                 ratio = policy_ratio(logprobs - old)
                 meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
                 meter.add("loss/policy_avg", pg, m)
                 meter.add("loss/value_avg", vf, m)
                 meter.add("val/clipfrac_avg", vf_clipped, m)
 
-            # The gradient of the whole minibatch is there: one clip and one step for both models.
+            # Clip the sum of the gradients, for both models together, and take one step.
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             meter.end_mini_batch(grad_norm)
             optimizer.step()
             optimizer.zero_grad()
 
-        # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+        # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         meter.add("val/explained_variance", explained_variance(old_values, returns, mask))
         meter.objective(scores, kl, config.kl_coef)
         run.log(step, meter, episode=(step + 1) * B)

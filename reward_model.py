@@ -1,4 +1,6 @@
-"""A reward model: learns from pairs of completions, of which people prefer one.
+"""A reward model learns from pairs of completions, of which people prefer one.
+
+It is here because the HF of RLHF is human feedback, and in many tasks nobody can program a reward.
 
 A pair is a prompt x with two completions, the chosen y_w and the rejected y_l. The model reads the
 whole text, up to its EOS or to the end of its chat template, and gives it one number, the score r:

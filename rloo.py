@@ -9,7 +9,8 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
   ratio       rho_i = pi(y) / pi_old(y), of the whole completion: a product over its tokens
   loss        max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), its mean over the completions
 
-There is no value model: a completion is compared with the others of its prompt.
+There is no value model: a completion is compared with the others of its prompt. Read this file
+first: it is the shortest, and the loops of the other two are variations of this one.
 Ratio and clip are TRL's. With one update per rollout rho_i is 1, and this is REINFORCE, as in [1].
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
@@ -102,7 +103,7 @@ def rloo_loss(
     clip_range: float,
     num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The share of these rows in the loss of the whole minibatch, and where the clip decides it.
+    """What these rows add to the loss of the minibatch, and for which of them the clip decides it.
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
@@ -142,7 +143,7 @@ def main(args: list[str] | None = None) -> None:
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
-    # Tokens are drawn from softmax(logits / temperature) and nothing else, or the KL would be off.
+    # Draw tokens from softmax(logits / temperature) and nothing else, or the KL would be wrong.
     sampling = sampling_options(config, policy, tokenizer)
     N, G = config.prompts_per_step, config.num_generations
     B = N * G  # completions per step
@@ -155,7 +156,7 @@ def main(args: list[str] | None = None) -> None:
     fit_micro_batch(config, [policy], task.tokens)
     run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
-        # 1. Roll out: G completions of each of N prompts, drawn from the policy as it is now.
+        # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N)
         rollout = sample(policy, *task.encode(prompts), **sampling)
 
@@ -163,9 +164,9 @@ def main(args: list[str] | None = None) -> None:
         scores, texts = task.score(prompts, rollout)  # (B,)
         mask = rollout.completion_mask  # (B, T), EOS included
 
-        # 3. Log-probs under the policy that sampled and under the reference. They come from the
-        #    training forward, not from decoding: so the ratio is 1 before the first update. All
-        #    are (B, T), 0 off the mask, without gradient.
+        # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
+        #    the mask, without gradient. They come from the forward pass that trains. Decoding
+        #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
         if not single_update or config.kl_coef > 0:
             old_logprobs = rollout_logprobs(policy, rollout, config)
         ref_logprobs = kl = None
@@ -173,27 +174,28 @@ def main(args: list[str] | None = None) -> None:
             with ref as ref_model:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
-        # 4. Rewards: the score less the KL penalty of the whole completion. Advantages: how much
-        #    better a completion is than the others of its prompt.
+        # 4. Subtract the KL penalty of the whole completion from its score: this is the reward.
+        #    Compare it with the rewards of the same prompt's other completions: the advantage.
         rewards = scores  # (B,)
         if config.kl_coef > 0:
             kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
             rewards = scores - config.kl_coef * kl.sum(1)
         advantages = rloo_advantages(rewards, G)  # (B,)
-        # Rows without a gradient need no forward pass in the update.
+        # Leave the rows that have no gradient out of the update: they need no forward pass.
         has_gradient = (advantages != 0) | has_bonus  # (B,)
         run.lap("time/rollout")
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
-        # 5. Update. An epoch is a new order of the rows, cut into minibatches: one optimiser step
-        #    each.
+        # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
+        #    The orders are joined and then cut: as --num_mini_batches divides B, no minibatch has
+        #    rows of two epochs.
         set_learning_rate(optimizer, config, step)
         orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
         for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
             num_tokens = mask[mini_batch].sum().clamp(min=1)
-            # A micro-batch of b rows adds its share of the minibatch's loss to the gradient: the
-            # sum is the same whatever b is. Its tensors are (b, T).
+            # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
+            # its share of the loss to the gradient, so the sum doesn't depend on b.
             parts = micro_batches(
                 rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
             )
@@ -219,13 +221,13 @@ def main(args: list[str] | None = None) -> None:
                 meter.add_share("loss/policy_avg", loss)
                 meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
 
-            # The gradient of the whole minibatch is there: one optimiser step.
+            # Take one optimiser step: the gradient of the whole minibatch has been added up.
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             meter.end_mini_batch(grad_norm)
             optimizer.step()
             optimizer.zero_grad()
 
-        # 6. Log, show samples, save when due. The two numbers to watch are score and KL.
+        # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)
         run.log(step, meter, episode=(step + 1) * B)

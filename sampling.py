@@ -68,7 +68,8 @@ def generate(
     model = decoder.model if decoder else model
     G, device = num_generations, model.device
     prompt_ids, mask = prompt_ids.to(device), prompt_mask.to(device).bool()
-    # All random numbers at once, one per token: a row's draws don't depend on when others end.
+    # Draw the random numbers of all tokens now. Then a row draws the same tokens whenever the
+    # others end.
     uniforms = torch.rand(max_new_tokens, len(mask) * G, generator=generator, device=device)
     with evaluating(model):
         # Read each prompt once; keys and values are then copied for its completions.
@@ -122,7 +123,9 @@ def decode(
             ends[rows, t] |= stop(tokens[rows, : t + 1], None)
         if t + 1 == T:
             break
-        if isinstance(step, Step) or t % 8 == 7:  # looking at a GPU waits for it
+        # Ask whether rows have ended. This makes the CPU wait for the GPU, so with graphs it is
+        # done at every eighth token alone.
+        if isinstance(step, Step) or t % 8 == 7:
             running = ~ends[rows].any(1)
             if not running.any():
                 break
@@ -162,7 +165,8 @@ def draw(
     log-probs belong to the distribution after top_k and top_p. A row with a logit of NaN or
     +inf draws any token, and its log-prob is NaN.
     """
-    if top_k == 1:  # greedy: of equally likely tokens, frequent in bfloat16, always the first
+    # Greedy. In bfloat16 two tokens are often equally likely: then always take the first.
+    if top_k == 1:
         largest = logits.amax(-1).float()
         return logits.argmax(-1), largest - largest  # 0, or NaN
     if temperature != 1 or top_k > 0 or top_p < 1:
@@ -173,11 +177,12 @@ def draw(
     if top_p < 1:
         sorted_logits, order = logits.sort(descending=True)
         sorted_probs = sorted_logits.softmax(-1)
-        above = sorted_probs.cumsum(-1) - sorted_probs  # probability of all the likelier tokens
+        above = sorted_probs.cumsum(-1) - sorted_probs  # probability of all that are more likely
         dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, above >= top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
-    # Probabilities but for their sum, in blocks of 128 tokens. A cumulative sum over the whole
-    # vocabulary is slow. So first find the block that holds the drawn token, then the token in it.
+    # A cumulative sum over the whole vocabulary is slow. So cut it into blocks of 128 tokens, first
+    # find the block that holds the drawn token, then the token in it. The weights are probabilities
+    # that needn't add up to 1: the threshold is scaled by their sum.
     num_rows, vocab_size = logits.shape
     largest = logits.amax(-1, keepdim=True).float()
     blocks = largest.new_empty(num_rows, -(-vocab_size // 128), 128)
@@ -210,7 +215,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """What decodes in the rollouts of a run: the model, or with `half` a copy whose weights are
+    """Decodes the rollouts of a run with its model, or given `half` with a copy whose weights are
     rounded to this type. On CUDA a step is a graph, unless `graphs` is False: launching its kernels
     one by one takes longer than they run. A replay repeats the same operations on the same memory:
     so the cache has its full size from the start, a mask hides the columns that aren't filled yet,
@@ -222,7 +227,9 @@ class Decoder:
     ) -> None:
         self.trained, self.half = model, half
         self.has_graphs = graphs and model.device.type == "cuda"
-        self.stretch = 128  # columns that a graph fills before one that reads more takes its place
+        # A graph reads a fixed number of the cache's columns. When they are full, the next graph
+        # takes its place, which reads 128 more.
+        self.stretch = 128
         # Each with the tensors that its replay draws into.
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
 
@@ -262,7 +269,8 @@ class Decoder:
             self.columns = torch.arange(columns, device=mask.device)
             # 0 where a column is seen, -inf elsewhere.
             self.mask = torch.zeros(B, 1, 1, columns, dtype=self.model.dtype, device=mask.device)
-        self.cache.reset()  # also what ended rows have left: weight 0 times NaN is NaN
+        # Clear what earlier rollouts have left: an attention weight of 0 times NaN is NaN.
+        self.cache.reset()
         for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
             layer.update(prompt.keys, prompt.values)
         self.num_filled = mask.shape[1]
@@ -288,7 +296,8 @@ class Decoder:
         result = self._step(settings)  # the token itself, and the warm-up
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):  # noted, not run: nothing moves on
+            # This records the step without running it, so the cache stays as it is.
+            with torch.cuda.graph(graph, pool=self.pool):
                 self.graphs[kind] = graph, self._step(settings)
         except RuntimeError as e:
             reason = str(e.__context__ or e).split("\n")[0]  # the end of a capture fails as well

@@ -35,7 +35,9 @@ class Totals:
         self.num_tokens = 0  # for the speed
 
     def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
-        """Add the elements of x where mask is True (all of them without a mask)."""
+        """Add the elements of x where mask is True (all of them without a mask), and count them:
+        the result is their mean.
+        """
         x = x.detach().float()
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         # The sums stay on the device: a transfer would wait for it at every micro-batch.
@@ -43,7 +45,9 @@ class Totals:
         self.counts[name] = self.counts.get(name, 0) + mask.sum()
 
     def add_share(self, name: str, x: Tensor) -> None:
-        """Add a micro-batch's share of the minibatch's loss: the result is over minibatches."""
+        """Add a micro-batch's share of the minibatch's loss. It is divided by the counts of the
+        whole minibatch already, so `results` divides the sum by the number of minibatches alone.
+        """
         self.sums[name] = self.sums.get(name, 0) + x.detach().float()
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
@@ -57,7 +61,8 @@ class Totals:
 
     def results(self) -> Metrics:
         """The mean under each name; 0 of nothing. Waits for the device."""
-        num_mini_batches = self.counts.get("grad_norm")  # what a sum of shares is over
+        # The shares of a loss were added up over this many minibatches: divide by it.
+        num_mini_batches = self.counts.get("grad_norm")
         counts = [self.counts.get(name, num_mini_batches) for name in self.sums]
         # One transfer: each one waits until the device has done all its work.
         pairs = [torch.stack([x, n.float()]) for x, n in zip(self.sums.values(), counts)]
@@ -84,7 +89,7 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
         text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
         found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
     sampler_kl = now.get("val/sampler_kl", 0)
-    if sampler_kl > (0.01 if bf16 else 0.001):  # rounding explains less
+    if sampler_kl > (0.01 if bf16 else 0.001):  # more than rounding can explain
         text = f"sampling and training differ by {sampler_kl:.2g} nats per token, beyond rounding:"
         found += [("sampler", f"{text} leave dropout off, try --bf16 false, another transformers")]
     flat = now.get("reward/frac_flat_groups", 0)
