@@ -90,7 +90,7 @@ def cups(chat: bool) -> Task:
     """Games of six swaps; 1 for the cup under which the ball is in the end, else 0."""
     train, heldout = cups_prompts()
     about = """5:23,25= says: the ball is under cup 5; cups 2 and 3 change places, then 2 and 5.
-Watch the length. A cup named at once is a guess; an answer that follows the ball has 13 tokens."""
+Watch the length. A cup named at once is a guess; an answer that follows the ball is longer."""
     return Task(train, heldout, [numeric_match], verifier=numeric_match, about=about)
 
 

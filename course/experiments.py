@@ -519,7 +519,7 @@ EXPERIMENTS = {
             "Retaught to work out 3% of its answers: is `accuracy` after 80 steps above or below"
             " 0.5?",
             "accuracy", "retaught to 3%", 0.5,
-            "Of the 8 answers to a prompt one is worked out in every fourth group or so. It is"
+            "Of the 8 answers to a prompt one is worked out in every fifth group or so. It is"
             " nearly always right, where a guess is right once in five: so its advantage is large.",
         ),
     ),

@@ -260,5 +260,5 @@ def _lost(config: TrainConfig, folder: Path) -> str | None:
         return f"{found[0]}, and no run: name another --output_dir" if found else None
     # A run that ends without a step gives its metrics.jsonl up.
     is_free = config.resume or config.overwrite or not (folder / "metrics.jsonl").exists()
-    remedy = f"a run: --resume {folder} goes on with it, --overwrite begins anew"
-    return None if is_free else remedy
+    goes_on = (folder / "checkpoint.pt").exists() * f"--resume {folder} goes on with it, "
+    return None if is_free else f"a run: {goes_on}--overwrite begins anew"

@@ -67,7 +67,7 @@ class Run:
         self.evaluated: Metrics = {}  # of the evaluation before the step at hand
         optimizer.register_step_pre_hook(self._note_move)
         flag = "resume" if config.resume else "output_dir"
-        with blame(f"--{flag} {config.output_dir}"):
+        with blame(f"--{flag} {config.output_dir or 'runs/...'}"):
             self.folder = claim_folder(config)
             try:
                 self._open()
@@ -87,7 +87,8 @@ class Run:
         if config.resume:
             self._resume()
         elif config.overwrite:
-            for path in (self.folder / name for name in MADE):
+            # All but metrics.jsonl, which claims the folder.
+            for path in (self.folder / name for name in MADE if name != "metrics.jsonl"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         settings = json.dumps({"script": config.script} | asdict(config), indent=2)
         new = self.folder / "config.json.new"  # on a full disk the old one is still there
@@ -302,6 +303,7 @@ class Run:
         self.step = self.saved_step = state["step"]
         self.first_metrics = state["first_metrics"]
         for name in FILES:  # cut, not written anew: on a full disk nothing is lost
+            (self.folder / f"{name}.jsonl").touch()  # somebody may have deleted an empty one
             with (self.folder / f"{name}.jsonl").open("rb+") as file:
                 whole = takewhile(lambda line: line.endswith(b"\n"), file)
                 kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)

@@ -105,7 +105,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
     # Folders
-    ("ppo", "--output_dir a_run", "a_run already holds a run: --resume a_run goes on with it", ""),
+    ("ppo", "--output_dir a_run", "a_run already holds a run: --overwrite begins anew", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", TWO),
     *(
         ("ppo", f"{RUN} --output_dir {flags}", f"{words}: name another --output_dir", TWO)

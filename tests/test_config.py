@@ -142,6 +142,9 @@ def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monk
         config = parse_flags(grpo.Config, "", {}, f"--model x/y --prompts a/b:c{flags}".split())
         assert str(find_folder(config)) == f"{folder}{end}"
         (folder / "metrics.jsonl").touch()  # the first one to make it has the folder
+    (folder / "checkpoint.pt").touch()  # without one there is nothing to go on with
+    with pytest.raises(InputError, match=f"a run: --resume {folder} goes on with it, --overwrite"):
+        parse("grpo", f"--output_dir {folder}")
     assert parse("grpo", "--model x/y --output_dir .")["output_dir"] == ".", "a name on the hub"
 
 
