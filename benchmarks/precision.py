@@ -345,6 +345,38 @@ def set_up_seconds(model: str) -> float:
     return round(sorted(seconds)[2], 2)
 
 
+def halfway(file: str) -> float:
+    """The share of the linear weights that lie halfway between two numbers of bfloat16."""
+    policy = load(AutoModelForCausalLM, file)
+    linear = [m.weight for m in policy.base_model.modules() if type(m) is nn.Linear]
+    bits = torch.cat([p.detach().flatten() for p in linear]).view(torch.int32)
+    return round((bits & 0xFFFF == 0x8000).float().mean().item(), 4)
+
+
+def passes(model: str) -> dict[str, list[float]]:
+    """CPU seconds of forward and backward pass of 16 rows of 16 + 4 tokens, without and with
+    --bf16: medians of five rounds in which they alternate.
+    """
+    tokens = torch.randint(40_000, (16, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    rollout = Rollout(tokens, mask, mask[:, -4:], mask[:, -4:].float(), mask[:, -1])
+    policies, seconds = {}, {"float32": [], "bfloat16": []}
+    for mode in seconds:
+        policies[mode] = load(AutoModelForCausalLM, model)
+        config = SimpleNamespace(bf16=mode == "bfloat16", gradient_checkpointing=False)
+        set_up_training(config, policies[mode])
+    for _ in range(6):
+        for mode, policy in policies.items():
+            started = time.process_time()
+            logprobs, _ = completion_logprobs(policy, rollout, 1.0, bf16=mode == "bfloat16")
+            between = time.process_time()
+            logprobs.sum().backward()
+            seconds[mode].append((between - started, time.process_time() - between))
+            policy.zero_grad()
+    # The first round also fills caches.
+    return {mode: np.median(x[1:], 0).round(2).tolist() for mode, x in seconds.items()}
+
+
 # --- Tables and pictures ---
 
 
@@ -488,10 +520,15 @@ def sampler_kl(model: str) -> dict[str, float]:
 def measure(model: str, file: str | None, results: dict, save: Callable[[], None]) -> None:
     """Make the measurements that aren't in `results`, and save each."""
     alone = {"spacings": spacings, "set-up, CPU seconds": set_up_seconds, "sampler": sampler_kl}
+    alone["CPU seconds of passes"] = passes
+    alone["answers before training"] = lambda model: served(model, bf16=True)["trained"]
     for name, of_model in alone.items():
         if name not in results:
             results[name] = of_model(model)
             save()
+    if file and "halfway, 4-bit file" not in results:
+        results["halfway, 4-bit file"] = halfway(file)
+        save()
     for line in one_step(model, file, results.setdefault("steps", {})):
         save()
         print(line, flush=True)
