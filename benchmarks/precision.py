@@ -435,7 +435,11 @@ def draw_weight() -> None:
     spread = numbers.permutation((np.arange(20) + 0.5) / 20 - 0.5)
     rows = [
         (3.1, [0.0], "On the grid, where checkpoints lie: no step is seen."),
-        (2.15, [0.4999], "Halfway, as in a 4-bit file: each step shows, as a whole spacing."),
+        (
+            2.15,
+            [-0.4999, 0.4999],
+            "Halfway, as in a 4-bit file: half of the steps show, as a whole spacing.",
+        ),
         (1.2, spread, "Spread: {} of 20 steps show, each as a whole spacing."),
     ]
     axes.axvspan(-0.5, 0.5, color=INK, alpha=0.15, lw=0)
@@ -443,7 +447,7 @@ def draw_weight() -> None:
         axes.plot([grid, grid], [-0.1, 3.6], color=INK, lw=0.8, ls=":")
     for height, points, text in rows:
         for i, x in enumerate(points):
-            y, seen = height - 0.06 * i, x + step > 0.5
+            y, seen = height - 0.06 * i * (len(points) > 2), x + step > 0.5
             options = {"color": COLOURS["RLOO" if seen else "GRPO"], "lw": 1.5}
             arrow = {"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0} | options
             axes.annotate("", (x + step, y), (x, y), arrowprops=arrow)
