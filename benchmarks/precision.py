@@ -84,8 +84,8 @@ def jobs() -> Iterator[tuple[str, str, str, int, list]]:
         for mode in MODES:
             yield "rate 2e-5", mode, SUMS, seed, []
     yield "README's command", "spread", README, 0, []
-    yield "rate 8e-5", "bfloat16", f"{SUMS} --learning_rate 8e-5", 0, []
     yield "shuffled advantages", "spread", SUMS, 0, CONTROL
+    yield "rate 8e-5", "bfloat16", f"{SUMS} --learning_rate 8e-5", 0, []
     yield "rate 2e-5", "float32, spread", SUMS, 0, []
     for mode in MODES:
         yield "rate 2e-5", mode, SUMS, 2, []

@@ -1,6 +1,6 @@
 """What TRL 1.16 sees of its first steps in bfloat16: for docs/precision.md.
 
-  python benchmarks/precision_trl.py FOLDER     # ten minutes of one CPU core; needs trl==1.16.0
+  python benchmarks/precision_trl.py FOLDER     # two minutes of one CPU core; needs trl==1.16.0
 
 FOLDER holds SmolLM2-135M-Instruct on bfloat16's grid. GRPOTrainer gets its name, as on TRL's pages:
 the weights train in float32, and with bf16=True, TRL's default, autocast rounds them in each
@@ -24,7 +24,7 @@ from plumbing.models import spread_weights
 from tasks import numeric_match
 
 RESULTS = Path(__file__).with_suffix(".json")
-STEPS = 4
+STEPS = 3
 
 
 def train(model: str, mode: str, folder: str) -> dict:
@@ -36,7 +36,7 @@ def train(model: str, mode: str, folder: str) -> dict:
         output_dir=folder, use_cpu=True, bf16=mode != "float32", seed=0, report_to="none",
         learning_rate=5e-6,
         gradient_checkpointing=False, lr_scheduler_type="constant", beta=0.04, max_steps=STEPS,
-        per_device_train_batch_size=64, num_generations=8, max_completion_length=4,
+        per_device_train_batch_size=32, num_generations=8, max_completion_length=4,
         temperature=1.0, logging_steps=1, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
