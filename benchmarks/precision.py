@@ -84,23 +84,22 @@ def jobs() -> Iterator[tuple[str, str, str, int, list]]:
         for mode in MODES:
             yield "rate 2e-5", mode, SUMS, seed, []
     yield "README's command", "spread", README, 0, []
-    yield "shuffled advantages", "spread", SUMS, 0, CONTROL
-    yield "rate 8e-5", "bfloat16", f"{SUMS} --learning_rate 8e-5", 0, []
+    for mode in ("spread", "float32"):
+        yield "shuffled advantages", mode, SUMS, 0, CONTROL
+    rates = [("8e-5", "bfloat16", 0), ("8e-5", "bfloat16", 1), ("8e-5", "spread", 0)]
+    rates += [("4e-5", "bfloat16", 0), ("8e-5", "float32", 0)]
+    rates += [(x, mode, seed) for seed in range(3) for x in OTHER_RATES for mode in MODES]
+    for rate, mode, seed in rates[:5]:
+        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed, []
     yield "rate 2e-5", "float32, spread", SUMS, 0, []
-    for mode in MODES:
-        yield "rate 2e-5", mode, SUMS, 2, []
-    for rate in OTHER_RATES:
-        for mode in MODES[1:]:
-            yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", 0, []
-    for mode in MODES[1:]:
-        yield "LoRA of rank 16", mode, f"{SUMS} --lora_r 16", 0, []
-    for seed in (3, 4):
+    for seed in (2, 3, 4):
         for mode in MODES:
             yield "rate 2e-5", mode, SUMS, seed, []
-    for mode in MODES[:2]:
-        yield "shuffled advantages", mode, SUMS, 0, CONTROL
-    for rate in OTHER_RATES:
-        yield f"rate {rate}", "float32", f"{SUMS} --learning_rate {rate}", 0, []
+    yield "shuffled advantages", "bfloat16", SUMS, 0, CONTROL
+    for mode in MODES[1:]:
+        yield "LoRA of rank 16", mode, f"{SUMS} --lora_r 16", 0, []
+    for rate, mode, seed in rates[5:]:
+        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed, []
 
 
 def train(model: str, mode: str, flags: str, seed: int, changes: list) -> dict:
