@@ -59,6 +59,7 @@ def fast_half(device: torch.device) -> torch.dtype | None:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16
         return torch.float16 if torch.cuda.get_device_capability(device)[0] == 7 else None
+    # On an AMD EPYC with AVX-512 and no AMX it takes 0.6 of the time: docs/precision.md.
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if device.type == "cpu" and has_bf16 else None
 
@@ -215,9 +216,31 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
         if config.bf16 and backbone.device.type == "cpu":
             # PyTorch's fused attention is slower there than plain matrix products.
             backbone.set_attn_implementation("eager")
+        if config.bf16:
+            spread_weights(backbone)
         if config.gradient_checkpointing:
             with blame("--gradient_checkpointing"):
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@torch.no_grad()
+def spread_weights(backbone: nn.Module) -> None:
+    """Put each weight of a linear layer that trains, in place, at a random point among the float32
+    numbers that round to the same bfloat16: docs/precision.md.
+
+    Autocast rounds these weights in each forward pass. Most checkpoints lie on bfloat16's grid, and
+    there a step shorter than half a spacing would be rounded away, in all weights. From random
+    points a step of a tenth carries a tenth of them over. No forward pass changes before a step.
+    """
+    numbers = torch.Generator(backbone.device).manual_seed(0)  # its own: no draw of the run changes
+    options = {"generator": numbers, "dtype": torch.int32, "device": backbone.device}
+    # Autocast leaves the rest in float32: embedding, norms, and experts, which are no such module.
+    linear = [m for m in backbone.modules() if type(m).__name__ in ("Linear", "Conv1D")]
+    for p in (p for m in linear for p in m.parameters(recurse=False) if p.requires_grad):
+        rounded = p.bfloat16().float()
+        # Float32 numbers read as integers are in order: 2**16 - 1 of them round to this one.
+        bits = rounded.view(torch.int32) + torch.randint(1 - 2**15, 2**15, p.shape, **options)
+        p.copy_(bits.view(torch.float32).where(rounded != 0, p))
 
 
 def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, list[int]]) -> None:

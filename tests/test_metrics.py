@@ -1,7 +1,9 @@
 """Metrics of a step, warnings, and evaluation: each number is what its definition says."""
 
+import json
 import math
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ import ppo
 from common import is_flat
 from plumbing.data import Task
 from plumbing.metrics import Meter, evaluate, explained_variance, headline, warnings_about
+
+REPOSITORY = Path(__file__).parent.parent
 
 
 def test_of_constant_returns_no_variance_is_explained():
@@ -104,6 +108,19 @@ def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(st
     assert all(remedy in text and "\n" not in text for _, text in found)
     if name in ("ratio", "sampler"):
         assert warnings_about(history, bf16=True) == [], "rounding moves it as far"
+
+
+@pytest.mark.parametrize("mistake", [None, {"top_k": 50}, {"temperature": 0.9}])
+def test_in_bfloat16_a_mistaken_sampler_is_warned_of_and_rounding_is_not(mistake):
+    """As measured with SmolLM2: rounding over whole runs, a mistake in the first step."""
+    measured = json.loads((REPOSITORY / "benchmarks" / "precision.json").read_text())
+    runs = measured["runs"]["rate 2e-5"]["spread"].values()
+    largest = max(x for run in runs for x in run["val/sampler_kl"])
+    if mistake:
+        ((name, value),) = mistake.items()
+        largest = measured["sampler"][f"{name} {value}"]
+    found = warnings_about([STEP | {"val/sampler_kl": largest}], bf16=True)
+    assert [name for name, _ in found] == ["sampler"] * (mistake is not None)
 
 
 def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_job, capsys):

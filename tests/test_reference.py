@@ -14,7 +14,7 @@ from common import ValueModel, completion_logprobs, completion_values, reference
 from grpo import Config
 from plumbing import models
 from plumbing.data import Task
-from plumbing.models import add_adapter, load_policy, load_tokenizer
+from plumbing.models import add_adapter, load_policy, load_tokenizer, set_up_training
 from plumbing.preferences import load_classifier
 
 
@@ -153,6 +153,72 @@ def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp
     save_model(tmp_path, saved, letter_tokenizer())
     for p, q in zip(loaded(tmp_path, bf16=True).parameters(), saved.parameters(), strict=True):
         assert p.dtype == torch.float32 and p.requires_grad and torch.equal(p, q.float())
+
+
+def linear_weights(model: nn.Module) -> set[Tensor]:
+    """Those of the linear layers in the backbone: GPT-2 calls such a layer Conv1D."""
+    linear = [m for m in model.base_model.modules() if type(m).__name__ in ("Linear", "Conv1D")]
+    return {p for module in linear for p in module.parameters()}
+
+
+def moved(p: Tensor, share: float) -> Tensor:
+    """The weights after a step of a `share` of the spacing between two bfloat16 numbers."""
+    return (p.detach().view(torch.int32) + round(share * 2**16)).view(torch.float32)
+
+
+BF16 = SimpleNamespace(bf16=True, gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_in_bfloat16_a_step_of_a_tenth_of_the_spacing_shows_in_a_tenth_of_the_weights(make):
+    """On bfloat16's grid, where checkpoints lie, it would show in none. Of weights halfway between
+    two of its numbers, as many of a 4-bit file are, half would go a whole spacing too far.
+    """
+    policy = make().bfloat16().float()
+    for p in policy.parameters():
+        p.data[0] = 0
+        p.data.view(torch.int32)[1::2] += 2**15  # every second row lies halfway
+    origin = copy.deepcopy(policy)
+    set_up_training(BF16, policy)
+    linear = linear_weights(policy)
+    assert len(linear) > 10
+    for p, q in zip(policy.parameters(), origin.parameters(), strict=True):
+        assert torch.equal(p.bfloat16(), q.bfloat16()) and not p[0].any()
+        assert p in linear or torch.equal(p, q)
+        if p in linear and p.dim() == 2:
+            of_step = [(moved(x, 0.1).bfloat16() != x.bfloat16())[1:].float() for x in (p, q)]
+            assert of_step[0].mean() == pytest.approx(0.1, abs=0.04)
+            assert of_step[0][::2].mean() == pytest.approx(0.1, abs=0.06)  # those from halfway
+            assert of_step[1][1::2].mean() == 0  # those of the grid
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 lora", "llama lora"])
+def test_training_in_bfloat16_begins_with_the_log_probs_and_values_of_the_checkpoint(name):
+    """To the bit: else the KL at step 0 wouldn't be 0. An adapter's base is left as it is."""
+    name, _, has_adapter = name.partition(" ")
+    policy = SMALL_MODELS[name]().bfloat16().float()
+    policy = train(add_adapter(policy, 4)) if has_adapter else policy
+    value_model = ValueModel.on_backbone_of(policy)
+    nn.init.normal_(value_model.head.weight)
+    both, origins = (policy, value_model), (copy.deepcopy(policy), copy.deepcopy(value_model))
+    for model in origins:  # the same kind of attention
+        set_up_training(SimpleNamespace(bf16=False, gradient_checkpointing=False), model)
+        backbone = model.backbone if isinstance(model, ValueModel) else model.base_model
+        backbone.set_attn_implementation("eager")
+    set_up_training(BF16, *both)
+    for model, origin in zip(both, origins, strict=True):
+        pairs = list(zip(model.parameters(), origin.parameters(), strict=True))
+        assert any(not torch.equal(p, q) for p, q in pairs)
+        assert all(torch.equal(p, q) for p, q in pairs if not p.requires_grad)
+    with torch.no_grad():
+        found, expected = (
+            completion_logprobs(m, RAGGED, 0.7, bf16=True)[0] for m in (policy, origins[0])
+        )
+        assert torch.equal(found, expected) and found.any()
+        found, expected = (
+            completion_values(m, RAGGED, bf16=True) for m in (value_model, origins[1])
+        )
+        assert torch.equal(found, expected) and found.any()
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])

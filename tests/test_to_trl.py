@@ -16,9 +16,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import grpo
 from common import InputError
 from plumbing.config import parse_flags
-from plumbing.models import TINY
+from plumbing.models import TINY, load_policy, set_up_training
 from plumbing.run import run_main
 from tools import to_trl
 
@@ -171,6 +172,32 @@ def rank(completions, **columns):
     note("scored-by", len(completions))
     return [float(os.environ.get("RANK", 0))] * len(completions)
 """
+
+
+class GivenPolicy(Exception):
+    """Raised in the place of TRL's trainer, with the policy that it is given."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", ["true", "false"])
+def test_trl_gets_the_weights_as_set_up_training_makes_them(bf16, tmp_path, monkeypatch):
+    """In bfloat16 they are spread: else TRL's first steps would be rounded away as well."""
+    trl = pytest.importorskip("trl")
+
+    def trainer(model, **options):
+        raise GivenPolicy(model)
+
+    grpo.main(f"--device cpu --num_steps 0 --num_eval_prompts 4 --output_dir {tmp_path}".split())
+    monkeypatch.setattr(trl, "GRPOTrainer", trainer)
+    with pytest.raises(InputError) as error:
+        to_trl.main([str(tmp_path), "--bf16", bf16, "--use_cpu"])
+    (given,) = error.value.__cause__.args
+    config = config_of("grpo", f"--bf16 {bf16}")
+    expected, _ = load_policy(config)
+    origin = [p.clone() for p in expected.parameters()]
+    set_up_training(config, expected)
+    assert all(map(torch.equal, given.parameters(), expected.parameters()))
+    assert all(map(torch.equal, given.parameters(), origin)) == (bf16 == "false")
 
 
 @pytest.mark.slow

@@ -21,10 +21,10 @@ from transformers import HfArgumentParser, set_seed
 import grpo
 import rloo
 import tasks
-from common import InputError, blame, disable_dropout
+from common import InputError, base_model, blame, disable_dropout
 from plumbing.config import settings_of_run
 from plumbing.data import load_task
-from plumbing.models import load_policy
+from plumbing.models import load_policy, spread_weights
 from plumbing.run import run_main
 
 CONFIGS = {"grpo": grpo.Config, "rloo": rloo.Config}
@@ -124,6 +124,8 @@ def main(args: list[str] | None = None) -> None:
     parser.set_defaults(output_dir=str(given.run / "trl"), **fields)
     with blame("TRL"):
         (settings,) = parser.parse_args_into_dataclasses(flags)
+    if settings.bf16:
+        spread_weights(base_model(policy).base_model)
     if config.reward_model:
         task.rewards[-1].model.to(settings.device)
     if task.verifier not in [None, *task.rewards]:  # for the log
