@@ -39,7 +39,7 @@ def draw_curves(panels: dict[str, Axes], colour: str, ink: str) -> None:
             y = np.array([at(curve, "seconds", x, key) for curve in curves])
             axes.plot(x, y.mean(0), style, color=colour, lw=1.6, label=key)
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, lw=0)
-        axes.set(xlim=(0, x[-1]), ylim=(0, None), xlabel="seconds of training; band: eight seeds")
+        axes.set(xlim=(0, x[-1]), ylim=(0, None), xlabel="seconds of training")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels["a"].axhline(CHANCE, color=ink, lw=0.8, ls=":")
@@ -88,7 +88,7 @@ def main() -> None:
                 for name, step in zip("0123", steps, strict=True):
                     group = [x for x in lines if x["step"] == int(step)]
                     draw_answers(panels[name], group, limit, colours)
-                key = "blue: the step made it more likely; orange: less likely"
+                key = "blue: more likely after the step; orange: less; bands: eight seeds"
                 figure.text(0.5, 0, key, ha="center", va="bottom")
                 figure.get_layout_engine().set(rect=(0, 0.045, 1, 0.955))
                 file = REPOSITORY / "docs" / f"first-{page}{end}.png"
