@@ -244,6 +244,38 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_giv
         assert (unbiased[1] - other).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo"])
+def test_the_gradients_of_the_kl_hold_where_each_token_weighs_alike_and_not_where_1_over_T_does(
+    loss_type,
+):
+    """By enumeration of all completions of at most three tokens, where token 2 is EOS: with 1/T a
+    token weighs less if the completion goes on, which is another expectation.
+    """
+    ys = [y for n in (1, 2, 3) for y in itertools.product(range(3), repeat=n)]
+    ys = [y for y in ys if 2 not in y[:-1] and (len(y) == 3 or y[-1] == 2)]  # 15 completions
+    before = [[y[:t] for t in range(len(y))] for y in ys]
+    prefixes = sorted({x for some in before for x in some})
+    logits, ref = (torch.cat([numbers(i, 2), numbers(i + 2, 2)])[:7, :3] for i in (0, 1))
+    policy, ref = (x.log_softmax(-1) for x in (logits.requires_grad_(), ref))
+    means = {"unbiased": 0.0, "k3": 0.0, "kl": 0.0, "turned": 0.0}
+    for y, some in zip(ys, before, strict=True):
+        at = torch.tensor([prefixes.index(x) for x in some])
+        p, r = (x[at, list(y)].unsqueeze(0) for x in (policy, ref))
+        chance, (q, s) = p.detach().sum().exp(), (policy[at], ref[at])
+        for name in ("unbiased", "k3"):
+            options = {"loss_type": loss_type, "max_new_tokens": 1, "clip_range": 0.2}
+            options |= {"ref_logprobs": r, "kl_coef": 1.0, "kl_estimator": name}
+            loss, _ = grpo_loss(p, p.detach(), torch.zeros(1), torch.ones_like(p), **options)
+            means[name] += chance * loss
+        means["kl"] += chance * (q.exp() * (q - s)).sum()
+        means["turned"] += chance * (s.exp() * (s - q)).sum()
+    found = {k: torch.autograd.grad(x, logits, retain_graph=True)[0] for k, x in means.items()}
+    for estimate, law in (("unbiased", "kl"), ("k3", "turned")):
+        cosine = torch.cosine_similarity(found[estimate].flatten(), found[law].flatten(), dim=0)
+        assert torch.allclose(found[estimate], found[law]) == (loss_type == "dr_grpo")
+        assert cosine > 1 - 1e-9 if loss_type == "dr_grpo" else cosine < 0.999
+
+
 def test_the_ratio_of_a_loss_is_decided_in_one_place_for_the_loss_and_for_what_is_logged(
     make_job, monkeypatch
 ):
