@@ -550,7 +550,7 @@ def main() -> None:
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.model:
-        save = lambda: RESULTS.write_text(json.dumps(results, indent=1) + "\n")  # noqa: E731
+        save = lambda: RESULTS.write_text(json.dumps(results) + "\n")  # noqa: E731
         measure(options.model, options.four_bit, results, save)
     print(table_of_steps(results["steps"]), table_of_runs(results["runs"]), sep="\n\n")
     draw_weight()
