@@ -124,7 +124,7 @@ def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
         heldout = with_ids(read_rows(config.eval_pairs, "test"))
         random.Random(0).shuffle(heldout)  # the file may be sorted, and be cut below
     elif config.pairs:
-        # Without a prompt a row is told by its conversation but for the answer, or by its text.
+        # A row without a prompt is known by its conversation before the answer, or by its text.
         train, heldout = split_rows(train, lambda x: str(x.get("prompt") or x["chosen"][:-1]))
     return Pairs(train, heldout[: config.num_eval_pairs], tokenizer)
 

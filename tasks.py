@@ -173,7 +173,7 @@ NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the completion is the answer, but for white space around it, else 0."""
+    """1 where the completion is the answer, except for white space around it; else 0."""
     if bad := [a for a in answer if type(a) not in (str, int, float)]:
         raise InputError(f"the reward exact_match needs text or numbers as answers, not {bad[0]!r}")
     return [

@@ -104,7 +104,7 @@ EXPERIMENTS = {
             " below or at 0?",
             "kl_first", "left on", 0,
             "Who has drawn the tokens, and whose log-probs are compared? The tokens come from the"
-            " policy without dropout: to it they are likelier than to the one with dropout.",
+            " policy without dropout, to which they are more likely than to the one with it.",
         ),
     ),
     "top_k": Experiment(

@@ -257,7 +257,7 @@ def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any
         metrics["eval/pass_at_k"], _ = mean_and_error((right == 1).any(1, keepdim=True))
     records, lines = sample_records(rows, texts, scores)
     names, accuracy, reward = ["eval/reward"], metrics["eval/accuracy"], metrics["eval/reward"]
-    # A verifier that is the reward itself says the same, but for rounding.
+    # A verifier that is the reward itself says the same, apart from rounding.
     if accuracy is not None and (reward is None or abs(accuracy - reward) > 1e-6):
         names += ["eval/accuracy"]
     if metrics.get("eval/pass_at_k") is not None:

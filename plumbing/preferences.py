@@ -70,7 +70,7 @@ def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
 
 def sequence_scores(model: nn.Module, rows: list[list[int]], bf16: bool = False) -> Tensor:
     """The score of each of B rows of token ids: (B,), with gradient. With bf16 a causal model runs
-    in bfloat16, but for its head.
+    in bfloat16, except for its head.
     """
     model = base_model(model)
     # On the right, with any id: the mask says what is padding.

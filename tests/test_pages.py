@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import graphlib
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -126,6 +127,18 @@ def test_the_lines_of_the_loop_that_readme_shows_stand_in_rloo_py_in_this_order(
     for line in block("This is its heart").splitlines():
         code = line.partition("  #")[0]  # the comments say more than those of the loop
         loop = loop[re.search(f" {re.escape(code)}(  #.*)?\n", loop).end() :]
+
+
+def test_the_page_on_thinking_has_the_figures_of_its_experiments():
+    found = json.loads((REPOSITORY / "course" / "reference.json").read_text())["experiments"]
+    of_cups = [variants for name, variants in found.items() if name.startswith("cups_")]
+    known = [x for variants in of_cups for figures in variants.values() for x in figures.values()]
+    page = PAGES["think.md"].partition("## Six questions")[2].replace("96% ± 3%", "0.96 ± 0.03")
+    figures = re.findall(r"(\d+\.(\d+)) ± (\d+\.\d+)", page)
+    assert len(figures) > 25
+    for mean, digits, std in figures:
+        rounded = [[f"{x[key]:.{len(digits)}f}" for key in ("mean", "std")] for x in known]
+        assert [mean, std] in rounded, f"{mean} ± {std}"
 
 
 SHORT = "--device cpu --num_steps 1"
