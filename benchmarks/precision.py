@@ -2,6 +2,7 @@
 rounding interval change: for docs/precision.md.
 
   python benchmarks/precision.py --model FOLDER     # about two hours of one CPU core
+  python benchmarks/precision.py --model FOLDER --workers 8    # on a GPU, where runs are longer
   python benchmarks/precision.py                    # tables and pictures alone
 
 FOLDER holds SmolLM2-135M-Instruct on bfloat16's grid. A measurement that is in precision.json isn't
@@ -16,13 +17,16 @@ repeated: an interrupted command goes on where the file ends. The modes:
 import argparse
 import contextlib
 import copy
+import gc
 import json
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -57,8 +61,10 @@ from sampling import sample
 
 RESULTS = Path(__file__).with_suffix(".json")
 STEPS = 12
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUMS = "--prompts {folder}/sums.jsonl --eval_prompts {folder}/heldout.jsonl "
 SUMS += f"--reward numeric_match --max_new_tokens 4 --num_steps {STEPS} --prompts_per_step 8"
+LONG = SUMS.replace(f"--num_steps {STEPS}", "--num_steps 100")
 README = "--task add --max_new_tokens 16 --num_steps 24 --prompts_per_step 8 --num_eval_prompts 200"
 KEPT = ("objective/scores", "objective/kl", "val/sampler_kl")
 MODES = ("float32", "bfloat16", "spread")
@@ -75,47 +81,61 @@ def shuffled(rewards: Tensor, *args: object) -> Tensor:
 
 
 GROUP_ADVANTAGES = grpo.group_advantages
-CONTROL = [(grpo, "group_advantages", shuffled)]
 
 
-def jobs() -> Iterator[tuple[str, str, str, int, list]]:
-    """(name, mode, flags, seed, changes) of each run, the most wanted first."""
+def jobs() -> Iterator[tuple[str, str, str, int]]:
+    """(name, mode, flags, seed) of each run, the most wanted first."""
     for seed in (0, 1):
         for mode in MODES:
-            yield "rate 2e-5", mode, SUMS, seed, []
-    yield "README's command", "spread", README, 0, []
+            yield "rate 2e-5", mode, SUMS, seed
+    yield "README's command", "spread", README, 0
     for mode in ("spread", "float32"):
-        yield "shuffled advantages", mode, SUMS, 0, CONTROL
+        yield "shuffled advantages", mode, SUMS, 0
     rates = [("8e-5", "bfloat16", 0), ("8e-5", "bfloat16", 1), ("8e-5", "spread", 0)]
     rates += [("4e-5", "bfloat16", 0), ("8e-5", "float32", 0)]
     rates += [(x, mode, seed) for seed in range(3) for x in OTHER_RATES for mode in MODES]
     for rate, mode, seed in rates[:5]:
-        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed, []
-    yield "rate 2e-5", "float32, spread", SUMS, 0, []
+        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed
+    yield "rate 2e-5", "float32, spread", SUMS, 0
     for seed in (2, 3, 4):
         for mode in MODES:
-            yield "rate 2e-5", mode, SUMS, seed, []
-    yield "shuffled advantages", "bfloat16", SUMS, 0, CONTROL
+            yield "rate 2e-5", mode, SUMS, seed
+    yield "shuffled advantages", "bfloat16", SUMS, 0
     for mode in MODES[1:]:
-        yield "LoRA of rank 16", mode, f"{SUMS} --lora_r 16", 0, []
+        yield "LoRA of rank 16", mode, f"{SUMS} --lora_r 16", 0
     for rate, mode, seed in rates[5:]:
-        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed, []
+        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed
 
 
-def train(model: str, mode: str, flags: str, seed: int, changes: list) -> dict:
+def long_jobs() -> Iterator[tuple[str, str, str, int]]:
+    """Runs of 100 steps, for a GPU."""
+    for seed in range(5):
+        for rate in ("1e-6", "1e-5", "2.5e-6"):
+            for mode in MODES:
+                yield f"100 steps, rate {rate}", mode, f"{LONG} --learning_rate {rate}", seed
+        for mode in MODES:
+            flags = f"{LONG} --learning_rate 1e-5"
+            yield "100 steps, rate 1e-5, shuffled advantages", mode, flags, seed
+
+
+def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
     """Run grpo.py in a mode: what is kept of it."""
-    bf16 = not mode.startswith("float32")
+    gc.collect()  # the run before may have left a cache of keys and values
+    torch.cuda.empty_cache()
+    bf16, changes = not mode.startswith("float32"), []
+    if "shuffled" in name:
+        changes = [(grpo, "group_advantages", shuffled)]
     if mode == "bfloat16":
-        changes = [*changes, (models, "spread_weights", lambda backbone: None)]
+        changes += [(models, "spread_weights", lambda backbone: None)]
     if mode == "float32, spread":
-        changes = [*changes, (grpo, "set_up_training", set_up_and_spread)]
+        changes += [(grpo, "set_up_training", set_up_and_spread)]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write_sums(Path(folder))
         for where, name, change in changes:
             stack.enter_context(mock.patch.object(where, name, change))
         args = f"--model {model} --bf16 {bf16} --seed {seed} --output_dir {folder}/run".split()
         args += "--eval_every 1000 --num_eval_prompts 1 --save_every 1000".split()
-        args += flags.format(folder=folder).split() + ["--stop", "\n"] * (SUMS in flags)
+        args += flags.format(folder=folder).split() + ["--stop", "\n"] * ("sums.jsonl" in flags)
         # A checkpoint would be 1.6 GB that nobody resumes.
         stack.enter_context(mock.patch.object(Run, "_write_state", lambda run, file: file.touch()))
         started = time.process_time()
@@ -123,13 +143,15 @@ def train(model: str, mode: str, flags: str, seed: int, changes: list) -> dict:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             grpo.main(args)
         found = {"cpu_seconds": round(time.process_time() - started, 1)}
+        if torch.cuda.is_available():
+            found["device"] = torch.cuda.get_device_name()
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
         lines = list(map(json.loads, lines))
         for key in ("eval/accuracy", "eval/accuracy_greedy") if "eval_prompts 200" in flags else ():
             found[key] = [round(line[key], 4) for line in (lines[0], lines[-1])]
         lines = [line for line in lines if "episode" in line]
         found |= {key: [round(line[key], 5) for line in lines] for key in KEPT}
-        if flags.startswith(SUMS) and len(lines) == STEPS and "lora_r" not in flags:
+        if "sums.jsonl" in flags and "lora_r" not in flags:
             found["served"] = served(f"{folder}/run/model", bf16)
         return found
 
@@ -159,11 +181,11 @@ def rows_of(tokenizer: object, texts: list[tuple[str, str]]) -> Rollout:
     P, T = max(map(len, prompts)), max(map(len, ends))
     tokens = torch.tensor(
         [[0] * (P - len(p)) + p + c + [0] * (T - len(c)) for p, c in zip(prompts, ends)]
-    )
+    ).to(DEVICE)
     mask = torch.tensor(
         [[0] * (P - len(p)) + [1] * len(p + c) + [0] * (T - len(c)) for p, c in zip(prompts, ends)]
-    ).bool()
-    completion = torch.tensor([[1] * len(c) + [0] * (T - len(c)) for c in ends]).bool()
+    ).bool().to(DEVICE)  # fmt: skip
+    completion = torch.tensor([[1] * len(c) + [0] * (T - len(c)) for c in ends]).bool().to(DEVICE)
     return Rollout(tokens, mask, completion, completion.float(), completion[:, 0])
 
 
@@ -171,7 +193,7 @@ def rows_of(tokenizer: object, texts: list[tuple[str, str]]) -> Rollout:
 def logits_of(model: nn.Module, rollout: Rollout, bf16: bool, head: Tensor | None = None) -> Tensor:
     """Logits (n, V) of the n completion tokens, by the forward pass that trains."""
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
         positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
         inputs = {"attention_mask": rollout.attention_mask.long(), "position_ids": positions}
         states = model.base_model(rollout.tokens, **inputs).last_hidden_state
@@ -184,7 +206,7 @@ def answers(model: nn.Module, tokenizer: object, texts: list[tuple[str, str]], b
     rollout = rows_of(tokenizer, texts)
     logits, mask = logits_of(model, rollout, bf16), rollout.completion_mask
     tokens = rollout.tokens[:, -mask.shape[1] :]
-    logprobs, right = torch.zeros(mask.shape), torch.ones(mask.shape, dtype=torch.bool)
+    logprobs, right = torch.zeros(mask.shape, device=DEVICE), torch.ones_like(mask)
     chosen = logits.log_softmax(-1).gather(1, tokens[mask].unsqueeze(1)).squeeze(1)
     logprobs[mask], right[mask] = chosen, logits.argmax(-1) == tokens[mask]
     probability, greedy = logprobs.sum(1).exp().mean().item(), right.all(1).float().mean().item()
@@ -199,7 +221,7 @@ def served(folder: str, bf16: bool) -> dict:
         write_sums(Path(sums))
         rows = map(json.loads, Path(sums, "heldout.jsonl").read_text().splitlines())
         texts = [(row["prompt"], row["answer"] + "\n") for row in rows]
-    model, tokenizer = load(AutoModelForCausalLM, folder), load_tokenizer(folder)
+    model, tokenizer = load(AutoModelForCausalLM, folder).to(DEVICE), load_tokenizer(folder)
     found = {"trained": answers(model, tokenizer, texts, bf16)}
     for p in model.parameters():
         p.data = p.data.bfloat16().float()
@@ -219,7 +241,7 @@ def checkpoint_of(model: str, file: str | None, kind: str) -> nn.Module:
                 p.mul_(1 + 0.01 * torch.randn(p.shape, generator=numbers)).copy_(p.half())
             if kind == "no grid":
                 p.mul_(1 + 0.01 * torch.randn(p.shape, generator=numbers))
-    return policy
+    return policy.to(DEVICE)
 
 
 def step_batches(tokenizer: object) -> list[Rollout]:
@@ -239,7 +261,7 @@ def steps(start: nn.Module, batches: list[Rollout], rate: float, numbers: list[i
     policy = copy.deepcopy(start)
     options = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(policy.parameters(), **options)
-    sign = torch.tensor([1.0, -1.0] * 8).unsqueeze(1)
+    sign = torch.tensor([1.0, -1.0] * 8, device=DEVICE).unsqueeze(1)
     for number in range(1, max(numbers) + 1):
         batch = batches[(number - 1) % 4]
         logprobs, _ = completion_logprobs(policy, batch, 1.0, entropy=False)
@@ -263,7 +285,10 @@ def compare(start: nn.Module, moves: dict[str, Tensor], batch: Rollout) -> dict[
     for mode in (*MODES, "ten bits"):
         if mode == "spread":
             spread_weights(start.base_model)
-        head = (lambda: ten_bits(start.lm_head.weight)) if mode == "ten bits" else (lambda: None)
+        # A GPU reads ten bits by itself, where it may.
+        torch.backends.cuda.matmul.allow_tf32 = mode == "ten bits"
+        imitate = mode == "ten bits" and DEVICE == "cpu"
+        head = (lambda: ten_bits(start.lm_head.weight)) if imitate else (lambda: None)
         before = logits_of(start, batch, mode != "float32", head())
         origin = {name: p.detach().clone() for name, p in start.named_parameters()}
         with torch.no_grad():
@@ -535,23 +560,38 @@ def measure(model: str, file: str | None, results: dict, save: Callable[[], None
     for line in one_step(model, file, results.setdefault("steps", {})):
         save()
         print(line, flush=True)
-    for name, mode, flags, seed, changes in jobs():
-        runs = results.setdefault("runs", {}).setdefault(name, {}).setdefault(mode, {})
-        if str(seed) not in runs:
-            runs[str(seed)] = train(model, mode, flags, seed, changes)
+
+
+def measure_runs(model: str, workers: int, results: dict, save: Callable[[], None]) -> None:
+    """Make the runs that aren't in `results`, several at a time, and save each."""
+    runs, wanted = results.setdefault("runs", {}), jobs() if DEVICE == "cpu" else long_jobs()
+    wanted = [job for job in wanted if str(job[3]) not in runs.get(job[0], {}).get(job[1], {})]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        done = {pool.submit(train, model, *job): job for job in wanted}
+        for future in as_completed(done):
+            name, mode, _, seed = done[future]
+            found = runs.setdefault(name, {}).setdefault(mode, {})[str(seed)] = future.result()
             save()
-            print(f"{name}, {mode}, seed {seed}: {runs[str(seed)]}", flush=True)
+            print(f"{name}, {mode}, seed {seed}: {found}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="folder or name; default: tables and pictures alone")
     parser.add_argument("--four_bit", help="folder with the weights of the 4-bit file, unrounded")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.model:
         save = lambda: RESULTS.write_text(json.dumps(results) + "\n")  # noqa: E731
-        measure(options.model, options.four_bit, results, save)
+        if DEVICE == "cpu":
+            measure(options.model, options.four_bit, results, save)
+        else:
+            found = results.setdefault("steps on a GPU", {})
+            for line in one_step(options.model, None, found):
+                save()
+                print(line, flush=True)
+        measure_runs(options.model, options.workers, results, save)
     print(table_of_steps(results["steps"]), table_of_runs(results["runs"]), sep="\n\n")
     draw_weight()
     draw_runs(results)
