@@ -152,7 +152,7 @@ def table(runs_of: dict[str, dict[str, dict]]) -> str:
         reached = [[*(smooth(run["objective/scores"]) >= 0.3), True].index(True) for run in runs]
         columns = [
             ([*accuracy.values()], 2),
-            ([x - first[seed] for seed, x in accuracy.items()], 2),
+            ([x - first[seed] for seed, x in accuracy.items() if seed in first], 2),
             ([*half("val/explained_variance", by_seed).values()], 2),
             ([*half("objective/kl", by_seed).values()], 1),
             ([float(run["episodes"] * (x + 3)) for run, x in zip(runs, reached)], 0),
