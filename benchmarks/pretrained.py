@@ -1,14 +1,13 @@
 """What the three learn on a pretrained model, and what PPO's value model needs there: for
 docs/compare.md.
 
-  python benchmarks/pretrained.py --model FOLDER --workers 10   # nine minutes of an H200
-  python benchmarks/pretrained.py                               # tables and picture alone
+  python benchmarks/pretrained.py --model FOLDER --workers 8   # about ten minutes of an H200
+  python benchmarks/pretrained.py                              # tables and picture alone
 
-FOLDER holds SmolLM2-135M-Instruct. "chat" asks for a sum in a sentence, and one completion in 40 is
-right at first. "sums" has numbers below 30 and an example, and one in eight is right. Each step has
-new prompts: so the mean score of its completions is an accuracy on sums that the policy hasn't
-seen. A run that is in pretrained.json isn't repeated. There "sums, on a CPU" are runs with
---bf16 false --num_eval_prompts 90, of PPO at three weights of the KL too.
+FOLDER holds SmolLM2-135M-Instruct on bfloat16's grid. "chat" asks for a sum in a sentence, and one
+completion in 40 is right at first. "sums" has numbers below 30 and an example, and one in eight is
+right. Each step has new prompts: so the mean score of its completions is an accuracy on sums that
+the policy hasn't seen. A run that is in pretrained.json isn't repeated.
 """
 
 import argparse
@@ -191,7 +190,7 @@ def draw(results: dict[str, dict[str, dict]]) -> None:
             if task == "sums" and "val/explained_variance" in runs[0]:
                 y = np.mean([run["val/explained_variance"] for run in runs], 0)
                 panels[2].plot(64 * np.arange(len(y)), y, styles.get(name, "-"), **options)
-        axes.set(ylabel=f"right, {labels[task]} (mean of 3 steps)", xlabel="completions")
+        axes.set(ylabel=f"accuracy, {labels[task]}", xlabel="completions")
     panels[2].set(ylabel="explained variance, below 30", xlabel="completions")
     entries = {}
     for axes in panels:
@@ -201,7 +200,7 @@ def draw(results: dict[str, dict[str, dict]]) -> None:
     figure.legend(
         entries.values(), entries.keys(), loc="outside lower center", ncols=2, frameon=False
     )
-    seeds = "lines: means over four or five seeds; bands: lowest to highest"
+    seeds = "lines: means over three steps and all seeds; bands: lowest to highest seed"
     figure.suptitle(f"Sums, SmolLM2-135M-Instruct\n{seeds}", fontsize=10)
     figure.savefig(REPOSITORY / "docs" / "pretrained.png", dpi=130, transparent=True)
 
