@@ -488,33 +488,42 @@ def draw_weight() -> None:
 
 
 def draw_runs(results: dict) -> None:
-    """KL and accuracy of the runs by step, and what the rounded weights see of many small steps."""
+    """KL and accuracy of the runs of 100 steps, and what is seen of many small steps."""
     mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
-    figure = Figure(figsize=(5.2, 8.6), layout="constrained")
-    panels = figure.subplots(3, 1)
+    figure = Figure(figsize=(6.4, 9.4), layout="constrained")
+    grid = figure.add_gridspec(4, 2)
     colours = dict(zip(MODES, (INK, COLOURS["GRPO"], COLOURS["RLOO"])))
-    for mode, by_seed in results["runs"]["rate 2e-5"].items():
-        if mode not in colours:
-            continue
-        for axes, key in zip(panels, KEPT[1::-1]):
-            y = np.array([run[key] for run in by_seed.values()])
-            x, style = np.arange(1, y.shape[1] + 1), {"color": colours[mode], "lw": 1.7}
-            axes.plot(x, y.mean(0), label=mode, **style)
-            axes.fill_between(x, y.min(0), y.max(0), color=colours[mode], alpha=0.14, lw=0)
+    for row, rate in enumerate(("1e-6", "2.5e-6", "1e-5")):
+        for column, key in enumerate(KEPT[:2]):
+            axes = figure.add_subplot(grid[row, column])
+            by_mode = results["runs"][f"100 steps, rate {rate}"]
+            for mode, line in zip(("bfloat16", "spread", "float32"), ("-", "-", ":")):
+                by_seed = by_mode[mode]
+                y = np.array(
+                    [np.convolve(run[key], np.full(5, 0.2), "valid") for run in by_seed.values()]
+                )
+                x = np.arange(3, 3 + y.shape[1])
+                axes.plot(x, y.mean(0), line, label=mode, color=colours[mode], lw=1.9)
+                axes.fill_between(x, y.min(0), y.max(0), color=colours[mode], alpha=0.14, lw=0)
+            what = ("accuracy", "KL (nats)")[column]
+            axes.set(ylabel=f"{what}, rate {rate}", ylim=(0, (0.9, 4.6)[column]))
+            axes.grid(alpha=0.2)
+    axes.set_xlabel("step (means over five)")
+    axes = figure.add_subplot(grid[3, :])
     for rate, style in (("1e-6", "-"), ("5e-6", "--")):
         numbers = [n for n in (1, 2, 4, 8, 16, 32) if f"bfloat16, {rate}, {n}" in results["steps"]]
         for mode in MODES[1:]:
             y = [results["steps"][f"bfloat16, {rate}, {n}"][mode]["gain"] for n in numbers]
-            panels[2].plot(numbers, y, style, color=colours[mode], lw=1.7, label=f"{mode}, {rate}")
-    panels[0].set(ylabel="KL, nats a completion", xlabel="step")
-    panels[1].set(ylabel="right", xlabel="step")
-    panels[2].set(ylabel="share of the change that is seen", xlabel="steps in one direction")
-    panels[2].set_xscale("log", base=2)
-    panels[2].set_xticks(numbers, map(str, numbers))
-    for axes in panels:
-        axes.grid(alpha=0.2)
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(REPOSITORY / "docs" / "precision.png", dpi=130, transparent=True)
+            axes.plot(numbers, y, style, color=colours[mode], lw=1.7, label=f"{mode}, {rate}")
+    axes.set(ylabel="share that is seen", xlabel="steps in one direction")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, map(str, numbers))
+    axes.grid(alpha=0.2)
+    axes.legend(frameon=False, fontsize=8)
+    lines = figure.axes[0].get_lines()
+    names = [line.get_label() for line in lines]
+    figure.legend(lines, names, loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(REPOSITORY / "docs" / "precision.png", dpi=110, transparent=True)
 
 
 # --- Decoding that differs from training, by mistake ---
