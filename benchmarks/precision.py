@@ -126,7 +126,7 @@ def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
     if "shuffled" in name:
         changes = [(grpo, "group_advantages", shuffled)]
     if mode == "bfloat16":
-        changes += [(models, "spread_weights", lambda backbone: None)]
+        changes += [(models, "spread_weights", lambda *args: None)]
     if mode == "float32, spread":
         changes += [(grpo, "set_up_training", set_up_and_spread)]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -244,14 +244,22 @@ def checkpoint_of(model: str, file: str | None, kind: str) -> nn.Module:
     return policy.to(DEVICE)
 
 
+def prepared(policy: nn.Module) -> nn.Module:
+    """As the training forward in float32: attention written out, dropout off."""
+    set_up_training(SimpleNamespace(bf16=False, gradient_checkpointing=False), policy)
+    policy.set_attn_implementation("eager")
+    disable_dropout(policy)
+    return policy
+
+
 def step_batches(tokenizer: object) -> list[Rollout]:
-    """Four batches of eight sums, each with a right and a wrong answer, and one to look at."""
+    """Batches of eight sums, each with a right and a wrong answer."""
     rows = [(a, b) for a in range(30) for b in range(30)]
     random.Random(1).shuffle(rows)
     texts = []
-    for a, b in rows[:40]:
+    for a, b in rows[:32]:
         texts += [(f"3+4=7\n{a}+{b}=", f"{a + b + wrong}\n") for wrong in (0, 1)]
-    return [rows_of(tokenizer, texts[i : i + 16]) for i in range(0, 80, 16)]
+    return [rows_of(tokenizer, texts[i : i + 16]) for i in range(0, 64, 16)]
 
 
 def steps(start: nn.Module, batches: list[Rollout], rate: float, numbers: list[int]) -> Iterator:
@@ -300,6 +308,7 @@ def compare(start: nn.Module, moves: dict[str, Tensor], batch: Rollout) -> dict[
                 p.copy_(origin[name])
         new, old = after.log_softmax(-1), before.log_softmax(-1)
         kl = (new.exp() * (new - old)).sum() / len(batch.tokens)
+        torch.backends.cuda.matmul.allow_tf32 = False  # the steps are in float32
         changes[mode] = (after - before).flatten().double()
         seen, whole = changes[mode], changes["float32"]
         gain = (seen @ whole / (whole @ whole)).item()
@@ -329,11 +338,7 @@ def one_step(model: str, file: str | None, results: dict) -> None:
         names = {number: f"{kind}, {rate}, {number}" for number in numbers}
         if set(names.values()) <= set(results):
             continue
-        start = checkpoint_of(model, file, kind)
-        # As the training forward: attention written out, dropout off.
-        set_up_training(SimpleNamespace(bf16=False, gradient_checkpointing=False), start)
-        start.set_attn_implementation("eager")
-        disable_dropout(start)
+        start = prepared(checkpoint_of(model, file, kind))
         for number, moves in steps(start, batches, float(rate), numbers):
             results[names[number]] = compare(start, moves, batches[0])
             yield f"{names[number]}: {results[names[number]]}"
@@ -515,7 +520,7 @@ def draw_runs(results: dict) -> None:
         for mode in MODES[1:]:
             y = [results["steps"][f"bfloat16, {rate}, {n}"][mode]["gain"] for n in numbers]
             axes.plot(numbers, y, style, color=colours[mode], lw=1.7, label=f"{mode}, {rate}")
-    axes.set(ylabel="share that is seen", xlabel="steps in one direction")
+    axes.set(ylabel="share that is seen", xlabel="AdamW steps")
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, map(str, numbers))
     axes.grid(alpha=0.2)
@@ -532,23 +537,66 @@ MISTAKES = {"none": {}, "top_k 50": {"top_k": 50}, "top_p 0.95": {"top_p": 0.95}
 MISTAKES |= {"temperature 0.9": {"temperature": 0.9}, "temperature 0.7": {"temperature": 0.7}}
 
 
-def sampler_kl(model: str) -> dict[str, float]:
-    """val/sampler_kl of the task of film reviews, before training, where the sampler is mistaken;
-    "weights after 4 steps": it draws from the policy of four steps before.
+def sampler_kl(model: str) -> dict[str, dict[str, float]]:
+    """val/sampler_kl before training, where the sampler is mistaken: of film reviews, and of the
+    sums of the runs above.
     """
-    args = f"--model {model} --bf16 true --max_new_tokens 16".split()
-    config, found = parse_flags(grpo.Config, "", grpo.TINY, args), {}
-    policy, tokenizer = load_policy(config)
-    task = load_task(config, tasks, policy, tokenizer)
-    set_up_training(config, policy)
-    options = sampling_options(config, policy, tokenizer)
-    for name, change in MISTAKES.items():
-        change = {"generator": torch.Generator().manual_seed(0)} | change
-        rollout = sample(policy, *task.encode(task.train[:4]), **options | change)
-        policy.train()
-        off = kl_estimate(rollout.logprobs, rollout_logprobs(policy, rollout, config), "k3")
-        found[name] = round(masked_mean(off, rollout.completion_mask).item(), 5)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_sums(Path(folder))
+        sums = f"--prompts {folder}/sums.jsonl --reward numeric_match --max_new_tokens 4"
+        for task, flags in (("reviews", "--max_new_tokens 16"), ("sums", sums)):
+            args = f"--model {model} --bf16 true {flags}".split()
+            config = parse_flags(grpo.Config, "", {"tiny": grpo.TINY}, args)
+            policy, tokenizer = load_policy(config)
+            prompts = load_task(config, tasks, policy, tokenizer)
+            set_up_training(config, policy)
+            options = sampling_options(config, policy, tokenizer)
+            for name, change in MISTAKES.items():
+                change = {"generator": torch.Generator().manual_seed(0)} | change
+                rollout = sample(policy, *prompts.encode(prompts.train[:24]), **options | change)
+                policy.train()
+                off = kl_estimate(rollout.logprobs, rollout_logprobs(policy, rollout, config), "k3")
+                mean = masked_mean(off, rollout.completion_mask).item()
+                found.setdefault(task, {})[name] = round(mean, 5)
     return found
+
+
+def float16_sampler(model: str) -> dict[str, dict[str, float]]:
+    """What a sampler with weights in float16 sees of AdamW steps, where training is in float32: the
+    gain, as in `compare`, and the KL of sampler to policy in nats a token.
+    """
+    batches = step_batches(load_tokenizer(model))
+    starts = {"as the checkpoint": prepared(checkpoint_of(model, None, "bfloat16"))}
+    starts["spread"] = copy.deepcopy(starts["as the checkpoint"])
+    spread_weights(starts["spread"].base_model, torch.float16)
+    origin = logits_of(starts["as the checkpoint"], batches[0], False)
+    before = logits_of(starts["spread"], batches[0], False)
+    found = {"KL of the spread policy to the checkpoint": mean_kl(before, origin)}
+    for rate, numbers in (("1e-6", [1, 8, 16]), ("2e-5", [1, 4])):
+        for number, moves in steps(starts["as the checkpoint"], batches, float(rate), numbers):
+            for name, start in starts.items():
+                policies = [start, copy.deepcopy(start)]
+                with torch.no_grad():
+                    for key, p in policies[1].named_parameters():
+                        p.add_(moves[key])
+                exact = [logits_of(policy, batches[0], False) for policy in policies]
+                policies = map(copy.deepcopy, policies)
+                rounded = [
+                    logits_of(policy.half().float(), batches[0], False) for policy in policies
+                ]
+                whole, seen = ((x[1] - x[0]).flatten().double() for x in (exact, rounded))
+                found[f"{rate}, {number}, {name}"] = {
+                    "gain": round((seen @ whole / (whole @ whole)).item(), 3),
+                    "kl": mean_kl(rounded[1], exact[1]),
+                }
+    return found
+
+
+def mean_kl(logits: Tensor, others: Tensor) -> float:
+    """KL of the first distributions to the second, a mean over rows."""
+    new, old = logits.log_softmax(-1), others.log_softmax(-1)
+    return round((new.exp() * (new - old)).sum(-1).mean().item(), 6)
 
 
 # --- All of it ---
@@ -557,7 +605,7 @@ def sampler_kl(model: str) -> dict[str, float]:
 def measure(model: str, file: str | None, results: dict, save: Callable[[], None]) -> None:
     """Make the measurements that aren't in `results`, and save each."""
     alone = {"spacings": spacings, "set-up, CPU seconds": set_up_seconds, "sampler": sampler_kl}
-    alone["CPU seconds of passes"] = passes
+    alone |= {"sampler in float16": float16_sampler, "CPU seconds of passes": passes}
     alone["answers before training"] = lambda model: served(model, bf16=True)["trained"]
     for name, of_model in alone.items():
         if name not in results:

@@ -103,6 +103,8 @@ class RunConfig(TrainConfig):
             raise InputError(f"--num_generations {group}: they are compared, so give 2 or more")
         if self.reference and self.kl_coef == 0:
             raise InputError("--reference: is for the KL, so give a --kl_coef above 0")
+        if self.bf16 and self.fp16:
+            raise InputError("--fp16: decodes in float16 what --bf16 trains in bfloat16: give one")
         if (batch := self.prompts_per_step * group) % self.num_mini_batches:
             raise InputError(f"--num_mini_batches: must divide the {batch} completions of a step")
 

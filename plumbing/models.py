@@ -218,28 +218,33 @@ def set_up_training(config: Any, *models: nn.Module) -> None:
             backbone.set_attn_implementation("eager")
         if config.bf16:
             spread_weights(backbone)
+        elif getattr(config, "fp16", False):
+            spread_weights(backbone, torch.float16)
         if config.gradient_checkpointing:
             with blame("--gradient_checkpointing"):
                 backbone.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()
-def spread_weights(backbone: nn.Module) -> None:
+def spread_weights(backbone: nn.Module, half: torch.dtype = torch.bfloat16) -> None:
     """Put each weight of a linear layer that trains, in place, at a random point among the float32
-    numbers that round to the same bfloat16: docs/precision.md.
+    numbers that round to the same number of bfloat16 or float16: docs/precision.md.
 
-    Autocast rounds these weights in each forward pass. Most checkpoints lie on bfloat16's grid, and
-    there a step shorter than half a spacing would be rounded away, in all weights. From random
-    points a step of a tenth carries a tenth of them over. No forward pass changes before a step.
+    Autocast rounds these weights in each forward pass, or --fp16 those of the sampler. Most
+    checkpoints lie on the grid of either type, and there a step shorter than half a spacing would
+    be rounded away, in all weights. From random points a step of a tenth carries a tenth of them
+    over. No forward pass that rounds changes before a step.
     """
     numbers = torch.Generator(backbone.device).manual_seed(0)  # its own: no draw of the run changes
     options = {"generator": numbers, "dtype": torch.int32, "device": backbone.device}
+    half_spacing = 2**15 if half is torch.bfloat16 else 2**12  # in steps between float32 numbers
     # Autocast leaves the rest in float32: embedding, norms, and experts, which are no such module.
     linear = [m for m in backbone.modules() if type(m).__name__ in ("Linear", "Conv1D")]
     for p in (p for m in linear for p in m.parameters(recurse=False) if p.requires_grad):
-        rounded = p.bfloat16().float()
-        # Float32 numbers read as integers are in order: 2**16 - 1 of them round to this one.
-        bits = rounded.view(torch.int32) + torch.randint(1 - 2**15, 2**15, p.shape, **options)
+        rounded = p.to(half).float()
+        # Float32 numbers read as integers are in order.
+        steps = torch.randint(1 - half_spacing, half_spacing, p.shape, **options)
+        bits = rounded.view(torch.int32) + steps
         p.copy_(bits.view(torch.float32).where(rounded != 0, p))
 
 

@@ -47,6 +47,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("rloo", "--num_generations 1", "so give 2 or more", ""),
     ("ppo", "--prompts_per_step 12 --num_mini_batches 5", "must divide the 12 completions", ""),
     ("grpo", "--reference tiny --kl_coef 0", "so give a --kl_coef above 0", ""),
+    ("ppo", "--bf16 true --fp16 true", "trains in bfloat16: give one", ""),
     # Models
     (
         "ppo",
