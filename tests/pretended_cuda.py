@@ -8,6 +8,7 @@ and memory that is used again too early, aren't shown. `gpu.waits` counts what w
 """
 
 import contextlib
+import inspect
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -198,36 +199,57 @@ class Generator(torch.Generator):
         self.device = torch.device(device)
 
 
-ANSWERS = {"is_available": True, "device_count": 1, "set_device": None, "empty_cache": None}
-ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "manual_seed_all": None}
-ANSWERS |= {"mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0}
-ANSWERS |= {"max_memory_allocated": 0, "reset_peak_memory_stats": None}
-ANSWERS |= {"graph_pool_handle": None, "get_rng_state": torch.ones(1), "set_rng_state": None}
+def has_bf16():
+    return torch.cuda.get_device_capability()[0] >= 8
+
+
+# What functions of torch.cuda give; from a dictionary of their arguments where that is a function.
+# As of a P100, which has no fast half precision.
+ANSWERS = {
+    "is_available": True, "device_count": 1, "get_device_capability": (6, 0),
+    "is_bf16_supported": lambda given: given["including_emulation"] or has_bf16(),
+    "mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0,
+    "max_memory_allocated": 0, "reset_peak_memory_stats": None, "empty_cache": None,
+    "set_device": None, "manual_seed_all": None, "get_rng_state": torch.ones(1),
+    "set_rng_state": None, "graph_pool_handle": None,
+    "graph": lambda given: given["cuda_graph"].capture(),
+}  # fmt: skip
+
+
+def stub_of(original, answer):
+    """What stands for a function of torch. It refuses arguments that the function doesn't have."""
+    signature = inspect.signature(original)
+
+    def stub(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return answer(given.arguments) if callable(answer) else answer
+
+    return stub
 
 
 @contextlib.contextmanager
 def pretended_cuda():
     """torch with one GPU: gives its Device."""
-    gpu, autocast = Device(), torch.autocast
+    gpu, autocast, is_autocast_enabled = Device(), torch.autocast, torch.is_autocast_enabled
     stream = SimpleNamespace(is_capturing=lambda: gpu.graph is not None)
 
     class CUDAGraph(Graph):  # a class, for transformers has it in type annotations
         def __init__(self):
             super().__init__(gpu)
 
-    answers = {name: lambda *args, x=x, **kwargs: x for name, x in ANSWERS.items()}
-    patches = [(torch.cuda, name, function) for name, function in answers.items()]
-    patches += [
-        (torch.cuda, "synchronize", lambda *args: gpu.wait("synchronize")),
-        (torch.cuda, "is_current_stream_capturing", lambda: gpu.graph is not None),
+    answers = [(torch.cuda, name, answer) for name, answer in ANSWERS.items()] + [
+        (torch.cuda, "synchronize", lambda given: gpu.wait("synchronize")),
+        (torch.cuda, "is_current_stream_capturing", lambda given: gpu.graph is not None),
         # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
-        (torch.accelerator, "current_stream", lambda *_: stream),
+        (torch.accelerator, "current_stream", stream),
+        (clip_grad, "_has_foreach_support", False),
+    ]
+    patches = [(place, name, stub_of(getattr(place, name), x)) for place, name, x in answers] + [
         (torch.cuda, "CUDAGraph", CUDAGraph),
-        (torch.cuda, "graph", lambda graph, **_: graph.capture()),
         (torch, "Generator", Generator),
-        (clip_grad, "_has_foreach_support", lambda *args: False),
         (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
-        (torch, "is_autocast_enabled", lambda kind, ask=torch.is_autocast_enabled: ask("cpu")),
+        (torch, "is_autocast_enabled", lambda kind: is_autocast_enabled("cpu")),
     ]
     with contextlib.ExitStack() as stack:
         for context in (*(mock.patch.object(*patch) for patch in patches), gpu, Operations(gpu)):

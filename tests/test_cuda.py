@@ -92,7 +92,7 @@ def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_sho
     decoder = Decoder(model, torch.float16)
     for rows, length, free in ((3, 4, 9), (2, 4, 9), (2, 130, 9), (2, 4, 6), (2, 4, 4)):
         free = free * size + torch.cuda.memory_allocated() - torch.cuda.memory_reserved()
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, free))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, free))
         options = OPTIONS | {"num_generations": 1, "max_new_tokens": length}
         options["eos_token_ids"] = list(range(VOCAB))  # all have ended when it looks, after eight
         rollout = sample(model, PROMPTS[:rows], PROMPTS[:rows] > 0, decoder=decoder, **options)
@@ -119,7 +119,7 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
     monkeypatch, gpu
 ):
     """Where rows of one prompt share it, and all logits are one chunk."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 160 * 5 * VOCAB))  # 5 tokens
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 160 * 5 * VOCAB))  # 5 tokens
     found, chunks = [], []
     for device, sizes in (("cpu", [4, 2]), ("cuda", [3, 3])):
         # GPT-2 is in float64 throughout. Llama has float32 cosines, which differ between devices.
@@ -145,4 +145,3 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_its_weights_move(script, flags, mo
     assert abs(lines[0]["objective/kl"]) < most and lines[0]["val/ratio_max_dev_first"] < most
     assert all(0 < line["grad_norm"] < 1e3 for line in lines[:-1])
     assert lines[-2]["objective/kl"] != 0
-    assert torch.backends.cuda.matmul.allow_tf32 == flags.get("bf16", False)
