@@ -103,9 +103,13 @@ def chromium(tmp_path_factory):
         yield chromium
 
 
+PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACw="
+
+
 @pytest.fixture
-def opened(chromium):
-    """opened(folder): the Page of a run."""
+def opened(chromium, monkeypatch):
+    """opened(folder): the Page of a run, with this picture as its curves."""
+    monkeypatch.setattr(look, "curves_of", lambda folders: PICTURE)
     yield lambda folder: Page(chromium, folder)
     # The page allows itself no request: one would be an error in the log.
     assert chromium.get_log("browser") == []
@@ -170,7 +174,7 @@ def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(
             assert float(found[name]) == pytest.approx(line[name][i], abs=1e-5)
         assert f"var(--{'plus' if line['change'][i] > 0 else 'minus'})" in styles[n]
     found = page.run("return [window.hacked, document.images.length, document.scripts.length]")
-    assert found == [None, 1, 2]
+    assert found == [None, 1, 2] and page.texts("#curves", "src") == [PICTURE]
 
 
 SCALES = {  # of the made-up run: from, to, and the words
