@@ -86,12 +86,13 @@ BOUNDS = {  # by hand: of a flag the rule, what is refused and what is just take
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_its_bounds_and_is_finite(script):
-    of_script = {"num_steps": BOUNDS["pairs_per_step"]} if script == "reward_model" else {}
+    bounds = BOUNDS | ({"num_steps": BOUNDS["pairs_per_step"]} if script == "reward_model" else {})
     kinds = typing.get_type_hints(SCRIPTS[script].Config)
     for name in parse(script, ""):
         if not re.search(r"\b(int|float)\b", str(kinds[name])):
             continue
-        rule, refused, taken = (BOUNDS | of_script)[name]
+        assert name in bounds, f"--{name} is new: add its rule to BOUNDS, in tests/test_config.py"
+        rule, refused, taken = bounds[name]
         for value in f"{refused} nan inf".split():
             fault = f"^--{name} .*: must be a finite number {rule}$|--{name}: invalid int value"
             with pytest.raises(InputError, match=fault):
