@@ -8,7 +8,6 @@ and memory that is used again too early, aren't shown. `gpu.waits` counts what w
 """
 
 import contextlib
-import inspect
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -199,38 +198,9 @@ class Generator(torch.Generator):
         self.device = torch.device(device)
 
 
-def has_bf16():
-    return torch.cuda.get_device_capability()[0] >= 8
-
-
-# What functions of torch.cuda give; from a dictionary of their arguments where that is a function.
-# As of a P100, which has no fast half precision.
-ANSWERS = {
-    "is_available": True, "device_count": 1, "get_device_capability": (6, 0),
-    "is_bf16_supported": lambda given: given["including_emulation"] or has_bf16(),
-    "mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0,
-    "max_memory_allocated": 0, "reset_peak_memory_stats": None, "empty_cache": None,
-    "set_device": None, "manual_seed_all": None, "get_rng_state": torch.ones(1),
-    "set_rng_state": None, "graph_pool_handle": None,
-    "graph": lambda given: given["cuda_graph"].capture(),
-}  # fmt: skip
-
-
-def stub_of(original, answer):
-    """What stands for a function of torch. It refuses arguments that the function doesn't have."""
-    signature = inspect.signature(original)
-
-    def stub(*args, **kwargs):
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return answer(given.arguments) if callable(answer) else answer
-
-    return stub
-
-
 @contextlib.contextmanager
 def pretended_cuda():
-    """torch with one GPU: gives its Device."""
+    """torch with one GPU: gives its Device. As a P100 it has no half precision that is fast."""
     gpu, autocast, is_autocast_enabled = Device(), torch.autocast, torch.is_autocast_enabled
     stream = SimpleNamespace(is_capturing=lambda: gpu.graph is not None)
 
@@ -238,20 +208,33 @@ def pretended_cuda():
         def __init__(self):
             super().__init__(gpu)
 
-    answers = [(torch.cuda, name, answer) for name, answer in ANSWERS.items()] + [
-        (torch.cuda, "synchronize", lambda given: gpu.wait("synchronize")),
-        (torch.cuda, "is_current_stream_capturing", lambda given: gpu.graph is not None),
-        # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
-        (torch.accelerator, "current_stream", stream),
-        (clip_grad, "_has_foreach_support", False),
-    ]
-    patches = [(place, name, stub_of(getattr(place, name), x)) for place, name, x in answers] + [
+    answers = {  # of torch.cuda: what a function gives, or what is done instead
+        "is_available": True, "device_count": 1, "set_device": None, "empty_cache": None,
+        "get_device_capability": (6, 0), "manual_seed_all": None, "reset_peak_memory_stats": None,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or torch.cuda.get_device_capability()[0] >= 8
+        ),
+        "mem_get_info": (2**34, 2**34), "memory_reserved": 2**20, "memory_allocated": 2**19,
+        "max_memory_allocated": 0, "get_rng_state": torch.ones(1), "set_rng_state": None,
+        "graph_pool_handle": None, "graph": lambda graph, **_: graph.capture(),
+        "is_current_stream_capturing": stream.is_capturing,
+        "synchronize": lambda *_: gpu.wait("synchronize"),
+    }  # fmt: skip
+    stubs = [(torch.cuda, *answer) for answer in answers.items()]
+    # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
+    stubs += [(torch.accelerator, "current_stream", stream)]
+    stubs += [(clip_grad, "_has_foreach_support", False)]
+    others = [
         (torch.cuda, "CUDAGraph", CUDAGraph),
         (torch, "Generator", Generator),
         (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
         (torch, "is_autocast_enabled", lambda kind: is_autocast_enabled("cpu")),
     ]
     with contextlib.ExitStack() as stack:
-        for context in (*(mock.patch.object(*patch) for patch in patches), gpu, Operations(gpu)):
+        for place, name, answer in stubs:  # with its specification it refuses unknown arguments
+            kind = "side_effect" if callable(answer) else "return_value"
+            stub = mock.create_autospec(getattr(place, name), **{kind: answer})
+            stack.enter_context(mock.patch.object(place, name, stub))
+        for context in (*(mock.patch.object(*other) for other in others), gpu, Operations(gpu)):
             stack.enter_context(context)
         yield gpu

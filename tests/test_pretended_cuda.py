@@ -40,7 +40,7 @@ def test_between_the_phases_of_a_step_the_cache_is_cleared(script, make_job, mon
 
 
 def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
-    make_job, monkeypatch
+    make_job,
 ):
     """Rows that share a micro-batch share their prompt on the CPU alone, which rounds otherwise: so
     each has one of its own.
@@ -55,8 +55,7 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
         if len(clears) == 5:  # after a trial of the micro-batch, at the end of the second step
             raise KeyboardInterrupt
 
-    with pretended_cuda() as gpu:
-        monkeypatch.setattr(torch.cuda, "empty_cache", clear)
+    with pretended_cuda() as gpu, mock.patch.object(torch.cuda, "empty_cache", clear):
         with pytest.raises(KeyboardInterrupt):
             run(**flags, device="cuda")
         assert gpu.waits["synchronize"] == 4, "phases are measured, the work of the device as well"
@@ -73,10 +72,10 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
     ids=["P100", "T4", "A100"],
 )
 def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate(
-    capability, expected, monkeypatch
+    capability, expected
 ):
-    with pretended_cuda():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    of_device = mock.Mock(return_value=capability)
+    with pretended_cuda(), mock.patch.object(torch.cuda, "get_device_capability", of_device):
         assert models.fast_half(CUDA) is expected and torch.cuda.is_bf16_supported()
 
 
@@ -148,8 +147,8 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
 
     monkeypatch.setattr(models, "completion_logprobs", scored)
     monkeypatch.setattr(models, "_one_pass", tried)
-    with pretended_cuda():
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
+    reset = mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
+    with pretended_cuda(), reset:
         run(device="cuda", micro_batch_tokens=1000)
     kept = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
     assert sizes == [8, 4, 2, "reset"]
