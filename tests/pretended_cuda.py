@@ -27,11 +27,13 @@ INDEXING = [aten.index, aten.index_put, aten.index_put_]
 
 
 def tensors_in(*values):
+    found = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            yield from tensors_in(*value)
+            found += tensors_in(*value)
+    return found
 
 
 def is_there(tensor):
@@ -70,7 +72,7 @@ class Graph:
 
     def replay(self):
         self.gpu.replays += 1
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for function, args, kwargs, made in self.steps:
                 again = fresh(function(*args, **kwargs), args, kwargs)
                 for old, now in zip(made, again, strict=True):
@@ -151,8 +153,12 @@ class Operations(TorchDispatchMode):
         self.gpu = gpu
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        gpu, kwargs = self.gpu, kwargs or {}
-        given = list(tensors_in(args, *kwargs.values()))
+        with torch._C.DisableTorchFunction():  # or each look at a tensor here would be a call
+            return self.done(function, args, kwargs or {})
+
+    def done(self, function, args, kwargs):
+        gpu = self.gpu
+        given = tensors_in(args, *kwargs.values())
         on_device = any(map(is_there, given)) or (not given and gpu.asked_for)
         if given and on_device:
             self.check(function, args, given)
@@ -171,7 +177,7 @@ class Operations(TorchDispatchMode):
     def check(self, function, args, given):
         """That all is on the device; and whether a real one would be waited for."""
         gpu, packet = self.gpu, function.overloadpacket
-        indices = list(tensors_in(args[1])) if packet in INDEXING else []
+        indices = tensors_in(args[1]) if packet in INDEXING else []
         # A number, a CPU tensor without dimensions, is welcome in elementwise operations alone.
         numbers = torch.Tag.pointwise in function.tags or packet in (*INDEXING, aten.fill_)
         here = [x for x in given if not is_there(x) and (x.dim() > 0 or not numbers)]
