@@ -253,6 +253,7 @@ def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkey
     task = task_of(task="letters")
     assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0, 1.0])
     assert task.rewards == rewards and task.verifier is None
+    assert task_of(task="letters", reward_weights=[3.0, 4.0]).weights == [3, 4], "a flag wins"
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
