@@ -131,6 +131,7 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
     config = parse("ppo", "--device cuda:1 --bf16 false --model x/y")
     assert chosen == [there.device] and config["device"] == "cuda:1"
     assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (256, 16384)
+    assert parse("ppo", "--device cuda:1 --rollout_batch_size 7")["rollout_batch_size"] == 7
 
 
 def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
@@ -156,11 +157,13 @@ def test_several_processes_as_of_torchrun_are_refused(monkeypatch):
 
 
 def test_a_resumed_run_has_the_settings_of_its_folder_and_the_flags_win(tmp_path):
-    flags = "--model x/y --seed 3 --lora_r 2 --bf16 true --save_every 7 --stop a b --stop c"
+    flags = (
+        "--model x/y --seed 3 --lora_r 2 --bf16 true --save_every 7 --stop a b --stop c --overwrite"
+    )
     settings = parse("grpo", flags)
     assert settings["stop"] == ["a", "b", "c"], "a list that is given twice is one list"
     (tmp_path / "config.json").write_text(json.dumps({"script": "grpo"} | settings))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     resumed = parse("grpo", f"--resume {tmp_path} --num_steps 40 --save_every 9")
     folder = {"resume": str(tmp_path), "output_dir": str(tmp_path)}  # it may have been moved
-    assert resumed == settings | folder | {"save_every": 9}
+    assert resumed == settings | folder | {"save_every": 9, "overwrite": False}
