@@ -66,17 +66,15 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
     assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [((6, 0), None), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)],
-    ids=["P100", "T4", "A100"],
-)
-def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate(
-    capability, expected
-):
-    of_device = mock.Mock(return_value=capability)
-    with pretended_cuda(), mock.patch.object(torch.cuda, "get_device_capability", of_device):
-        assert models.fast_half(CUDA) is expected and torch.cuda.is_bf16_supported()
+def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate():
+    for capability, expected in (
+        ((6, 0), None),  # P100
+        ((7, 5), torch.float16),  # T4
+        ((8, 0), torch.bfloat16),  # A100
+    ):
+        of_device = mock.Mock(return_value=capability)
+        with pretended_cuda(), mock.patch.object(torch.cuda, "get_device_capability", of_device):
+            assert models.fast_half(CUDA) is expected and torch.cuda.is_bf16_supported()
 
 
 def test_tf32_is_for_the_head_of_a_run_in_bfloat16_alone():
