@@ -83,7 +83,7 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
 
 # --- In a browser ---
 
-RIGHT, LEFT = "\ue014", "\ue012"  # the arrow keys
+RIGHT, LEFT, CONTROL = "\ue014", "\ue012", "\ue009"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = not (CHROMIUM and DRIVER) and "PLAINRLHF_BROWSER" not in os.environ
 
@@ -150,8 +150,13 @@ class Page:
 def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(folder, opened):
     page = opened(folder)
     assert page.texts("[aria-pressed=true]") == ["log-prob change"]
-    for key, step in zip(["", RIGHT, RIGHT, LEFT], [2, 4, 4, 2]):
+    strength = "return document.querySelector('.t').style.getPropertyValue('--a')"
+    for key, step in zip(["", RIGHT, RIGHT, LEFT, CONTROL + RIGHT], [2, 4, 4, 2, 2]):
         page.keys(key)
+        assert page.texts("#step") == [f"step {step}"]
+        assert page.run(strength) == {2: "100%", 4: "2%"}[step], "of the log-prob's change"
+    for button, step in ("#forward", 4), ("#back", 2):
+        page.find(button).click()
         assert page.texts("#step") == [f"step {step}"]
     assert page.texts(".t")[:7] == list(WRITTEN_BY_MODELS.values())
     prompts = [f"<b>{n}</b>\n & 2" for n in (0, 1)]
@@ -159,7 +164,8 @@ def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(
     assert page.texts(".prompt") == [x + y for x, y in zip(prompts, groups)]
     scores = page.texts("#runs div > small:not(.sum, .prompt small)")
     assert scores == ["score 1 ", "score 0, cut ", "no score "]
-    assert "80% of the completions" in page.texts("#warnings li")[0]
+    warning = f"warning: {folder}, step 2: 80% of the completions were cut"
+    assert page.texts("#warnings li") == [warning] and page.texts("#note", "open") == [True]
     lines = [line for line in lines_of(folder / "tokens.jsonl") if line["step"] == 2]
     styles = page.run("return [...document.querySelectorAll('.t')].map((x) => x.style.cssText)")
     for n, (line, i) in enumerate(itertools.product(lines, range(7))):
@@ -174,7 +180,7 @@ def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(
             assert float(found[name]) == pytest.approx(line[name][i], abs=1e-5)
         assert f"var(--{'plus' if line['change'][i] > 0 else 'minus'})" in styles[n]
     found = page.run("return [window.hacked, document.images.length, document.scripts.length]")
-    assert found == [None, 1, 2] and page.texts("#curves", "src") == [PICTURE]
+    assert found == [None, 1, 2] and page.texts("#curves:not([hidden])", "src") == [PICTURE]
 
 
 SCALES = {  # of the made-up run: from, to, and the words
@@ -182,6 +188,8 @@ SCALES = {  # of the made-up run: from, to, and the words
     "advantage": ("-7.3", "7.3", "advantage: How much better"),
     "ratio": ("0.000058", "17000", "ratio: Probability at the last pass"),
     "log-prob": ("0", "-20", "log-prob: Before the update"),
+    "value": ("0", "8.3", "value: What"),
+    "reward": ("-4.3", "4.3", "reward: PPO"),  # signed, as some are below 0
     "GRPO": ("-0.034", "0.034", "GRPO pushes by A"),
 }
 
@@ -192,6 +200,7 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
     webdriver = pytest.importorskip("selenium.webdriver")
     lines = lines_of(folder / "tokens.jsonl")
     for line in lines:
+        line["values"], line["rewards"] = line["ratio"], [x - 4 for x in line["ratio"]]
         line["ratio"] = [math.exp(3 * (x - 5)) for x in line["ratio"]]
         for name in ("old_logprobs", "new_logprobs"):
             line[name] = [x - 20 for x in line[name]]
@@ -205,8 +214,10 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
     page.put(slider=0)
     # +-0.5 from the mean of two; the third completion's group has no other one.
     push = 0.5 / (0.5**0.5 + 1e-4) / (3 * 7)
+    texts = "not yet: all ratios are 1", "as recorded"
     for moved, first in (0, push), (1, None):  # what isn't recorded is needed for the ratio
         page.put(moved=moved)
+        assert page.texts(".loss output")[1] == texts[moved]
         found, classes = page.tokens()
         assert found[0] == pytest.approx(first) and {*found[14:]} == {None}
         assert [x is None for x in found] == [" none" in x for x in classes]
@@ -214,10 +225,19 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
     page.put(moved=0, beside="RLOO")
     sums = ["+0.24 · 50%", "-0.24 · 50%", "no number"]
     assert page.texts(".sum") == [*sums, "+2.3 · 50%", "-2.3 · 50%", "no number"]
+    bars = page.run("return [...document.querySelectorAll('.sum')].map((x) => x.style.background)")
+    assert ["var(--minus)" in x for x in bars] == [False, True, False] * 2
+    assert page.texts("h2") == [f"{folder} · {loss}" for loss in ("GRPO", "RLOO")]
     page.run("document.querySelectorAll('.t')[1].click()")
-    for selector, token in (".t:nth-of-type(3)", 3), ("h1", 2):
+    for selector, token, side in (
+        (".t:nth-of-type(3)", 3, ""),
+        ("section:last-child .t", 1, "left"),  # it may not lie on the token
+        ("h1", 2, "left"),
+    ):
         webdriver.ActionChains(chromium).move_to_element(page.find(selector)).perform()
         assert page.texts("#inspector small") == [f" token {token} of 7"]
+        assert page.texts("#inspector", "className") == [side]
+        assert ("old logprobs—" in page.texts("#inspector tr")) == (token == 1)
         pushed = [x.split(",")[0] for x in page.texts("#inspector tr")]
         assert pushed[:2] == ["push by GRPO0.033667A 0.70701", "push by RLOO0.33333A 1"]
         _, classes = page.tokens()
@@ -246,6 +266,9 @@ def test_a_loss_that_a_run_lacks_numbers_for_is_grey_and_arrow_keys_move_the_sli
         pressed += page.texts("[aria-pressed=true]")
         page.keys("q")
     assert pressed == ["log-prob change", *(x for x in LOSSES if x not in grey)]
+    page.find(".t").click()
+    scalars = [x for x in page.texts("#inspector tr") if x.endswith("of the completion")]
+    assert scalars == ["advantages0.5of the completion"] * (size == 2)
     page.press(pressed[-1])
     steps = page.texts("#step")
     page.find("#moved").send_keys(RIGHT)
@@ -332,6 +355,9 @@ def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder, opened)
             frames = [" clipped" in x for x in classes]
             assert frames == clipped.tolist()
             kinds |= {(name, *x) for x in zip(frames, push.sign().tolist())}
+    page.press("GRPO")
+    page.put(slider=0, moved=0)
+    assert "sum of the group 0 ·" in page.texts(".prompt")[0], "no number that rounding makes"
     wanted = {(name, False, sign) for name in LOSSES for sign in (-1, 0, 1)}
     assert kinds == wanted | {(x, True, sign) for x in LOSSES for sign in CLIPPED.get(x, {0})}
 
