@@ -27,11 +27,13 @@ INDEXING = [aten.index, aten.index_put, aten.index_put_]
 
 
 def tensors_in(*values):
+    found = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            yield from tensors_in(*value)
+            found += tensors_in(*value)
+    return found
 
 
 def is_there(tensor):
@@ -70,7 +72,7 @@ class Graph:
 
     def replay(self):
         self.gpu.replays += 1
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for function, args, kwargs, made in self.steps:
                 again = fresh(function(*args, **kwargs), args, kwargs)
                 for old, now in zip(made, again, strict=True):
@@ -151,8 +153,12 @@ class Operations(TorchDispatchMode):
         self.gpu = gpu
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        gpu, kwargs = self.gpu, kwargs or {}
-        given = list(tensors_in(args, *kwargs.values()))
+        with torch._C.DisableTorchFunction():  # or each look at a tensor here would be a call
+            return self.done(function, args, kwargs or {})
+
+    def done(self, function, args, kwargs):
+        gpu = self.gpu
+        given = tensors_in(args, *kwargs.values())
         on_device = any(map(is_there, given)) or (not given and gpu.asked_for)
         if given and on_device:
             self.check(function, args, given)
@@ -171,7 +177,7 @@ class Operations(TorchDispatchMode):
     def check(self, function, args, given):
         """That all is on the device; and whether a real one would be waited for."""
         gpu, packet = self.gpu, function.overloadpacket
-        indices = list(tensors_in(args[1])) if packet in INDEXING else []
+        indices = tensors_in(args[1]) if packet in INDEXING else []
         # A number, a CPU tensor without dimensions, is welcome in elementwise operations alone.
         numbers = torch.Tag.pointwise in function.tags or packet in (*INDEXING, aten.fill_)
         here = [x for x in given if not is_there(x) and (x.dim() > 0 or not numbers)]
@@ -198,38 +204,43 @@ class Generator(torch.Generator):
         self.device = torch.device(device)
 
 
-ANSWERS = {"is_available": True, "device_count": 1, "set_device": None, "empty_cache": None}
-ANSWERS |= {"is_bf16_supported": False, "get_device_capability": (9, 0), "manual_seed_all": None}
-ANSWERS |= {"mem_get_info": (2**34, 2**34), "memory_reserved": 0, "memory_allocated": 0}
-ANSWERS |= {"max_memory_allocated": 0, "reset_peak_memory_stats": None}
-ANSWERS |= {"graph_pool_handle": None, "get_rng_state": torch.ones(1), "set_rng_state": None}
-
-
 @contextlib.contextmanager
 def pretended_cuda():
-    """torch with one GPU: gives its Device."""
-    gpu, autocast = Device(), torch.autocast
+    """torch with one GPU: gives its Device. As a P100 it has no half precision that is fast."""
+    gpu, autocast, is_autocast_enabled = Device(), torch.autocast, torch.is_autocast_enabled
     stream = SimpleNamespace(is_capturing=lambda: gpu.graph is not None)
 
     class CUDAGraph(Graph):  # a class, for transformers has it in type annotations
         def __init__(self):
             super().__init__(gpu)
 
-    answers = {name: lambda *args, x=x, **kwargs: x for name, x in ANSWERS.items()}
-    patches = [(torch.cuda, name, function) for name, function in answers.items()]
-    patches += [
-        (torch.cuda, "synchronize", lambda *args: gpu.wait("synchronize")),
-        (torch.cuda, "is_current_stream_capturing", lambda: gpu.graph is not None),
-        # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
-        (torch.accelerator, "current_stream", lambda *_: stream),
+    answers = {  # of torch.cuda: what a function gives, or what is done instead
+        "is_available": True, "device_count": 1, "set_device": None, "empty_cache": None,
+        "get_device_capability": (6, 0), "manual_seed_all": None, "reset_peak_memory_stats": None,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or torch.cuda.get_device_capability()[0] >= 8
+        ),
+        "mem_get_info": (2**34, 2**34), "memory_reserved": 2**20, "memory_allocated": 2**19,
+        "max_memory_allocated": 0, "get_rng_state": torch.ones(1), "set_rng_state": None,
+        "graph_pool_handle": None, "graph": lambda graph, **_: graph.capture(),
+        "is_current_stream_capturing": stream.is_capturing,
+        "synchronize": lambda *_: gpu.wait("synchronize"),
+    }  # fmt: skip
+    stubs = [(torch.cuda, *answer) for answer in answers.items()]
+    # AdamW asks for it from torch 2.14 on: a CUDA build without a driver has none.
+    stubs += [(torch.accelerator, "current_stream", stream)]
+    stubs += [(clip_grad, "_has_foreach_support", False)]
+    others = [
         (torch.cuda, "CUDAGraph", CUDAGraph),
-        (torch.cuda, "graph", lambda graph, **_: graph.capture()),
         (torch, "Generator", Generator),
-        (clip_grad, "_has_foreach_support", lambda *args: False),
         (torch, "autocast", lambda kind, *args, **kwargs: autocast("cpu", *args, **kwargs)),
-        (torch, "is_autocast_enabled", lambda kind, ask=torch.is_autocast_enabled: ask("cpu")),
+        (torch, "is_autocast_enabled", lambda kind: is_autocast_enabled("cpu")),
     ]
     with contextlib.ExitStack() as stack:
-        for context in (*(mock.patch.object(*patch) for patch in patches), gpu, Operations(gpu)):
+        for place, name, answer in stubs:  # with its specification it refuses unknown arguments
+            kind = "side_effect" if callable(answer) else "return_value"
+            stub = mock.create_autospec(getattr(place, name), **{kind: answer})
+            stack.enter_context(mock.patch.object(place, name, stub))
+        for context in (*(mock.patch.object(*other) for other in others), gpu, Operations(gpu)):
             stack.enter_context(context)
         yield gpu

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM as CausalLM
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
 
+from common import InputError, blame
 from plumbing.models import add_adapter
 from tools import look, plot
 
@@ -22,17 +23,20 @@ SHORT = dict.fromkeys(("ppo", "grpo", "rloo"), "--num_steps 0 --num_eval_prompts
 SHORT["reward_model"] = "--num_steps 1 --num_eval_pairs 1 "
 PAIRS = "--model small --pairs given.jsonl --output_dir new"
 SETTINGS = {"script": "ppo", "model": "small", "prompts": "good.jsonl", "reward": ["brevity"]}
+SETTINGS |= {"num_steps": 6, "prompts_per_step": 2, "num_generations": 1, "max_new_tokens": 6}
 FILES = {
     "good.jsonl": "\n".join(json.dumps({"prompt": x}) for x in "abcdefgh"),
     "rewards.py": "number = 5",
     "exits.py": "raise SystemExit(0)",
-    "a_run/config.json": json.dumps(SETTINGS | {"num_steps": 6, "prompts_per_step": 2}),
+    "a_run/config.json": json.dumps(SETTINGS),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
-    "a_run/tokens.jsonl": "",
+    "a_run/tokens.jsonl": "{}\n",
+    "a_run/warnings.jsonl": "",
     "a_run/model/weights": "",
     "a_model/model/weights": "",
     "a_checkpoint/checkpoint.pt": "",
     "records/samples.jsonl": "",
+    "empty/tokens.jsonl": "",
 }
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -49,12 +53,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("grpo", "--reference tiny --kl_coef 0", "so give a --kl_coef above 0", ""),
     ("ppo", "--bf16 true --fp16 true", "trains in bfloat16: give one", ""),
     # Models
-    (
-        "ppo",
-        "--model nowhere/at-all",
-        "at-all (no folder, so a name on the hub): OSError",
-        "",
-    ),
+    ("ppo", "--model nowhere/at-all", "at-all (no folder, so a name on the hub): OSError", ""),
     ("ppo", "--model headless", "is no ModelForCausalLM, its checkpoint has no", ""),
     ("ppo", "--model own_config", "own_config contains custom code", ""),
     ("ppo", "--model own_tokenizer_config", "_config contains custom code", ""),
@@ -130,7 +129,9 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("plot", "nowhere", "nowhere/metrics.jsonl", ""),
-    ("look", "a_run", "a_run/tokens.jsonl: holds no completions, or none yet", ""),
+    ("plot", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),
+    ("look", "a_run --out nowhere/x.html", "--out nowhere/x.html: FileNotFoundError", ""),
+    ("look", "empty", "empty/tokens.jsonl: holds no completions, or none yet", ""),
 ]
 
 
@@ -141,30 +142,34 @@ def inputs(tmp_path_factory) -> Path:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
-    tokenizer.add_tokens("<new>")
     (folder / "a_link").symlink_to("a_run")
+    tokenizer.add_tokens("<new>")
     (same_number := letter_tokenizer()).add_tokens("<other>")
+    of, sizes = CausalLM.from_config, {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
+    few = {"vocab_size": 20, "n_layer": 1, "n_head": 2}
+    hybrid = Lfm2Config(num_attention_heads=2, layer_types=["conv"] * 2, **sizes)
+    pair, xlnet = (
+        GPT2Config(n_embd=32, num_labels=2, **few),
+        XLNetConfig(d_model=16, d_inner=16, **few),
+    )
+    for name, made in {
+        "small": model,
+        "short": of(GPT2Config(n_embd=8, n_positions=6, **few)),
+        "own_config": small.small_llama(),
+        "own_tokenizer_config": small.small_llama(),
+        "hybrid": of(hybrid),
+        "state": of(RwkvConfig(**sizes)),
+        "two_labels": Classifier.from_config(pair),
+        "xlnet": Classifier.from_config(xlnet),
+    }.items():
+        save_model(folder / name, made, tokenizer)
     save_model(folder / "other", model, same_number)
-    save_model(folder / "small", model, tokenizer)
-    short = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=6)
-    save_model(folder / "short", CausalLM.from_config(short), tokenizer)
     save_model(folder / "mixed", model, byte_tokenizer())
     for name, auto_class in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
-        save_model(folder / f"own_{name}", small.small_llama(), tokenizer)
         file = folder / f"own_{name}" / f"{name}.json"
         own = {"model_type": "own", "tokenizer_class": "Own", "auto_map": {auto_class: "own.Own"}}
         file.write_text(json.dumps(json.loads(file.read_text()) | own))
         file.with_name("own.py").write_text("")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
-    hybrid = Lfm2Config(num_attention_heads=2, layer_types=["conv"] * 2, **sizes)
-    for name, config in (("hybrid", hybrid), ("state", RwkvConfig(**sizes))):
-        save_model(folder / name, CausalLM.from_config(config), tokenizer)
-    sizes = {"vocab_size": 20, "n_layer": 1, "n_head": 2, "num_labels": 2}
-    for name, config in (
-        ("two_labels", GPT2Config(n_embd=32, **sizes)),
-        ("xlnet", XLNetConfig(d_model=16, d_inner=16, **sizes)),
-    ):
-        save_model(folder / name, Classifier.from_config(config), tokenizer)
     model.config.tie_word_embeddings = False
     save_model(folder / "headless", model.transformer, tokenizer)
     add_adapter(model, 2).save_pretrained(folder / "adapter")
@@ -178,6 +183,7 @@ def test_a_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     monkeypatch.chdir(inputs)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr("builtins.input", lambda question: "y")  # it must not be asked
+    monkeypatch.setattr(look, "curves_of", lambda folders: None)  # they take time
     Path("given.jsonl").write_text(given)
     before = contents(".")
     flags = flags if "--resume" in flags else SHORT.get(script, "") + flags
@@ -185,3 +191,18 @@ def test_a_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     assert code == 2 and "Traceback" not in text
     assert text.splitlines()[-1].startswith("error: ") and words in text.splitlines()[-1]
     assert contents(".") == before
+
+
+def test_of_what_a_library_says_the_first_line_is_kept_or_the_reason_that_it_announces():
+    for said, reason in (
+        ("it is no model\nbecause of that", "it is no model"),
+        (
+            "There are faults:\n  - the head\n  - the norm",
+            "There are faults: - the head - the norm",
+        ),
+        ("x" * 200 + ":\nlate", "x" * 200 + ":"),
+        ("x" * 400, "x" * 300),
+    ):
+        with pytest.raises(InputError) as error, blame("--model x"):
+            raise ValueError(said)
+        assert str(error.value) == f"--model x: ValueError: {reason}"

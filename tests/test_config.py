@@ -86,12 +86,13 @@ BOUNDS = {  # by hand: of a flag the rule, what is refused and what is just take
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_its_bounds_and_is_finite(script):
-    of_script = {"num_steps": BOUNDS["pairs_per_step"]} if script == "reward_model" else {}
+    bounds = BOUNDS | ({"num_steps": BOUNDS["pairs_per_step"]} if script == "reward_model" else {})
     kinds = typing.get_type_hints(SCRIPTS[script].Config)
     for name in parse(script, ""):
         if not re.search(r"\b(int|float)\b", str(kinds[name])):
             continue
-        rule, refused, taken = (BOUNDS | of_script)[name]
+        assert name in bounds, f"--{name} is new: add its rule to BOUNDS, in tests/test_config.py"
+        rule, refused, taken = bounds[name]
         for value in f"{refused} nan inf".split():
             fault = f"^--{name} .*: must be a finite number {rule}$|--{name}: invalid int value"
             with pytest.raises(InputError, match=fault):
@@ -130,6 +131,7 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
     config = parse("ppo", "--device cuda:1 --bf16 false --model x/y")
     assert chosen == [there.device] and config["device"] == "cuda:1"
     assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (256, 16384)
+    assert parse("ppo", "--device cuda:1 --rollout_batch_size 7")["rollout_batch_size"] == 7
 
 
 def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
@@ -155,11 +157,13 @@ def test_several_processes_as_of_torchrun_are_refused(monkeypatch):
 
 
 def test_a_resumed_run_has_the_settings_of_its_folder_and_the_flags_win(tmp_path):
-    flags = "--model x/y --seed 3 --lora_r 2 --bf16 true --save_every 7 --stop a b --stop c"
+    flags = (
+        "--model x/y --seed 3 --lora_r 2 --bf16 true --save_every 7 --stop a b --stop c --overwrite"
+    )
     settings = parse("grpo", flags)
     assert settings["stop"] == ["a", "b", "c"], "a list that is given twice is one list"
     (tmp_path / "config.json").write_text(json.dumps({"script": "grpo"} | settings))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     resumed = parse("grpo", f"--resume {tmp_path} --num_steps 40 --save_every 9")
     folder = {"resume": str(tmp_path), "output_dir": str(tmp_path)}  # it may have been moved
-    assert resumed == settings | folder | {"save_every": 9}
+    assert resumed == settings | folder | {"save_every": 9, "overwrite": False}

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -85,17 +86,17 @@ def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
     assert {length for length, *_ in found[2]} == {4, 8, 12, 16}
 
 
-def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_short(monkeypatch):
+def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_short():
     model, graphs = small_llama().eval().to("cuda"), []
     model.model.half()  # as a frozen base model: the decoder shares it, and owns the head alone
     size = 2 * (2**15 + model.lm_head.weight.numel())  # the cache has 2**15 numbers
     decoder = Decoder(model, torch.float16)
     for rows, length, free in ((3, 4, 9), (2, 4, 9), (2, 130, 9), (2, 4, 6), (2, 4, 4)):
         free = free * size + torch.cuda.memory_allocated() - torch.cuda.memory_reserved()
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, free))
         options = OPTIONS | {"num_generations": 1, "max_new_tokens": length}
         options["eos_token_ids"] = list(range(VOCAB))  # all have ended when it looks, after eight
-        rollout = sample(model, PROMPTS[:rows], PROMPTS[:rows] > 0, decoder=decoder, **options)
+        with mock.patch.object(torch.cuda, "mem_get_info", lambda free=free: (free, free)):
+            rollout = sample(model, PROMPTS[:rows], PROMPTS[:rows] > 0, decoder=decoder, **options)
         assert rollout.completion_mask.sum(1).tolist() == [1] * rows and rollout.finished.all()
         assert decoder.column <= PROMPTS.shape[1] + 8
         graphs.append([graph for graph, _ in decoder.graphs.values()])
@@ -115,11 +116,11 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
     assert gpu is None or gpu.waits.total() < 60, "three sub-batches of 30 tokens"
 
 
+@mock.patch("torch.cuda.mem_get_info", lambda: (0, 160 * 5 * VOCAB))  # 5 tokens a chunk
 def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gradients_of_a_cpu(
-    monkeypatch, gpu
+    gpu,
 ):
     """Where rows of one prompt share it, and all logits are one chunk."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 160 * 5 * VOCAB))  # 5 tokens
     found, chunks = [], []
     for device, sizes in (("cpu", [4, 2]), ("cuda", [3, 3])):
         # GPT-2 is in float64 throughout. Llama has float32 cosines, which differ between devices.
@@ -145,4 +146,3 @@ def test_a_run_starts_at_ratio_1_and_kl_0_and_its_weights_move(script, flags, mo
     assert abs(lines[0]["objective/kl"]) < most and lines[0]["val/ratio_max_dev_first"] < most
     assert all(0 < line["grad_norm"] < 1e3 for line in lines[:-1])
     assert lines[-2]["objective/kl"] != 0
-    assert torch.backends.cuda.matmul.allow_tf32 == flags.get("bf16", False)

@@ -163,6 +163,9 @@ def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_
     assert seen[:10] != seen[10:]
     assert prompt_batch(rows, 3, 4, seed=0) == steps[3] != prompt_batch(rows, 3, 4, seed=1)
     assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
+    task = load(seed=7)
+    of_seeds = [prompt_batch(task.train, 0, 4, seed) for seed in (7, 0)]
+    assert task.batch(0, 4) == of_seeds[0] != of_seeds[1]
     # The second pass of a seed is not the first one of the next seed.
     assert prompt_batch(rows, 1, 10, seed=0) != prompt_batch(rows, 0, 10, seed=1)
 

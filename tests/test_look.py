@@ -1,6 +1,5 @@
 """The page that tools/look.py makes of a run, in a browser too, and tokens.jsonl, its source."""
 
-import contextlib
 import itertools
 import json
 import math
@@ -8,6 +7,7 @@ import os
 import random
 import shutil
 from base64 import b64encode
+from functools import partial
 
 import pytest
 import torch
@@ -63,14 +63,6 @@ def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def shown(*folders):
-    """What the page of these runs has as data."""
-    look.main([*map(str, folders), "--out", str(folders[0] / "page.html")])
-    html = (folders[0] / "page.html").read_text()
-    data = html.partition('<script id="data" type="application/json">')[2]
-    return json.loads(data.partition("</script>")[0])
-
-
 def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     folder, monkeypatch
 ):
@@ -81,90 +73,114 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     write(folder / "tokens.jsonl", lines)
     with (folder / "tokens.jsonl").open("ab") as file:
         file.write('{"step": 9, "split": "é'.encode()[:-1])
-    data = shown(other, folder)
+    look.main([str(other), str(folder), "--out", str(folder / "page.html")])
+    data = (folder / "page.html").read_text().partition('type="application/json">')[2]
+    data = json.loads(data.partition("</script>")[0])
     assert [run["name"] for run in data["runs"]] == [str(other), str(folder)]
     assert [run["lines"] for run in data["runs"]] == [lines_of(other / "tokens.jsonl"), lines]
     assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
 
 
-RIGHT, LEFT = "\ue014", "\ue012"  # the arrow keys
+# --- In a browser ---
+
+RIGHT, LEFT, CONTROL = "\ue014", "\ue012", "\ue009"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = not (CHROMIUM and DRIVER) and "PLAINRLHF_BROWSER" not in os.environ
 
 
-@contextlib.contextmanager
-def browser(folder):
-    """Chromium with the page of the run, and what runs a script there."""
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if MISSING:
+        pytest.skip("needs chromium and chromedriver")
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in ("headless=new", "no-sandbox", f"user-data-dir={folder / 'profile'}"):
+    profile = f"user-data-dir={tmp_path_factory.mktemp('profile')}"
+    for flag in ("headless=new", "no-sandbox", "window-size=1280,1200", profile):
         options.add_argument(f"--{flag}")
-    options.add_argument("--window-size=1280,1200")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(DRIVER)
-    with webdriver.Chrome(options=options, service=service) as chromium:
-        chromium.get((folder / "page.html").as_uri())
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER)) as chromium:
         yield chromium
-        # The page allows itself no request: one would be an error in the log.
-        assert chromium.get_log("browser") == []
 
 
-def texts_of(chromium, selector, what="textContent"):
-    script = "return [...document.querySelectorAll(arguments[0])].map((x) => x[arguments[1]])"
-    found = chromium.execute_script(script, selector, what)
-    return [x.replace("\N{MINUS SIGN}", "-") if isinstance(x, str) else x for x in found]
+PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACw="
 
 
-def classes_of(chromium):
-    return texts_of(chromium, ".t", "className")
+@pytest.fixture
+def opened(chromium, monkeypatch):
+    """opened(folder): the Page of a run, with this picture as its curves."""
+    monkeypatch.setattr(look, "curves_of", lambda folders: PICTURE)
+    yield lambda folder: Page(chromium, folder)
+    # The page allows itself no request: one would be an error in the log.
+    assert chromium.get_log("browser") == []
 
 
-def press(chromium, name):
-    script = "[...document.querySelectorAll('#bar button')].find((x) => x.textContent === "
-    chromium.execute_script(f"{script}arguments[0]).click()", name)
+class Page:
+    def __init__(self, chromium, folder):
+        look.main([str(folder)])
+        chromium.get((folder / "look.html").as_uri())
+        self.run, self.find = (
+            chromium.execute_script,
+            partial(chromium.find_element, "css selector"),
+        )
+        self.keys = self.find("body").send_keys
+
+    def texts(self, selector, what="textContent"):
+        script = "return [...document.querySelectorAll(arguments[0])].map((x) => x[arguments[1]])"
+        found = self.run(script, selector, what)
+        return [x.replace("\N{MINUS SIGN}", "-") if isinstance(x, str) else x for x in found]
+
+    def press(self, name):
+        script = "[...document.querySelectorAll('#bar button')].find((x) => x.textContent === "
+        self.run(f"{script}arguments[0]).click()", name)
+
+    def put(self, **values):
+        """Give controls of the page their values, as a hand does."""
+        script = "for (const [id, value] of Object.entries(arguments[0])) {"
+        script += "const x = document.getElementById(id); x.value = value;"
+        script += "x.dispatchEvent(new Event(x.localName === 'select' ? 'change' : 'input')) }"
+        self.run(script, values)
+
+    def tokens(self):
+        """Number and classes of each token."""
+        script = "return [...document.querySelectorAll('.t')].map((x) => [x.number, x.className])"
+        return zip(*self.run(script))
 
 
-def put(chromium, **values):
-    """Give controls of the page their values, as a hand does."""
-    script = "const x = document.getElementById(arguments[0]); x.value = arguments[1];"
-    script += "x.dispatchEvent(new Event(x.localName === 'select' ? 'change' : 'input'))"
-    for name, value in values.items():
-        chromium.execute_script(script, name, value)
-
-
-needs_a_browser = pytest.mark.skipif(MISSING, reason="needs chromium and chromedriver")
-
-
-@needs_a_browser
-def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(folder):
-    [run] = shown(folder)["runs"]
-    with browser(folder) as chromium:
-        keys = chromium.find_element("css selector", "body").send_keys
-        assert texts_of(chromium, "[aria-pressed=true]") == ["log-prob change"]
-        for key, step in zip(["", RIGHT, RIGHT, LEFT], [2, 4, 4, 2]):
-            keys(key)
-            assert texts_of(chromium, "#step") == [f"step {step}"]
-        assert texts_of(chromium, ".t")[:7] == list(WRITTEN_BY_MODELS.values())
-        prompts = [f"<b>{n}</b>\n & 2" for n in (0, 1)]
-        groups = ["sum of the group 0 · 67%", "1 of its 2 completions, sum of the group -3.5 · 33%"]
-        assert texts_of(chromium, ".prompt") == [x + y for x, y in zip(prompts, groups)]
-        scores = texts_of(chromium, "#runs div > small:not(.sum, .prompt small)")
-        assert scores == ["score 1 ", "score 0, cut ", "no score "]
-        assert "80% of the completions" in texts_of(chromium, "#warnings li")[0]
-        chips = chromium.find_elements("css selector", ".t")
-        places = [(line, i) for line in run["lines"] if line["step"] == 2 for i in range(7)]
-        for chip, (line, i) in zip(chips, places, strict=True):
-            chip.click()
-            pairs = zip(line["old_logprobs"], line["new_logprobs"])
-            line["change"] = [after - before for before, after in pairs]
-            for name in [*NUMBERS, "change"]:
-                (text,) = texts_of(chromium, f"#inspector [data-key={name}]")
-                assert float(text) == pytest.approx(line[name][i], abs=1e-5)
-            colour = "plus" if line["change"][i] > 0 else "minus"
-            assert f"var(--{colour})" in chip.get_attribute("style")
-        found = "return [window.hacked, document.images.length, document.scripts.length]"
-        assert chromium.execute_script(found) == [None, 1, 2]
+def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(folder, opened):
+    page = opened(folder)
+    assert page.texts("[aria-pressed=true]") == ["log-prob change"]
+    strength = "return document.querySelector('.t').style.getPropertyValue('--a')"
+    for key, step in zip(["", RIGHT, RIGHT, LEFT, CONTROL + RIGHT], [2, 4, 4, 2, 2]):
+        page.keys(key)
+        assert page.texts("#step") == [f"step {step}"]
+        assert page.run(strength) == {2: "100%", 4: "2%"}[step], "of the log-prob's change"
+    for button, step in ("#forward", 4), ("#back", 2):
+        page.find(button).click()
+        assert page.texts("#step") == [f"step {step}"]
+    assert page.texts(".t")[:7] == list(WRITTEN_BY_MODELS.values())
+    prompts = [f"<b>{n}</b>\n & 2" for n in (0, 1)]
+    groups = ["sum of the group 0 · 67%", "1 of its 2 completions, sum of the group -3.5 · 33%"]
+    assert page.texts(".prompt") == [x + y for x, y in zip(prompts, groups)]
+    scores = page.texts("#runs div > small:not(.sum, .prompt small)")
+    assert scores == ["score 1 ", "score 0, cut ", "no score "]
+    warning = f"warning: {folder}, step 2: 80% of the completions were cut"
+    assert page.texts("#warnings li") == [warning] and page.texts("#note", "open") == [True]
+    lines = [line for line in lines_of(folder / "tokens.jsonl") if line["step"] == 2]
+    styles = page.run("return [...document.querySelectorAll('.t')].map((x) => x.style.cssText)")
+    for n, (line, i) in enumerate(itertools.product(lines, range(7))):
+        page.run("document.querySelectorAll('.t')[arguments[0]].click()", n)
+        pairs = zip(line["old_logprobs"], line["new_logprobs"])
+        line["change"] = [after - before for before, after in pairs]
+        found = page.run(
+            "return Object.fromEntries([...document.querySelectorAll('#inspector [data-key]')]"
+            ".map((x) => [x.dataset.key, x.textContent]))"
+        )
+        for name in [*NUMBERS, "change"]:
+            assert float(found[name]) == pytest.approx(line[name][i], abs=1e-5)
+        assert f"var(--{'plus' if line['change'][i] > 0 else 'minus'})" in styles[n]
+    found = page.run("return [window.hacked, document.images.length, document.scripts.length]")
+    assert found == [None, 1, 2] and page.texts("#curves:not([hidden])", "src") == [PICTURE]
 
 
 SCALES = {  # of the made-up run: from, to, and the words
@@ -172,80 +188,92 @@ SCALES = {  # of the made-up run: from, to, and the words
     "advantage": ("-7.3", "7.3", "advantage: How much better"),
     "ratio": ("0.000058", "17000", "ratio: Probability at the last pass"),
     "log-prob": ("0", "-20", "log-prob: Before the update"),
+    "value": ("0", "8.3", "value: What"),
+    "reward": ("-4.3", "4.3", "reward: PPO"),  # signed, as some are below 0
     "GRPO": ("-0.034", "0.034", "GRPO pushes by A"),
 }
 
 
-@needs_a_browser
-def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays(folder):
+def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays(
+    folder, opened, chromium
+):
     webdriver = pytest.importorskip("selenium.webdriver")
     lines = lines_of(folder / "tokens.jsonl")
     for line in lines:
+        line["values"], line["rewards"] = line["ratio"], [x - 4 for x in line["ratio"]]
         line["ratio"] = [math.exp(3 * (x - 5)) for x in line["ratio"]]
         for name in ("old_logprobs", "new_logprobs"):
             line[name] = [x - 20 for x in line[name]]
     lines[0]["old_logprobs"][0] = None
     write(folder / "tokens.jsonl", lines)
-    shown(folder)
-    with browser(folder) as chromium:
-        for name, (least, most, text) in SCALES.items():
-            press(chromium, name)
-            assert texts_of(chromium, ".scale")[0].startswith(f"{least}\xa0{most} one scale")
-            assert texts_of(chromium, ".meaning")[0].startswith(text)
-        put(chromium, slider=0)
-        # +-0.5 from the mean of two; the third completion's group has no other one.
-        push = 0.5 / (0.5**0.5 + 1e-4) / (3 * 7)
-        for moved, first in (0, push), (1, None):  # what isn't recorded is needed for the ratio
-            put(chromium, moved=moved)
-            found = texts_of(chromium, ".t", "number")
-            assert found[0] == pytest.approx(first) and found[14:] == [None] * 7
-            classes = classes_of(chromium)
-            assert [x is None for x in found] == [" none" in x for x in classes]
-            assert [x for x in classes if " none clipped" in x] == []
-        put(chromium, moved=0, beside="RLOO")
-        sums = ["+0.24 · 50%", "-0.24 · 50%", "no number"]
-        assert texts_of(chromium, ".sum") == [*sums, "+2.3 · 50%", "-2.3 · 50%", "no number"]
-        chips = chromium.find_elements("css selector", ".t")
-        chips[1].click()
-        for chip, token in (chips[2], 2), (chromium.find_element("css selector", "h1"), 1):
-            webdriver.ActionChains(chromium).move_to_element(chip).perform()
-            assert texts_of(chromium, "#inspector small") == [f" token {token + 1} of 7"]
-            pushed = [x.split(",")[0] for x in texts_of(chromium, "#inspector tr")]
-            assert pushed[:2] == ["push by GRPO0.033667A 0.70701", "push by RLOO0.33333A 1"]
-            kept = [i for i, x in enumerate(classes_of(chromium)) if " kept" in x]
-            assert kept == [1, 22]  # in both columns
-        put(chromium, epsilon=0)
-        assert texts_of(chromium, "#inspector small") == [" token 2 of 7"]
-        put(chromium, slider=1)
-        assert texts_of(chromium, "#inspector", "hidden") == [True]
+    page = opened(folder)
+    for name, (least, most, text) in SCALES.items():
+        page.press(name)
+        assert page.texts(".scale")[0].startswith(f"{least}\xa0{most} one scale")
+        assert page.texts(".meaning")[0].startswith(text)
+    page.put(slider=0)
+    # +-0.5 from the mean of two; the third completion's group has no other one.
+    push = 0.5 / (0.5**0.5 + 1e-4) / (3 * 7)
+    texts = "not yet: all ratios are 1", "as recorded"
+    for moved, first in (0, push), (1, None):  # what isn't recorded is needed for the ratio
+        page.put(moved=moved)
+        assert page.texts(".loss output")[1] == texts[moved]
+        found, classes = page.tokens()
+        assert found[0] == pytest.approx(first) and {*found[14:]} == {None}
+        assert [x is None for x in found] == [" none" in x for x in classes]
+        assert [x for x in classes if " none clipped" in x] == []
+    page.put(moved=0, beside="RLOO")
+    sums = ["+0.24 · 50%", "-0.24 · 50%", "no number"]
+    assert page.texts(".sum") == [*sums, "+2.3 · 50%", "-2.3 · 50%", "no number"]
+    bars = page.run("return [...document.querySelectorAll('.sum')].map((x) => x.style.background)")
+    assert ["var(--minus)" in x for x in bars] == [False, True, False] * 2
+    assert page.texts("h2") == [f"{folder} · {loss}" for loss in ("GRPO", "RLOO")]
+    page.run("document.querySelectorAll('.t')[1].click()")
+    for selector, token, side in (
+        (".t:nth-of-type(3)", 3, ""),
+        ("section:last-child .t", 1, "left"),  # it may not lie on the token
+        ("h1", 2, "left"),
+    ):
+        webdriver.ActionChains(chromium).move_to_element(page.find(selector)).perform()
+        assert page.texts("#inspector small") == [f" token {token} of 7"]
+        assert page.texts("#inspector", "className") == [side]
+        assert ("old logprobs—" in page.texts("#inspector tr")) == (token == 1)
+        pushed = [x.split(",")[0] for x in page.texts("#inspector tr")]
+        assert pushed[:2] == ["push by GRPO0.033667A 0.70701", "push by RLOO0.33333A 1"]
+        _, classes = page.tokens()
+        kept = [i for i, x in enumerate(classes) if " kept" in x]
+        assert kept == [1, 22], "in both columns"
+    page.put(epsilon=0)
+    assert page.texts("#inspector small") == [" token 2 of 7"]
+    page.put(slider=1)
+    assert page.texts("#inspector", "hidden") == [True]
 
 
-@needs_a_browser
 @pytest.mark.parametrize("size, why", [(1, "each prompt has one completion"), (2, "PPO needs")])
 def test_a_loss_that_a_run_lacks_numbers_for_is_grey_and_arrow_keys_move_the_slider(
-    folder, size, why
+    folder, size, why, opened
 ):
     lines = lines_of(folder / "tokens.jsonl")
     for line in lines:
         line["advantages"] = line["advantages"] if size == 1 else 0.5
     write(folder / "tokens.jsonl", lines)
     write(folder / "config.json", [{"num_generations": size, "max_new_tokens": 9}])
-    shown(folder)
-    with browser(folder) as chromium:
-        [*_, text] = texts_of(chromium, "#pushes small")
-        assert text.startswith(f"grey: {why}")
-        grey = texts_of(chromium, "#pushes :disabled")
-        assert grey == ([x for x in LOSSES if x != "PPO"] if size == 1 else ["PPO"])
-        body, pressed = chromium.find_element("css selector", "body"), []
-        for _ in range(9 - len(grey)):
-            pressed += texts_of(chromium, "[aria-pressed=true]")
-            body.send_keys("q")
-        assert pressed == ["log-prob change", *(x for x in LOSSES if x not in grey)]
-        press(chromium, pressed[-1])
-        steps = texts_of(chromium, "#step")
-        chromium.find_element("css selector", "#moved").send_keys(RIGHT)
-        assert texts_of(chromium, ".loss output") == ["0.2", "0.1 times as far"]
-        assert texts_of(chromium, "#step") == steps
+    page, pressed = opened(folder), []
+    assert page.texts("#pushes small")[-1].startswith(f"grey: {why}")
+    grey = page.texts("#pushes :disabled")
+    assert grey == ([x for x in LOSSES if x != "PPO"] if size == 1 else ["PPO"])
+    for _ in range(9 - len(grey)):
+        pressed += page.texts("[aria-pressed=true]")
+        page.keys("q")
+    assert pressed == ["log-prob change", *(x for x in LOSSES if x not in grey)]
+    page.find(".t").click()
+    scalars = [x for x in page.texts("#inspector tr") if x.endswith("of the completion")]
+    assert scalars == ["advantages0.5of the completion"] * (size == 2)
+    page.press(pressed[-1])
+    steps = page.texts("#step")
+    page.find("#moved").send_keys(RIGHT)
+    assert page.texts(".loss output") == ["0.2", "0.1 times as far"]
+    assert page.texts("#step") == steps
 
 
 # --- Losses ---
@@ -287,8 +315,7 @@ GROUP = 4
 CLIPPED = {"CISPO": {-1, 1}, "SAPO": set()}  # the signs of the pushes where a clip decides; else 0
 
 
-@needs_a_browser
-def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder):
+def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder, opened):
     lines, lengths, draw = [], [1, 7, 3, 5, 4, 6, 2, 4], random.Random(0)
     for step, scores in (
         (0, [1, 0, 0.5, 0.5, 0, 1, 1, None]),
@@ -307,28 +334,30 @@ def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder):
             lines.append(line)
     write(folder / "tokens.jsonl", lines)
     write(folder / "config.json", [{"num_generations": GROUP, "max_new_tokens": 9}])
-    shown(folder)
     mask, kinds = torch.arange(7) < torch.tensor(lengths).unsqueeze(1), set()
-    with browser(folder) as chromium:
-        for position, name in itertools.product((0, 1), LOSSES):
-            some = [line for line in lines if line["step"] == 2 * position]
-            columns = (of_tokens(some, f"{when}_logprobs") for when in ("old", "new"))
-            zeros = torch.zeros_like(mask, dtype=torch.float64)
-            old, new = (zeros.masked_scatter(mask, x) for x in columns)
-            put(chromium, slider=position)
-            press(chromium, name)
-            for moved, place in itertools.product((0, 1, 2.5), (4, 8)):
-                put(chromium, moved=moved, epsilon=place)
-                clip_range = float(texts_of(chromium, ".loss output")[0])
-                arguments = old + moved * (new - old), old, mask, clip_range
-                push, clipped = (x[mask] for x in pushes_of(name, some, *arguments))
-                found = float64(texts_of(chromium, ".t", "number"))
-                # The 1.05 in the page's SAPO has the precision of float32.
-                error = ((found - push).abs() / push.abs().clamp(min=1)).max()
-                assert error < (1e-6 if name == "SAPO" else 1e-12), (moved, clip_range)
-                frames = [" clipped" in x for x in classes_of(chromium)]
-                assert frames == clipped.tolist()
-                kinds |= {(name, *x) for x in zip(frames, push.sign().tolist())}
+    page = opened(folder)
+    for position, name in itertools.product((0, 1), LOSSES):
+        some = [line for line in lines if line["step"] == 2 * position]
+        columns = (of_tokens(some, f"{when}_logprobs") for when in ("old", "new"))
+        zeros = torch.zeros_like(mask, dtype=torch.float64)
+        old, new = (zeros.masked_scatter(mask, x) for x in columns)
+        page.put(slider=position)
+        page.press(name)
+        for moved, place in ((0, 8), (1, 4), (1, 8), (2.5, 4)):
+            page.put(moved=moved, epsilon=place)
+            clip_range = float(page.texts(".loss output")[0])
+            arguments = old + moved * (new - old), old, mask, clip_range
+            push, clipped = (x[mask] for x in pushes_of(name, some, *arguments))
+            found, classes = page.tokens()
+            # The 1.05 in the page's SAPO has the precision of float32.
+            error = ((float64(found) - push).abs() / push.abs().clamp(min=1)).max()
+            assert error < (1e-6 if name == "SAPO" else 1e-12), (moved, clip_range)
+            frames = [" clipped" in x for x in classes]
+            assert frames == clipped.tolist()
+            kinds |= {(name, *x) for x in zip(frames, push.sign().tolist())}
+    page.press("GRPO")
+    page.put(slider=0, moved=0)
+    assert "sum of the group 0 ·" in page.texts(".prompt")[0], "no number that rounding makes"
     wanted = {(name, False, sign) for name in LOSSES for sign in (-1, 0, 1)}
     assert kinds == wanted | {(x, True, sign) for x in LOSSES for sign in CLIPPED.get(x, {0})}
 

@@ -1,4 +1,4 @@
-"""Metrics of a step, warnings, and evaluation: each number is what its definition says."""
+"""Metrics of a step, warnings, evaluation, curves: each number is what its definition says."""
 
 import json
 import math
@@ -8,12 +8,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from small import EOS, letter_tokenizer, make_rollout, small_gpt2
 
 import ppo
 from common import is_flat
 from plumbing.data import Task
-from plumbing.metrics import Meter, evaluate, explained_variance, headline, warnings_about
+from plumbing.metrics import (
+    COLOURS,
+    OF_REWARD_MODELS,
+    PANELS,
+    Meter,
+    evaluate,
+    explained_variance,
+    headline,
+    sample_records,
+    warnings_about,
+)
+from tools import plot
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -196,9 +208,83 @@ def test_the_greedy_evaluation_does_not_depend_on_the_seed_and_the_sampled_one_d
     assert first.records != second.records
 
 
+def test_a_sample_is_printed_with_the_end_of_a_long_prompt_and_the_start_of_a_long_completion():
+    long = "What is left of it? " * 5
+    chat = [{"role": "user", "content": f"{long} and\nthe end"}]
+    rows, texts = [{"prompt": "a" * 45}, {"prompt": chat}], ["x", "y", "long " * 40, "z"]
+    records, lines = sample_records(rows, texts, torch.tensor([1.0, 0.0, math.nan, 2.0]))
+    shown = "... ft of it? What is left of it? and the end -> " + "long " * 7 + "..."
+    assert lines == [f"   1.00  {'a' * 45} -> x", f"    nan  {shown}"]
+    prompts = ["a" * 45, "a" * 45, chat, chat]
+    assert [[*x.values()] for x in records] == [*map(list, zip(prompts, texts, [1, 0, None, 2]))]
+
+
 def test_the_headline_names_each_number_beside_that_of_step_0():
     first = {"eval/reward": 0.25, "eval/reward_greedy": None}
     now = {"eval/reward": 0.75, "eval/reward_greedy": 1.0}
     assert headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
     expected = "eval/reward 0.750 (was 0.250), greedy 1.000 (was unknown)"
     assert headline(7, ["eval/reward"], now, first) == expected
+
+
+# --- Curves ---
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """drawn({name of a run: its lines}): what tools/plot.py draws, (Axes of each panel, file)."""
+    monkeypatch.chdir(tmp_path)
+    save = lambda figure, file, **options: found.append((figure.axes, str(file)))  # noqa: E731
+    monkeypatch.setattr(Figure, "savefig", save)
+    found = []
+
+    def drawn(runs, *flags):
+        for name, lines in runs.items():
+            Path(name).mkdir(parents=True)
+            # The last line is half there: the run is writing it.
+            Path(name, "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"st']))
+        plot.main([*runs, *flags])
+        return found.pop()
+
+    return drawn
+
+
+def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(drawn):
+    seeds = {"ppo-add-s0": 0, "ppo-add-s11": 11, "grpo-add-s0": 0, "grpo-2-add-s0": 0}
+    runs = {x: [{"step": i, "objective/scores": i + n} for i in range(4)] for x, n in seeds.items()}
+    (axes, *_), file = drawn(runs)
+    assert file == "curves.png" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
+    assert list(axes.lines[1].get_ydata()) == [11, 12, 13, 14]
+    *colours, other = [line.get_color() for line in axes.lines]
+    assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
+    (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "--output", "x.svg")
+    assert file == "x.svg" and len({line.get_color() for line in axes.lines}) == 2, "of one name"
+
+
+PAIRS, SCORES = {"loss/pairs": 0.7}, {"objective/scores": 1.0}
+BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("runs", "panels", "curves"),  # of the panel of evaluations: dashed? and the numbers
+    [
+        ([SCORES | BOTH], PANELS, {"-": [0.4] * 2, "--": [0.5] * 2}),
+        # The reward, where nothing is right or wrong.
+        ([SCORES | BOTH | dict.fromkeys([*BOTH][:2])], PANELS, {"-": [9.0] * 2}),
+        ([PAIRS | {"eval/accuracy": 0.4}, SCORES], PANELS, {"-": [0.4] * 2}),
+        ([PAIRS, PAIRS], OF_REWARD_MODELS, {}),
+    ],
+)
+def test_panels_are_those_of_the_kind_of_run_and_a_curve_has_the_steps_that_know_it(
+    runs, panels, curves, drawn
+):
+    """Steps 0 and 2 have an evaluation, step 1 has none."""
+    axes, _ = drawn(
+        {str(n): [{"step": 0} | x, {"step": 1}, {"step": 2} | x] for n, x in enumerate(runs)}
+    )
+    assert [x.get_title() for x in axes] == [*panels]
+    found = [line for x in axes if x.get_title().startswith("held out") for line in x.lines]
+    assert {x.get_linestyle(): list(x.get_ydata()) for x in found} == curves
+    assert {tuple(x.get_xdata()) for x in found} <= {(0, 2)}

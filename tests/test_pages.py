@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM
 import grpo
 import ppo
 import reward_model
-import rloo
 from plumbing.config import parse_flags
 from plumbing.models import load, load_tokenizer
 from sampling import generate
@@ -141,8 +140,8 @@ def test_the_page_on_thinking_has_the_figures_of_its_experiments():
         assert [mean, std] in rounded, f"{mean} ± {std}"
 
 
-SHORT = "--device cpu --num_steps 1"
-SMALL = f"{SHORT} --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
+SMALL = "--device cpu --num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
+OF_PAIRS = "--device cpu --num_steps 1 --pairs_per_step 8 --num_eval_pairs 8"
 
 
 def test_the_commands_of_readme_run_in_its_order_in_one_folder_and_none_loses_another_s_run(
@@ -150,7 +149,6 @@ def test_the_commands_of_readme_run_in_its_order_in_one_folder_and_none_loses_an
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tools.look.curves_of", lambda folders: None)  # drawn once, below
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (80, 24))
     save_model(tmp_path / "gpt2", small_gpt2(vocab_size=257), byte_tokenizer())
     for name in ("my_prompts.jsonl", "my_rewards.py"):
         Path(name).write_text(block(f"`{name}`"))
@@ -160,20 +158,29 @@ def test_the_commands_of_readme_run_in_its_order_in_one_folder_and_none_loses_an
         if program == "-m":  # the tests themselves
             continue
         script = importlib.import_module(program.removesuffix(".py").replace("/", "."))
-        is_script = script in SCRIPTS.values()
-        if is_script:
-            flags += (SHORT if script is reward_model else SMALL).split()
+        if script in SCRIPTS.values():
+            flags += (OF_PAIRS if script is reward_model else SMALL).split()
         code, text = finished(script, flags, capsys)
         assert code == 0, f"{command}: {text}"
-        assert len(re.findall(r"tok/s\W*\n", text)) == is_script, "80 columns cut the bar"
         if script is ppo and "my_rewards.py" in command:
             assert "2 prompts to train on" in text and "step 1: eval/reward" in text
         folders += re.findall("It writes to (.*)", text)
-        look = [f"python tools/look.py {folder}" for folder in folders[-1:]]
-        assert re.findall("^now: (.*)", text, re.M) == look * (script in (ppo, grpo, rloo))
     assert len(folders) == len({*folders}) > 7, "some take the next number"
     assert all(Path(folder, "model", "model.safetensors").exists() for folder in folders)
     assert finished(plot, folders, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_bar_fits_into_80_columns_and_a_run_with_tokens_ends_with_the_command_that_shows_them(
+    name, make_job, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (80, 24))
+    has_tokens = name != "reward_model"
+    (make_job(SCRIPTS[name]) if has_tokens else reward_model_job(tmp_path))()
+    out, errors = capsys.readouterr()
+    assert re.search(r"tok/s\W*\n$", errors), "the speed is the end of the bar"
+    look = [f"now: python tools/look.py {tmp_path / 'run'}"]
+    assert out.splitlines()[-1:] == look if has_tokens else "now:" not in out
 
 
 @pytest.mark.slow
@@ -255,19 +262,27 @@ def graph_of(*folders: str) -> dict[str, set[str]]:
     return graph
 
 
-def test_imports_lead_down_from_scripts_to_common_and_need_four_libraries_alone():
-    graph = graph_of(".", "plumbing", "tools")
-    found = {name.partition(".")[0] for imported in graph.values() for name in imported}
-    ours = {name.partition(".")[0] for name in graph}
+IMPORTS = graph_of(".", "plumbing", "tools")
+OURS = {name: imported & {*IMPORTS} for name, imported in IMPORTS.items()}
+
+
+def test_imports_lead_down_from_scripts_to_common():
+    list(graphlib.TopologicalSorter(OURS).static_order())  # it refuses a circle
+    assert OURS["common"] == set() and OURS["sampling"] == {"common"}
+    assert not any(x.startswith("tools.") for imported in OURS.values() for x in imported)
+
+
+def test_four_libraries_are_needed_and_no_other_is_imported_at_the_top():
+    found = {name.partition(".")[0] for imported in IMPORTS.values() for name in imported}
+    ours = {name.partition(".")[0] for name in IMPORTS}
     needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
     assert found - ours - sys.stdlib_module_names <= needed
     assert needed == {"torch", "transformers", "numpy", "tqdm"}
-    graph = {name: imported & {*graph} for name, imported in graph.items()}
-    list(graphlib.TopologicalSorter(graph).static_order())  # it refuses a circle
-    assert graph["common"] == set() and graph["sampling"] == {"common"}
-    assert not any(x.startswith("tools.") for imported in graph.values() for x in imported)
-    # plumbing.models switches cuDNN's attention off: its gradients are NaN on an H100.
-    assert all("plumbing.models" in graph[script] for script in SCRIPTS)
+
+
+def test_each_script_imports_what_switches_the_attention_of_cudnn_off():
+    """Its gradients are NaN on an H100."""
+    assert all("plumbing.models" in OURS[script] for script in SCRIPTS)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,53 +16,71 @@ import ppo
 import rloo
 from common import Fault, InputError
 from plumbing import models
-from plumbing.run import run_main
+from plumbing.run import Run, run_main
 from sampling import Decoder, sample
 
-RUNS = {  # the updates of a step, and flags
+UPDATES = {  # of a step, and the flags for them
     grpo: (2, {"num_mini_batches": 2}),
-    ppo: (2, {"num_epochs": 2, "lora_r": 2}),
-    rloo: (1, {"gradient_checkpointing": True}),
+    ppo: (2, {"num_epochs": 2}),
+    rloo: (1, {}),
 }
 
 
-@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", UPDATES, ids=lambda script: script.__name__)
+def test_between_the_phases_of_a_step_the_cache_is_cleared(script, make_job, monkeypatch):
+    (updates, flags), order, sample, lap = UPDATES[script], [], script.sample, Run.lap
+    spies = (script, "sample", sample), (script, "clear_cache", lambda: None), (Run, "lap", lap)
+    for place, name, function in spies:
+        spy = lambda *args, n=name, f=function, **options: order.append(n) or f(*args, **options)  # noqa: E731
+        monkeypatch.setattr(place, name, spy)
+    hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
+    make_job(script)(**flags)
+    hook.remove()
+    assert order == ["sample", "lap", "clear_cache", *(updates * ["update"]), "lap", "clear_cache"]
+
+
 def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
-    script, make_job, monkeypatch
+    make_job,
 ):
-    """And the cache is cleared between the phases of a step. Rows that share a micro-batch share
-    their prompt on the CPU alone, which rounds otherwise: so each has one of its own.
+    """Rows that share a micro-batch share their prompt on the CPU alone, which rounds otherwise: so
+    each has one of its own.
     """
-    updates, flags = RUNS[script]
-    flags |= {"num_steps": 2, "eval_every": 2, "max_new_tokens": 12, "save_every": 1}
-    flags |= {"micro_batch_tokens": 1}
-    run, sample, order = make_job(script), script.sample, []
+    flags = {"num_steps": 2, "eval_every": 2, "max_new_tokens": 9, "save_every": 1}
+    flags |= {"completions": 4, "micro_batch_tokens": 1, "num_mini_batches": 2}
+    run, clears = make_job(ppo), []
     expected = computed(run(**flags)), (run.folder / "samples.jsonl").read_text()
 
-    def noted(*args, **options):
-        order.append("sample")
-        return sample(*args, **options)
-
     def clear():
-        order.append("clear")
-        if order.count("clear") == 5:
+        clears.append("clear")
+        if len(clears) == 5:  # after a trial of the micro-batch, at the end of the second step
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(script, "sample", noted)
-    with pretended_cuda() as gpu:
-        monkeypatch.setattr(torch.cuda, "empty_cache", clear)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
-        hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
+    with pretended_cuda() as gpu, mock.patch.object(torch.cuda, "empty_cache", clear):
         with pytest.raises(KeyboardInterrupt):
             run(**flags, device="cuda")
+        assert gpu.waits["synchronize"] == 4, "phases are measured, the work of the device as well"
         lines = computed(run(**flags, device="cuda", resume=run.folder))
-        hook.remove()
-    step = ["sample", "wait", "clear", *(updates * ["update"]), "wait", "clear"]
-    assert order == ["clear", *step, *step, "clear", *step]  # the first to fit a micro-batch
     for line in expected[0] + lines:  # tensors of other shapes round otherwise in decoding
         line.pop("val/sampler_kl", None), line.pop("objective/entropy", None)
     assert (lines, (run.folder / "samples.jsonl").read_text()) == expected
     assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
+
+
+def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate():
+    for capability, expected in (
+        ((6, 0), None),  # P100
+        ((7, 5), torch.float16),  # T4
+        ((8, 0), torch.bfloat16),  # A100
+    ):
+        of_device = mock.Mock(return_value=capability)
+        with pretended_cuda(), mock.patch.object(torch.cuda, "get_device_capability", of_device):
+            assert models.fast_half(CUDA) is expected and torch.cuda.is_bf16_supported()
+
+
+def test_tf32_is_for_the_head_of_a_run_in_bfloat16_alone():
+    for bf16 in (True, False, True):
+        models.set_up_training(SimpleNamespace(bf16=bf16))
+        assert torch.backends.cuda.matmul.allow_tf32 == bf16
 
 
 def test_what_fails_within_a_capture_is_named_and_without_graphs_it_works(capsys):
@@ -126,8 +145,8 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
 
     monkeypatch.setattr(models, "completion_logprobs", scored)
     monkeypatch.setattr(models, "_one_pass", tried)
-    with pretended_cuda():
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
+    reset = mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
+    with pretended_cuda(), reset:
         run(device="cuda", micro_batch_tokens=1000)
     kept = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
     assert sizes == [8, 4, 2, "reset"]

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from common import InputError
 from plumbing.data import Task, decode, load_reward
+from plumbing.preferences import RewardModel
 from tasks import REWARDS, TASKS, add_prompts
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
@@ -27,41 +28,38 @@ def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
     return scores.tolist()
 
 
-def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
-    def reward(prompts, completions, completion_ids, n, **kwargs):
-        seen.update(prompts=prompts, completions=completions, n=n, ids=completion_ids)
-        return [1.0, 2.0, 3.0, None]
+def seen(rows) -> dict:
+    """What a reward gets for these rows."""
+    columns = {}
+    scored(lambda **given: columns.update(given) or [0.0] * 4, rows=rows)
+    return columns
 
-    seen = {}
-    scores = scored(reward)
-    assert seen["prompts"] == ["a", "a", "b", "b"] and seen["n"] == [1, 1, 2, 2]
-    assert seen["completions"] == TEXTS and [len(i) for i in seen["ids"]] == [1, 2, 1, 2]
-    assert scores[:3] == [1, 2, 3] and scores[3] != scores[3], "None is NaN"
+
+def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
+    got = seen(ROWS)
+    assert got["prompts"] == ["a", "a", "b", "b"] and got["n"] == [1, 1, 2, 2]
+    assert got["completions"] == TEXTS and [len(i) for i in got["completion_ids"]] == [1, 2, 1, 2]
+    *scores, unknown = scored(lambda prompts, completions, n, **kwargs: [*n[:3], None])
+    assert scores == [1, 1, 2] and unknown != unknown, "None is NaN"
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
+
+
+def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_sampled():
+    chat = [{"role": "user", "content": "q"}]
+    got = seen([{"prompt": "a", "completions": ["?"]}, {"prompt": chat, "late": 0}])
+    messages = [[{"role": "assistant", "content": text}] for text in TEXTS[2:]]
+    assert got["completions"] == TEXTS[:2] + messages, "messages where the prompt has messages"
+    assert got["late"] == [None, None, 0, 0] and got["prompts"] == ["a", "a", chat, chat]
 
 
 def test_a_reward_may_ask_for_the_step_and_log_as_in_trl():
     def reward(completions, trainer_state, log_metric, log_extra):
-        log_metric("length", 2.0)
-        log_extra("text", completions)
+        log_metric("length", 2.0), log_extra("text", completions)
         return [float(trainer_state.global_step)] * len(completions)
 
     task = Task(ROWS * 4, [], [reward], tokenizer=byte_tokenizer(), eos_token_ids=[256])
-    rows = task.batch(3, 2)
-    scores, _ = task.score(rows, make_rollout([[1]] * 2, [[256]] * 2))
+    scores, _ = task.score(task.batch(3, 2), make_rollout([[1]] * 2, [[256]] * 2))
     assert scores.tolist() == [3, 3]
-
-
-def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_sampled():
-    def reward(**columns):
-        seen.update(columns)
-        return [0.0] * 4
-
-    seen, chat = {}, [{"role": "user", "content": "q"}]
-    scored(reward, rows=[{"prompt": "a", "completions": ["?"]}, {"prompt": chat, "late": 0}])
-    messages = [[{"role": "assistant", "content": text}] for text in TEXTS[2:]]
-    assert seen["completions"] == TEXTS[:2] + messages, "messages where the prompt has messages"
-    assert seen["late"] == [None, None, 0, 0] and seen["prompts"] == ["a", "a", chat, chat]
 
 
 def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent():
@@ -157,17 +155,14 @@ def test_gradients_that_a_file_switches_off_come_back(tmp_path, monkeypatch):
 
 def test_a_reward_model_scores_prompt_and_completion_and_is_the_last_of_the_rewards(tmp_path):
     config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1)
-    judge = GPT2ForSequenceClassification(config).eval()
-    model = save_model(tmp_path / "rm", judge, byte_tokenizer())
+    model = save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), byte_tokenizer())
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
     alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model, bf16=False)
     assert alone.verifier is None and len(alone.rewards) == 1
     tokens = byte_tokenizer()(["2<|endoftext|>", "34"]).input_ids
     scores, _ = alone.score(alone.train[:1], make_rollout([[1]] * 2, tokens, eos=256))
-    for score, text in zip(scores, ("1+1=2<|endoftext|>", "1+1=34<|endoftext|>"), strict=True):
-        expected = judge(torch.tensor([byte_tokenizer()(text).input_ids])).logits
-        assert score.item() == pytest.approx(expected.item(), abs=1e-6)
-    assert scores[0] != scores[1]
+    first, second = RewardModel(model, "cpu")(["1+1="] * 2, ["2", "34"])
+    assert scores.tolist() == [first, second] and first != second
     both = task_of(reward_model=model, reward=["brevity"], reward_weights=[2.0, 0.5])
     assert both.weights == [2.0, 0.5] and both.rewards[0] is REWARDS["brevity"]
 
@@ -214,8 +209,7 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
 
 
 def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
-    path = str(tmp_path / "p.jsonl")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (path := tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for flags, expected in (
         ({"prompts": path, "reward": ["brevity", "numeric_match", "exact_match"]}, "numeric_match"),
         ({"prompts": path, "reward": ["numeric_match"], "verifier": "exact_match"}, "exact_match"),
@@ -259,6 +253,7 @@ def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkey
     task = task_of(task="letters")
     assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0, 1.0])
     assert task.rewards == rewards and task.verifier is None
+    assert task_of(task="letters", reward_weights=[3.0, 4.0]).weights == [3, 4], "a flag wins"
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
