@@ -134,8 +134,8 @@ def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_roun
         [measured["sampler"]["sums"]["top_k 50"]],  # what rounding gives too
     ):
         history = [STEP | {"objective/scores": i, "val/sampler_kl": x} for i, x in enumerate(steps)]
-        found = [warnings_about(history[: i + 1], bf16=True) for i in range(len(history))]
-        warned += [[name for name, _ in sum(found, [])]]
+        lines = (warnings_about(history[: i + 1], bf16=True) for i in range(len(history)))
+        warned += [[name for found in lines for name, _ in found]]
     assert warned[-4:] == [[], ["sampler"], ["sampler"], []] and not any(warned[:-4])
 
 
