@@ -43,10 +43,10 @@ VOCAB = 40
 EOS = 39
 
 
-def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB) -> GPT2LMHeadModel:
+def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB, n_layer: int = 2) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=n_layer, n_head=2,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, initializer_range=0.3,
         bos_token_id=None, eos_token_id=vocab_size - 1,
     )  # fmt: skip
@@ -230,7 +230,7 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
     model and returns the metrics of each step. `completions` is their number per step, whatever the
     group.
     """
-    folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, vocab_size=20), letter_tokenizer())
+    folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, 20, n_layer=1), letter_tokenizer())
     (tmp_path / "reward.py").write_text(REWARD)
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     random.Random(0).shuffle(lines)
