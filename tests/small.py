@@ -98,10 +98,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     return str(folder)
 
 
-def letter_tokenizer() -> PreTrainedTokenizerFast:
+def letter_tokenizer(tokens: str | list[str] = " abcdehnofqrstuwxyz") -> PreTrainedTokenizerFast:
     """A token per letter (stop strings need a to f) and one for EOS, 20 in all: rows end often."""
-    vocabulary = {token: index for index, token in enumerate([*" abcdehnofqrstuwxyz", "<eos>"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    vocabulary = {token: index for index, token in enumerate([*tokens, "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
