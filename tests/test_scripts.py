@@ -18,6 +18,7 @@ import rloo
 import sampling
 from common import completion_logprobs, rollout_logprobs
 from plumbing.config import settings_of_run
+from plumbing.data import prompt_batch
 
 FLAT = """
 def for_short_prompts(prompts, completion_ids, **columns):
@@ -51,7 +52,7 @@ def record_gradients(monkeypatch) -> list[torch.Tensor]:
 
 def test_at_step_0_the_kl_is_0_and_the_first_ratio_1_but_for_dropout_that_is_left_on(job):
     """In float32, at temperature 0.7, with dropout in the config and padding on both sides."""
-    first = job(num_epochs=2, num_mini_batches=2, completions=64)[0]
+    first = job(num_epochs=2, num_mini_batches=2, completions=16)[0]
     assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
     assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
     assert first["val/ratio_max_dev_first"] < 1e-5
@@ -59,7 +60,7 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1_but_for_dropout_that_is_lef
     assert job(disable_dropout="false", **ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 1e-2
 
 
-@pytest.mark.parametrize("lora_r", [0, 2])
+@pytest.mark.parametrize(("job", "lora_r"), [(grpo, 2), (ppo, 0), (rloo, 0)], indirect=["job"])
 def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatch):
     """It may be an adapter, and far away: nothing is wrong then, so nothing is warned of."""
     folder, base = job.folder.parent, AutoModelForCausalLM.from_pretrained(job.model)
@@ -81,6 +82,7 @@ def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatc
     assert "the KL is" in (job.folder / "warnings.jsonl").read_text(), "with a score it matters"
 
 
+@pytest.mark.parametrize("job", [ppo], indirect=True)
 def test_an_adapter_is_saved_alone_and_trained_further(job):
     flags = {"learning_rate": 1e-2, "num_steps": 2, "eval_every": 2}
     first = job(lora_r=4, **flags)
@@ -114,11 +116,17 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
 
 
-def test_training_draws_from_its_seed_and_evaluations_from_another(job, monkeypatch):
+def test_training_draws_prompts_and_tokens_from_its_seed_and_evaluations_from_another(
+    job, monkeypatch
+):
     calls = record_calls(monkeypatch, sampling, "generate")
     job(seed=3, num_eval_prompts=3)
     seeds = {(len(call.args[1]) == 3, call.kwargs["generator"].initial_seed()) for call in calls}
     assert seeds == {(False, 3), (True, 4)}
+    G = 1 if job.script is ppo else 4
+    rows = prompt_batch(lines_of(job.folder.parent / "prompts.jsonl"), 0, 8 // G, seed=3)
+    drawn = [x["prompt"] for x in lines_of(job.folder / "samples.jsonl") if x["split"] == "train"]
+    assert drawn == [row["prompt"] for row in rows for _ in range(G)]
 
 
 def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch):
@@ -149,7 +157,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weight
     assert "goes on from step 1" in printed and f"the gradient is {bad}: lower --learn" in printed
 
 
-@pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
+@pytest.mark.parametrize("job", [grpo, rloo], indirect=True)
 def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, monkeypatch):
     """The smallest entropy bonus, or KL penalty in GRPO's loss, keeps them and changes nothing."""
     in_float64(monkeypatch, job.script)
