@@ -68,6 +68,9 @@ def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
     places = [texts.index(pair["chosen"]) for pair in pairs.heldout]
     assert len(places) == 9 and max(places) > 8, "not the first of a file, which may be sorted"
     assert {p["margin"] for p in pairs.train} == {2.0} and pairs.heldout[0]["margin"] == 0.0
+    rows[8]["chosen"] = "a" * 70
+    pairs_of(tmp_path, rows, max_length=80, **evaluated)
+    assert "longer than 64 tokens" in capsys.readouterr().out, "which is the model's context"
 
 
 def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):

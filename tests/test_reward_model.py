@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,9 +91,8 @@ def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     first, last = job(
-        model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "pairs.jsonl",
-        num_eval_pairs=80, num_steps=1, pairs_per_step=20, micro_batch_tokens=60,
-        center_rewards_coef=0.3,
+        model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "own.jsonl", num_steps=1,
+        pairs_per_step=20, micro_batch_tokens=60, center_rewards_coef=0.3,
     )  # fmt: skip
     model, (a, b) = by_hand(judge, rows)
     margin = torch.tensor([row["margin"] for row in rows])
@@ -102,7 +102,6 @@ def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
         assert torch.allclose(ours, p.grad, atol=1e-5) and p.grad.abs().max() > 1e-4, name
     means = {"loss/pairs": softplus(b - a), "reward/margin": a - b, "reward/mean": (a + b) / 2}
     assert_means(first, means | {"reward/accuracy": a > b})
-    rows = rows_of(80)
     longer = torch.tensor([float(len(row["chosen"]) - len(row["rejected"])) for row in rows])
     for metrics, folder in ((first, judge), (last, tmp_path / "run" / "model")):
         a, b = by_hand(folder, rows)[1].detach()
@@ -121,9 +120,7 @@ def assert_means(metrics, expected):
 @pytest.mark.problem("reward_script", 6)
 def test_a_new_head_starts_at_0_and_learns_the_preference(job, tmp_path):
     first, *_, last = job(pairs=tmp_path / "more.jsonl", num_steps=40, eval_every=40)
-    assert first["loss/pairs"] == pytest.approx(math.log(2), abs=1e-6)
-    assert first["eval/loss"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
-    assert first["reward/mean"] == 0 and first["grad_norm"] > 0
+    assert first["loss/pairs"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
 
 
@@ -151,24 +148,22 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
-def test_the_seed_orders_the_pairs(job):
-    """A head that starts at 0 needs no other random draw."""
-    first, other = ([m["loss/pairs"] for m in job(seed=seed)[1:3]] for seed in (0, 1))
-    assert first != other
+def test_each_step_draws_its_pairs_by_the_seed(job, monkeypatch):
+    monkeypatch.setattr(reward_model, "prompt_batch", Mock(wraps=reward_model.prompt_batch))
+    job(seed=3, num_steps=2)
+    calls = reward_model.prompt_batch.call_args_list
+    assert [call.args[1:] for call in calls] == [(0, 8, 3), (1, 8, 3)]
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
+def test_a_run_warns_of_what_goes_wrong():
+    fine = {"reward/mean": 0.0, "eval/loss": 0.5, "eval/length_correlation": 0}
+    for change, names in (
         ({"eval/loss": 0.59}, []),
         ({"eval/loss": 0.61}, ["overfitting"]),
         ({"reward/mean": -11.0}, ["far scores"]),
         ({"eval/length_correlation": -0.8}, ["length"]),
-    ],
-)
-def test_a_run_warns_of_what_goes_wrong(change, names):
-    fine = {"reward/mean": 0.0, "eval/loss": 0.5, "eval/length_correlation": 0}
-    assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
+    ):
+        assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
 
 
 def test_own_pairs_prefer_right_sums_with_some_training_labels_flipped():
