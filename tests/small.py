@@ -287,10 +287,8 @@ def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
             "pairs_per_step": 8, "warmup_steps": 1, "learning_rate": 1e-2, "eval_every": 2,
             "output_dir": tmp_path / "run", "device": "cpu", "bf16": "false", "overwrite": "true",
         }  # fmt: skip
-        settings = flags if "resume" in flags else settings | flags
-        import reward_model
-
+        settings |= flags
         reward_model.main([part for k, v in settings.items() for part in (f"--{k}", str(v))])
-        return lines_of(Path(settings.get("resume") or settings["output_dir"]) / "metrics.jsonl")
+        return lines_of(settings["output_dir"] / "metrics.jsonl")
 
     return run
