@@ -280,9 +280,7 @@ def rates(num_steps: int, warmup_steps: int) -> list[float]:
 
 @pytest.mark.problem("schedule", 2)
 @pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (60, 1), (60, 0)])
-def test_the_rate_rises_to_the_full_one_in_equal_steps_and_then_falls_towards_0(
-    num_steps, warmup_steps
-):
+def test_the_rate_rises_in_equal_steps_and_then_falls_towards_0(num_steps, warmup_steps):
     found, rest = rates(num_steps, warmup_steps), num_steps - warmup_steps
     rise = [(i + 1) / warmup_steps for i in range(warmup_steps)]
     assert found == pytest.approx([*rise, *(1 - i / rest for i in range(rest))])
@@ -351,9 +349,7 @@ def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
 
 @pytest.mark.problem("completion_logprobs", 3)
 @pytest.mark.parametrize("rollout", [WIDE, IN_GROUPS], ids=["wide", "in groups"])
-def test_padding_shared_prompts_and_micro_batches_change_no_value_and_no_gradient(
-    small_model, rollout
-):
+def test_padding_shared_prompts_and_micro_batches_change_nothing(small_model, rollout):
     """They equal a loop that reads one more token each time. Without position ids GPT-2 fails here
     by whole nats (huggingface/trl#6800); an off-by-one in logits or values shows as plainly.
     """

@@ -246,9 +246,7 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_giv
         assert torch.cosine_similarity(found.flatten(), law.flatten(), dim=0) < 0.999
 
 
-def test_the_ratio_of_a_loss_is_decided_in_one_place_for_the_loss_and_for_what_is_logged(
-    make_job, monkeypatch
-):
+def test_the_ratio_of_a_loss_is_decided_in_one_place_for_the_log_too(make_job, monkeypatch):
     """GSPO's ratio in the default loss is GSPO, in weights, metrics and tokens.jsonl."""
     job, found = make_job(grpo), []
     for kind in ("gspo", "grpo"):

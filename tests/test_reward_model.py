@@ -75,9 +75,7 @@ def by_hand(folder, rows):
     return model, torch.stack(scores).view(2, -1)
 
 
-def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
-    job, tmp_path, monkeypatch
-):
+def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
     rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(rows_of(20, seed=1))]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = Classifier.from_pretrained(tmp_path / "small", num_labels=1)  # with dropout

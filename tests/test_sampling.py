@@ -91,9 +91,7 @@ def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_
 
 
 @pytest.mark.problem("decode", 2)
-def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_whatever_generation_config(
-    small_model,
-):
+def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_alone(small_model):
     """huggingface/trl#5783: Qwen2.5 was sampled nearly greedily through its generation_config."""
     config = small_model.generation_config
     config.temperature, config.top_k, config.repetition_penalty = 1e-6, 1, 1.3

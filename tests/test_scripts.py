@@ -96,7 +96,7 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
 
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
-def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_are_needed(
+def test_old_and_reference_log_probs_are_computed_once_if_needed(
     job, monkeypatch, kl_coef, num_epochs
 ):
     """RLOO's KL inside the reward needs the old ones even for a single update; GRPO's in the loss
@@ -116,9 +116,7 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
 
 
-def test_training_draws_prompts_and_tokens_from_its_seed_and_evaluations_from_another(
-    job, monkeypatch
-):
+def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch):
     calls = record_calls(monkeypatch, sampling, "generate")
     job(seed=3, num_eval_prompts=3)
     seeds = {(len(call.args[1]) == 3, call.kwargs["generator"].initial_seed()) for call in calls}
@@ -145,9 +143,7 @@ def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch
     assert max(moved) > 1e-7, "a step of 1e-6 is lost where weights are bfloat16"
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(
-    job, monkeypatch, capsys
-):
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(job, monkeypatch, capsys):
     bad = math.inf if job.script is rloo else math.nan
     clip, factors = torch.nn.utils.clip_grad_norm_, iter([1.0, bad])
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *x: clip(*x) * next(factors))
