@@ -221,9 +221,7 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
 
 
 @pytest.mark.parametrize(("flags", "codes"), [(FLAGS[:-2], [0, 0]), (FLAGS, [0, 2])])
-def test_of_two_runs_at_once_none_writes_into_the_others_folder(
-    flags, codes, run, monkeypatch, capsys
-):
+def test_two_runs_that_start_at_once_never_share_a_folder(flags, codes, run, monkeypatch, capsys):
     """Both load the model and then find the same folder free, before one of them makes it."""
     expected, calls, fork = whole(), [], multiprocessing.get_context("fork")
     before, both, find = {*Path().glob("run*/*")}, fork.Barrier(2), plumbing.config.find_folder

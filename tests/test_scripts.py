@@ -96,9 +96,7 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
 
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
-def test_old_and_reference_log_probs_are_computed_once_if_needed(
-    job, monkeypatch, kl_coef, num_epochs
-):
+def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_coef, num_epochs):
     """RLOO's KL inside the reward needs the old ones even for a single update; GRPO's in the loss
     doesn't. PPO computes them always.
     """
