@@ -5,7 +5,6 @@ import json
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -142,24 +141,6 @@ def compared(quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance:
     difference = (ours - theirs).abs().max().item()
     largest = max(1.0, theirs.abs().max().item())
     assert difference <= tolerance * largest, f"{quantity}: {difference} of {largest}"
-
-
-def in_float64(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    """The script's policy, and with it its value model and reference, in float64; so are the
-    log-probs of a rollout, in whose place the loop puts those of the policy.
-    """
-    load_policy, sample = script.load_policy, script.sample
-
-    def in_double(config: object) -> tuple:
-        policy, tokenizer = load_policy(config)
-        return policy.double(), tokenizer
-
-    def sampled(*args: object, **options: object) -> Rollout:
-        rollout = sample(*args, **options)
-        return replace(rollout, logprobs=rollout.logprobs.double())
-
-    monkeypatch.setattr(script, "load_policy", in_double)
-    monkeypatch.setattr(script, "sample", sampled)
 
 
 RAGGED_ROWS = (  # prompts, completions

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small import in_float64, job_maker, letter_tokenizer, lines_of
+from small import job_maker, letter_tokenizer, lines_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -85,8 +85,13 @@ class Job:
         self.rows = self.second_step()
 
     def spy(self, patch: pytest.MonkeyPatch) -> None:
-        sample, clip = self.script.sample, torch.nn.utils.clip_grad_norm_
-        score, build = Task.score, ppo.ValueModel.on_backbone_of
+        load, sample = self.script.load_policy, self.script.sample
+        clip, score = torch.nn.utils.clip_grad_norm_, Task.score
+        build = ppo.ValueModel.on_backbone_of
+
+        def load_in_double(config):  # so are the value model and the reference, which are copies
+            policy, tokenizer = load(config)
+            return policy.double(), tokenizer
 
         def build_and_keep(policy):
             self.values = [build(policy)]
@@ -111,7 +116,7 @@ class Job:
             scores, texts = score(*args, **options)
             return scores.double(), texts
 
-        in_float64(patch, self.script)
+        patch.setattr(self.script, "load_policy", load_in_double)
         patch.setattr(ppo.ValueModel, "on_backbone_of", build_and_keep)
         patch.setattr(self.script, "sample", sample_and_keep)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_keep)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from small import in_float64, letter_tokenizer, lines_of, save_model
+from small import letter_tokenizer, lines_of, save_model
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -149,11 +149,11 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(job, monkeypatc
 @pytest.mark.parametrize("job", [grpo, rloo], indirect=True)
 def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, monkeypatch):
     """The smallest entropy bonus, or KL penalty in GRPO's loss, keeps them and changes nothing."""
-    in_float64(monkeypatch, job.script)
     recorded = record_gradients(monkeypatch)
     calls = record_calls(monkeypatch, job.script, "completion_logprobs")
     (file := job.folder.parent / "flat.py").write_text(FLAT)
     flags = {"reward": f"{file}:for_short_prompts", "completions": 16, "num_mini_batches": 2}
+    flags |= {"learning_rate": 1e-9}  # or Adam makes a step of a rounding error
     counts, gradients = [], []
     for coefs in ({}, {"kl_coef": 1e-15}, {"entropy_coef": 1e-15}):
         job(**{"kl_coef": 0} | flags | coefs)
@@ -162,7 +162,7 @@ def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, m
         calls.clear()
         recorded.clear()
     assert 2 < counts[0] < 14 and counts[2] == 16 and (counts[1] == 16) == (job.script is grpo)
-    for other in gradients[1:]:  # without a KL RLOO's advantages are in float32, as scores are
+    for other in gradients[1:]:
         assert torch.allclose(other, gradients[0], atol=1e-5)
     assert gradients[0].abs().max() > 1e-3
     if job.script is grpo:  # nothing is learnt from completions that are cut, nor are they read
