@@ -197,7 +197,7 @@ def test_without_flags_the_embedded_model_trains_with_its_own_defaults(script, t
 def test_training_raises_the_reward(job):
     lines = job(
         reward=job.folder.parent / "reward.py:share_of_a", num_steps=25, completions=64,
-        num_epochs=2, micro_batch_tokens=1024, rollout_batch_size=64, learning_rate=1e-3,
+        num_epochs=2, micro_batch_tokens=1024, rollout_batch_size=64, learning_rate=3e-3,
         temperature=1.0, max_new_tokens=8, eval_every=100, kl_coef=0.01,
     )[:-1]  # fmt: skip
     scores = [line["objective/scores"] for line in lines]
