@@ -5,7 +5,6 @@ import json
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -43,10 +42,10 @@ VOCAB = 40
 EOS = 39
 
 
-def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB) -> GPT2LMHeadModel:
+def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB, n_layer: int = 2) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=n_layer, n_head=2,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, initializer_range=0.3,
         bos_token_id=None, eos_token_id=vocab_size - 1,
     )  # fmt: skip
@@ -98,10 +97,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     return str(folder)
 
 
-def letter_tokenizer() -> PreTrainedTokenizerFast:
+def letter_tokenizer(tokens: str | list[str] = " abcdehnofqrstuwxyz") -> PreTrainedTokenizerFast:
     """A token per letter (stop strings need a to f) and one for EOS, 20 in all: rows end often."""
-    vocabulary = {token: index for index, token in enumerate([*" abcdehnofqrstuwxyz", "<eos>"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    vocabulary = {token: index for index, token in enumerate([*tokens, "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
@@ -142,24 +141,6 @@ def compared(quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance:
     difference = (ours - theirs).abs().max().item()
     largest = max(1.0, theirs.abs().max().item())
     assert difference <= tolerance * largest, f"{quantity}: {difference} of {largest}"
-
-
-def in_float64(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    """The script's policy, and with it its value model and reference, in float64; so are the
-    log-probs of a rollout, in whose place the loop puts those of the policy.
-    """
-    load_policy, sample = script.load_policy, script.sample
-
-    def in_double(config: object) -> tuple:
-        policy, tokenizer = load_policy(config)
-        return policy.double(), tokenizer
-
-    def sampled(*args: object, **options: object) -> Rollout:
-        rollout = sample(*args, **options)
-        return replace(rollout, logprobs=rollout.logprobs.double())
-
-    monkeypatch.setattr(script, "load_policy", in_double)
-    monkeypatch.setattr(script, "sample", sampled)
 
 
 RAGGED_ROWS = (  # prompts, completions
@@ -230,7 +211,7 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
     model and returns the metrics of each step. `completions` is their number per step, whatever the
     group.
     """
-    folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, vocab_size=20), letter_tokenizer())
+    folder = save_model(tmp_path / "small-gpt2", small_gpt2(0.1, 20, n_layer=1), letter_tokenizer())
     (tmp_path / "reward.py").write_text(REWARD)
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     random.Random(0).shuffle(lines)
@@ -287,10 +268,8 @@ def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
             "pairs_per_step": 8, "warmup_steps": 1, "learning_rate": 1e-2, "eval_every": 2,
             "output_dir": tmp_path / "run", "device": "cpu", "bf16": "false", "overwrite": "true",
         }  # fmt: skip
-        settings = flags if "resume" in flags else settings | flags
-        import reward_model
-
+        settings |= flags
         reward_model.main([part for k, v in settings.items() for part in (f"--{k}", str(v))])
-        return lines_of(Path(settings.get("resume") or settings["output_dir"]) / "metrics.jsonl")
+        return lines_of(settings["output_dir"] / "metrics.jsonl")
 
     return run

@@ -1,10 +1,18 @@
 """Two steps of each loop against the same steps written out naively from the equations.
 
-At the first step every log-ratio, KL and value is 0, so a wrong sign or a dropped coefficient
-cannot show. Of the second one rewards, advantages, gradients, metrics and the weights at the end
-are computed here a second time: row by row, a minibatch at once, and without dropout, which the
-model has. The losses are those of the scripts, which have tests of their own. Both sides are in
-float64, so they agree to nine digits; the metrics, which the loop adds up in float32, to six.
+How to read this:
+
+1. `RUNS` names six runs of two steps each. In the first step every log-ratio, KL and value is 0, so
+   a wrong sign or a dropped coefficient cannot show: what is compared is the second one.
+2. `Job.spy` replaces functions that the loop calls. `sample`, `clip_grad_norm_` and
+   `on_backbone_of` do their work and keep a copy: of the rollout, of each update's gradient, of the
+   models before both. Two change numbers: all is in float64, so that both sides agree to nine
+   digits (metrics, which are added up in float32, to six), and NOISE lies on the log-probs as
+   drawn, so that a loop which trains on these is found.
+3. `Job.second_step` is the step by hand. Row by row, without padding or dropout, it computes
+   log-probs, KL, score and advantages. `Job.loss` makes the loss of a minibatch of them at once, by
+   the losses of the scripts, which have tests of their own; autograd gives the gradient.
+4. Each test compares one thing: gradients, weights at the end, metrics, what is recorded of tokens.
 """
 
 import copy
@@ -16,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small import in_float64, job_maker, letter_tokenizer, lines_of
+from small import job_maker, letter_tokenizer, lines_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -32,24 +40,24 @@ FLAGS = {
     "num_steps": 2, "completions": ROWS, "num_generations": 3, "max_new_tokens": 5,
     "temperature": 1.5, "kl_coef": 0.3, "learning_rate": 0.01, "warmup_steps": 0,
     "max_grad_norm": 0.8, "rollout_batch_size": 6, "micro_batch_tokens": 16, "eval_every": 1,
-    "seed": 17, "num_epochs": 2, "num_mini_batches": 2, "clip_range": 0.05,
+    "seed": 12, "num_epochs": 2, "num_mini_batches": 2, "clip_range": 0.05,
 }  # fmt: skip
 RUNS = {  # the kind of loss: the flags in which its run differs
     "ppo": {
         "kl_estimator": "k3", "missing_eos_penalty": 0.75, "gamma": 0.9, "lam": 0.5,
         "clip_range_value": 0.03, "vf_coef": 0.5, "entropy_coef": 0.4, "num_epochs": 3,
-        "seed": 11,
     },
     "grpo": {},
     "dr_grpo": {  # one epoch, so old log-probs are needed for the minibatches alone
         "loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.4, "num_epochs": 1,
+        "seed": 11,
     },
     "dapo": {
         "loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch",
         "mask_truncated_completions": True, "entropy_coef": 0.4, "num_epochs": 1,
     },
     "gspo": {"loss_type": "gspo", "clip_range": 0.01, "kl_estimator": "unbiased"},
-    "rloo": {"entropy_coef": 0.4, "num_epochs": 1, "seed": 11},  # two minibatches
+    "rloo": {"entropy_coef": 0.4, "num_epochs": 1},  # two minibatches
 }  # fmt: skip
 NOISE = torch.linspace(-0.3, 0.3, ROWS * 5).double().view(ROWS, 5)  # on the sampler's log-probs
 
@@ -77,8 +85,13 @@ class Job:
         self.rows = self.second_step()
 
     def spy(self, patch: pytest.MonkeyPatch) -> None:
-        sample, clip = self.script.sample, torch.nn.utils.clip_grad_norm_
-        score, build = Task.score, ppo.ValueModel.on_backbone_of
+        load, sample = self.script.load_policy, self.script.sample
+        clip, score = torch.nn.utils.clip_grad_norm_, Task.score
+        build = ppo.ValueModel.on_backbone_of
+
+        def load_in_double(config):  # so are the value model and the reference, which are copies
+            policy, tokenizer = load(config)
+            return policy.double(), tokenizer
 
         def build_and_keep(policy):
             self.values = [build(policy)]
@@ -103,7 +116,7 @@ class Job:
             scores, texts = score(*args, **options)
             return scores.double(), texts
 
-        in_float64(patch, self.script)
+        patch.setattr(self.script, "load_policy", load_in_double)
         patch.setattr(ppo.ValueModel, "on_backbone_of", build_and_keep)
         patch.setattr(self.script, "sample", sample_and_keep)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_keep)

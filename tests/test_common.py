@@ -274,24 +274,18 @@ def test_a_fresh_value_model_predicts_exactly_0_and_trains_weights_of_its_own(ma
 # --- The learning rate ---
 
 
-def rates(num_steps: int, warmup_steps: int) -> list[float]:
-    return [schedule(step, num_steps, warmup_steps) for step in range(num_steps)]
-
-
 @pytest.mark.problem("schedule", 2)
 @pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (60, 1), (60, 0)])
-def test_the_rate_rises_to_the_full_one_in_equal_steps_and_then_falls_towards_0(
-    num_steps, warmup_steps
-):
-    found, rest = rates(num_steps, warmup_steps), num_steps - warmup_steps
-    rise = [(i + 1) / warmup_steps for i in range(warmup_steps)]
+def test_the_rate_rises_in_equal_steps_and_then_falls_towards_0(num_steps, warmup_steps):
+    rise, rest = [(i + 1) / warmup_steps for i in range(warmup_steps)], num_steps - warmup_steps
+    found = [schedule(step, num_steps, warmup_steps) for step in range(num_steps)]
     assert found == pytest.approx([*rise, *(1 - i / rest for i in range(rest))])
 
 
 @pytest.mark.problem("schedule", 1)
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 19])
 def test_a_run_that_is_shorter_than_its_warm_up_reaches_the_full_rate_too(num_steps):
-    found = rates(num_steps, 10)
+    found = [schedule(step, num_steps, 10) for step in range(num_steps)]
     assert max(found) == 1 and min(found) > 0 and found.index(1) <= num_steps // 2
 
 
@@ -351,9 +345,7 @@ def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
 
 @pytest.mark.problem("completion_logprobs", 3)
 @pytest.mark.parametrize("rollout", [WIDE, IN_GROUPS], ids=["wide", "in groups"])
-def test_padding_shared_prompts_and_micro_batches_change_no_value_and_no_gradient(
-    small_model, rollout
-):
+def test_padding_shared_prompts_and_micro_batches_change_nothing(small_model, rollout):
     """They equal a loop that reads one more token each time. Without position ids GPT-2 fails here
     by whole nats (huggingface/trl#6800); an off-by-one in logits or values shows as plainly.
     """

@@ -13,9 +13,7 @@ from plumbing.data import sampling_options
 # --- Groups that teach something: DAPO (arXiv 2503.14476) eq. 11 ---
 
 
-def test_of_the_groups_that_are_drawn_those_that_teach_are_kept_first(
-    make_job, tmp_path, monkeypatch
-):
+def test_of_the_groups_drawn_those_that_teach_are_kept_first(make_job, tmp_path, monkeypatch):
     def flat_with_an_a(prompts, completions):
         calls.append(list(zip(prompts, completions)))
         return [float("a" not in prompt) * (i % 2) for i, prompt in enumerate(prompts)]

@@ -41,11 +41,8 @@ def naive_advantages(rewards: list[float], group_size: int, scale: str) -> list[
         if math.isnan(reward) or len(group) < 2:
             advantages.append(0.0)
             continue
-        divisors = {
-            "group": statistics.stdev(group) + 1e-4,
-            "batch": statistics.stdev(known) + 1e-4,
-        }
-        divisors |= {"none": 1, "mean": statistics.mean(group)}
+        divisors = {"none": 1, "mean": statistics.mean(group)}
+        divisors |= {k: statistics.stdev(x) + 1e-4 for k, x in (("group", group), ("batch", known))}
         # The reward less the mean of the others is G / (G - 1) times that less the mean of all.
         divisors |= {"rloo": (len(group) - 1) / len(group)}
         advantages.append((reward - statistics.mean(group)) / divisors[scale])
@@ -66,9 +63,7 @@ def test_advantages_equal_their_definition_with_rewards_missing(scale):
 @pytest.mark.problem("group_advantages", 1, "group batch none mean")
 @pytest.mark.filterwarnings("error")  # of one number there is no std
 @pytest.mark.parametrize("scale", SCALES)
-def test_groups_with_less_than_two_known_rewards_get_0_and_half_precision_gives_float32(
-    scale,
-):
+def test_groups_with_less_than_two_known_rewards_get_0_and_half_precision_gives_float32(scale):
     for rewards in ([nan, nan, nan], [nan, 7.0, nan]):
         assert advantages_of(torch.tensor(rewards), 3, scale).tolist() == [0, 0, 0]
     assert advantages_of(torch.tensor([1, 2, 4]).bfloat16(), 3, scale).dtype == torch.float32
@@ -129,7 +124,7 @@ def naive_loss(logprobs, old, advantages, mask, kind, ref, kl_coef, estimator, h
 FLAGS = [(None, "k3", None), (0.4, "k3", 0.3), (1.0, "unbiased", 0.3)]  # None: not given
 
 
-@pytest.fixture(params=itertools.product(KINDS, FLAGS), ids=str)
+@pytest.fixture(scope="module", params=itertools.product(KINDS, FLAGS), ids=str)
 def losses(request) -> list[tuple]:
     """Log-probs, ours and what is expected, each loss with its clips, of advantages of either sign
     and of none. Padding holds NaN, a row is masked as a whole, and no input is changed.
@@ -205,80 +200,53 @@ def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, k
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_given(on_policy):
-    """By enumeration of the nine completions of two tokens, and k3 has that of the KL turned round,
-    on policy. The KL of whole completions has another one, which RLOO gets by k1 in the reward.
-    """
-    ys = torch.tensor(list(itertools.product(range(3), repeat=2)))  # (9, 2)
-    prefix = torch.stack([0 * ys[:, 0], 1 + ys[:, 0]], dim=1)  # (9, 2): 0 is the prompt alone
-    logits, ref, old = (numbers(i)[:, :3] for i in range(3))  # of a token after a prefix, (4, 3)
-    policy, ref, old = (x.log_softmax(-1) for x in (logits.requires_grad_(), ref, old))
-    old = policy.detach() if on_policy else old
-    p, r, o = (x[prefix, ys] for x in (policy, ref, old))  # log-probs, (9, 2)
-
-    def mean(losses: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """Of losses (9,) of completions that old sampled: the value and the gradient."""
-        value = (o.sum(1).exp() * losses).sum()
-        return value.item(), torch.autograd.grad(value, logits, retain_graph=True)[0]
-
-    def of_loss(loss, *args: torch.Tensor, **more) -> tuple[float, torch.Tensor]:
-        more |= {"clip_range": 0.2}
-        rows = [[x[i : i + 1] for x in (p, o, *args, torch.ones(9, 2))] for i in range(9)]
-        return mean(torch.stack([loss(*row, **more)[0] for row in rows]))
-
-    def of_grpo(estimator: str) -> tuple[float, torch.Tensor]:
-        def loss(p, o, r, mask, **more):
-            return grpo_loss(p, o, torch.zeros(1), mask, ref_logprobs=r, **more)
-
-        sums = {"loss_type": "dr_grpo", "max_new_tokens": 1, "kl_coef": 1.0}
-        return of_loss(loss, r, **sums, kl_estimator=estimator)
-
-    kl, gradient = mean((policy.exp() * (policy - ref)).sum(1)[prefix].sum(1))
-    _, of_turned = mean((ref.exp() * (ref - policy)).sum(1)[prefix].sum(1))
-    unbiased, k3 = of_grpo("unbiased"), of_grpo("k3")
-    assert unbiased[0] == pytest.approx(kl) and torch.allclose(unbiased[1], gradient)
-    assert torch.allclose(k3[1], of_turned) == on_policy
-    kls = (p - r).sum(1)
-    whole = torch.autograd.grad((p.sum(1).exp() * kls).sum(), logits, retain_graph=True)[0]
-    assert torch.allclose(of_loss(rloo_loss, -kls.detach())[1], whole) == on_policy
-    for other in (k3[1], whole):
-        assert (unbiased[1] - other).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo"])
-def test_the_gradients_of_the_kl_hold_where_each_token_weighs_alike_and_not_where_1_over_T_does(
-    loss_type,
-):
-    """By enumeration of all completions of at most three tokens, where token 2 is EOS: with 1/T a
-    token weighs less if the completion goes on, which is another expectation.
+    """By enumeration of all completions of at most three tokens, where token 2 is EOS. On policy k3
+    has that of the KL turned round. The KL of whole completions has another one, which RLOO gets by
+    k1 in the reward. With 1/T a token weighs less if the completion goes on: then neither holds.
     """
     ys = [y for n in (1, 2, 3) for y in itertools.product(range(3), repeat=n)]
     ys = [y for y in ys if 2 not in y[:-1] and (len(y) == 3 or y[-1] == 2)]  # 15 completions
-    before = [[y[:t] for t in range(len(y))] for y in ys]
-    prefixes = sorted({x for some in before for x in some})
-    logits, ref = (torch.cat([numbers(i, 2), numbers(i + 2, 2)])[:7, :3] for i in (0, 1))
-    policy, ref = (x.log_softmax(-1) for x in (logits.requires_grad_(), ref))
-    means = {"unbiased": 0.0, "k3": 0.0, "kl": 0.0, "turned": 0.0}
-    for y, some in zip(ys, before, strict=True):
-        at = torch.tensor([prefixes.index(x) for x in some])
-        p, r = (x[at, list(y)].unsqueeze(0) for x in (policy, ref))
-        chance, (q, s) = p.detach().sum().exp(), (policy[at], ref[at])
-        for name in ("unbiased", "k3"):
-            options = {"loss_type": loss_type, "max_new_tokens": 1, "clip_range": 0.2}
-            options |= {"ref_logprobs": r, "kl_coef": 1.0, "kl_estimator": name}
-            loss, _ = grpo_loss(p, p.detach(), torch.zeros(1), torch.ones_like(p), **options)
-            means[name] += chance * loss
-        means["kl"] += chance * (q.exp() * (q - s)).sum()
-        means["turned"] += chance * (s.exp() * (s - q)).sum()
-    found = {k: torch.autograd.grad(x, logits, retain_graph=True)[0] for k, x in means.items()}
-    for estimate, law in (("unbiased", "kl"), ("k3", "turned")):
-        cosine = torch.cosine_similarity(found[estimate].flatten(), found[law].flatten(), dim=0)
-        assert torch.allclose(found[estimate], found[law]) == (loss_type == "dr_grpo")
-        assert cosine > 1 - 1e-9 if loss_type == "dr_grpo" else cosine < 0.999
+    before = [y[:t] for y in ys for t in range(len(y))]
+    prefixes = sorted(set(before))  # 7
+    logits, ref, old = (torch.cat([numbers(i), numbers(i + 3)])[:7, :3] for i in range(3))
+    policy, ref, old = (x.log_softmax(-1) for x in (logits.requires_grad_(), ref, old))
+    old = policy.detach() if on_policy else old
+    mask = torch.arange(3) < torch.tensor([[len(y)] for y in ys])
+    prefix, token = torch.zeros(2, 15, 3).long()
+    prefix[mask] = torch.tensor([prefixes.index(x) for x in before])
+    token[mask] = torch.tensor([t for y in ys for t in y])
+    p, r, o = (x[prefix, token] * mask for x in (policy, ref, old))  # log-probs, (15, 3)
+    chance, kls = o.sum(1).exp(), (p - r).sum(1)  # of a completion, (15,)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(x, logits, retain_graph=True)[0]
+
+    def of_tokens(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The mean over completions that `old` sampled of the KL of x to y after each prefix."""
+        return chance @ ((x.exp() * (x - y)).sum(1)[prefix] * mask).sum(1)
+
+    def of_grpo(estimator: str, loss_type: str) -> torch.Tensor:
+        more = {"kl_coef": 1.0, "kl_estimator": estimator, "loss_type": loss_type}
+        more |= {"clip_range": 0.2, "max_new_tokens": 1}
+        rows = [[x[i : i + 1] for x in (p, o, 0 * chance, mask, r)] for i in range(15)]
+        return chance @ torch.stack([grpo_loss(*x, ref_logprobs=y, **more)[0] for *x, y in rows])
+
+    unbiased, k3 = (of_grpo(name, "dr_grpo") for name in ("unbiased", "k3"))
+    kl, turned = gradient(of_tokens(policy, ref)), gradient(of_tokens(ref, policy))
+    assert unbiased.item() == pytest.approx(of_tokens(policy, ref).item())
+    assert torch.allclose(gradient(unbiased), kl)
+    assert torch.allclose(gradient(k3), turned) == on_policy
+    whole = gradient(p.sum(1).exp() @ kls)
+    of_rloo, _ = rloo_loss(p, o, -chance * kls.detach(), mask, clip_range=0.2, num_rows=1)
+    assert torch.allclose(gradient(of_rloo), whole) == on_policy
+    for other in (gradient(k3), whole):
+        assert (kl - other).abs().max() > 0.05
+    for estimator, law in (("unbiased", kl), ("k3", turned)):
+        found = gradient(of_grpo(estimator, "grpo"))
+        assert torch.cosine_similarity(found.flatten(), law.flatten(), dim=0) < 0.999
 
 
-def test_the_ratio_of_a_loss_is_decided_in_one_place_for_the_loss_and_for_what_is_logged(
-    make_job, monkeypatch
-):
+def test_the_ratio_of_a_loss_is_decided_in_one_place_for_the_log_too(make_job, monkeypatch):
     """GSPO's ratio in the default loss is GSPO, in weights, metrics and tokens.jsonl."""
     job, found = make_job(grpo), []
     for kind in ("gspo", "grpo"):

@@ -387,7 +387,7 @@ def test_what_is_not_known_is_null_and_recording_changes_nothing_of_a_run(script
     (job.folder.parent / "reward.py").write_text(
         "def some(prompts, completions):\n"
         "    both = zip(prompts, completions)\n"
-        "    return [None if 'a' in c else len(p) % 2 * sum(map(ord, c)) % 7 for p, c in both]\n"
+        "    return [None if 'o' in c else len(p) % 2 * sum(map(ord, c)) % 7 for p, c in both]\n"
     )
     flags = {"reward": f"{job.folder.parent}/reward.py:some", "kl_coef": 0, "num_steps": 2}
     for often in (99, 1):
@@ -397,7 +397,7 @@ def test_what_is_not_known_is_null_and_recording_changes_nothing_of_a_run(script
         found.append((job.folder / "model" / "model.safetensors").read_bytes())
     assert found[0] == found[1]
     for line in lines:
-        assert "kl" not in line and (line["score"] is None) == ("a" in line["tokens"])
+        assert "kl" not in line and (line["score"] is None) == ("o" in line["tokens"])
         ratios = line["ratio"] if isinstance(line["ratio"], list) else [line["ratio"]]
         assert {x is None for x in ratios} == {line["advantages"] == 0}, line
     for unknown in ("score", "ratio"):

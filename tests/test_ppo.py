@@ -60,7 +60,8 @@ def test_the_value_loss_is_half_the_squared_error():
     assert loss.tolist() == [pytest.approx([0.405, 0.5])]
 
 
-VALUE_CASES = [  # less the old value: value and return; loss over that without a clip, and slope
+VALUE_CASES = [  # less the old value: value and return; loss over that without a clip; slope, which
+    # is 0 where the clip decides
     (0.1, 1.0, 1.0, 1.0),  # inside the range: plain squared error
     (0.5, 1.0, 0.64 / 0.25, 0.0),  # moved too far towards the return: clipped, no gradient
     (-0.5, 1.0, 1.0, 1.0),  # moved away from the return: the larger, unclipped error
@@ -69,25 +70,20 @@ VALUE_CASES = [  # less the old value: value and return; loss over that without 
 ]
 
 
-@pytest.mark.problem("value_loss", 2)
+@pytest.mark.problem("value_loss", 3)
 @pytest.mark.parametrize(("value", "ret", "share", "slope"), VALUE_CASES)
 def test_of_two_squared_errors_the_larger_counts(value, ret, share, slope):
     found = []
     for clip_range in (0.2, 1e6):
         values = torch.tensor([[0.7 + value]], requires_grad=True)
         old, returns = torch.tensor([[0.7]]), torch.tensor([[0.7 + ret]])
-        loss, _ = value_loss(values, old, returns, clip_range)
-        found.append((loss.item(), torch.autograd.grad(loss.sum(), values)[0].item()))
-    (loss, gradient), (free, full) = found
+        loss, clipped = value_loss(values, old, returns, clip_range)
+        gradient = torch.autograd.grad(loss.sum(), values)[0]
+        found.append((loss.item(), gradient.item(), clipped.tolist()))
+    (loss, gradient, clipped), (free, full, _) = found
     assert loss == pytest.approx(share * free) and gradient == pytest.approx(slope * full)
+    assert clipped == [[slope == 0]]
     assert full * (value - ret) > 0, "an error grows with the distance from the return"
-
-
-@pytest.mark.problem("value_loss", 1)
-def test_a_value_counts_as_clipped_where_the_clip_decides():
-    values, returns = (torch.tensor([column]) for column in list(zip(*VALUE_CASES))[:2])
-    _, clipped = value_loss(values, torch.zeros(1, 5), returns, 0.2)
-    assert clipped.tolist() == [[slope == 0 for *_, slope in VALUE_CASES]]
 
 
 def test_no_value_counts_as_clipped_by_rounding():

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,6 +69,9 @@ def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
     places = [texts.index(pair["chosen"]) for pair in pairs.heldout]
     assert len(places) == 9 and max(places) > 8, "not the first of a file, which may be sorted"
     assert {p["margin"] for p in pairs.train} == {2.0} and pairs.heldout[0]["margin"] == 0.0
+    rows[8]["chosen"] = "a" * 70
+    pairs_of(tmp_path, rows, max_length=80, **evaluated)
+    assert "longer than 64 tokens" in capsys.readouterr().out, "which is the model's context"
 
 
 def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
@@ -106,13 +110,12 @@ def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_
     folder = save_model(tmp_path / "m", model, letter_tokenizer())
     assert len({round(value, 5) for value in expected}) == 3
     for max_tokens, num_passes in ((13, 3), (1024, 1)):
-        sizes, judge = [], RewardModel(folder, "cpu", max_tokens=max_tokens)
-        score = lambda x, rows, bf16, to=sizes: to.append(rows) or sequence_scores(x, rows, bf16)  # noqa: E731
-        monkeypatch.setattr(preferences, "sequence_scores", score)
-        found = judge(prompts, completions)
+        monkeypatch.setattr(preferences, "sequence_scores", Mock(wraps=sequence_scores))
+        found = RewardModel(folder, "cpu", max_tokens=max_tokens)(prompts, completions)
         assert found == pytest.approx(expected, abs=1e-5)
-        assert len(sizes) == num_passes
-        assert max(len(rows) * max(map(len, rows)) for rows in sizes) <= max_tokens
+        parts = [call.args[1] for call in preferences.sequence_scores.call_args_list]
+        assert len(parts) == num_passes
+        assert max(len(rows) * max(map(len, rows)) for rows in parts) <= max_tokens
     # In bfloat16 a causal model is rounded but for its head, and BERT is not.
     rounded = RewardModel(folder, "cpu", bf16=True)(prompts, completions)
     assert (rounded == found) == (config is BERT)

@@ -3,16 +3,16 @@
 import itertools
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
-from small import computed, letter_tokenizer, lines_of, reward_model_job, rows_of, save_model
+from small import letter_tokenizer, lines_of, reward_model_job, rows_of, save_model
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification as Classifier
 
 import reward_model
 import tasks
-from common import Fault, set_learning_rate
 from plumbing.preferences import RewardModel, last_real_token
 from reward_model import PairMeter, pair_batches, preference_loss
 
@@ -75,9 +75,7 @@ def by_hand(folder, rows):
     return model, torch.stack(scores).view(2, -1)
 
 
-def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
-    job, tmp_path, monkeypatch
-):
+def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
     rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(rows_of(20, seed=1))]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = Classifier.from_pretrained(tmp_path / "small", num_labels=1)  # with dropout
@@ -91,9 +89,8 @@ def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     first, last = job(
-        model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "pairs.jsonl",
-        num_eval_pairs=80, num_steps=1, pairs_per_step=20, micro_batch_tokens=60,
-        center_rewards_coef=0.3,
+        model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "own.jsonl", num_steps=1,
+        pairs_per_step=20, micro_batch_tokens=60, center_rewards_coef=0.3,
     )  # fmt: skip
     model, (a, b) = by_hand(judge, rows)
     margin = torch.tensor([row["margin"] for row in rows])
@@ -103,7 +100,6 @@ def test_a_step_and_an_evaluation_are_those_by_hand_whatever_the_micro_batch(
         assert torch.allclose(ours, p.grad, atol=1e-5) and p.grad.abs().max() > 1e-4, name
     means = {"loss/pairs": softplus(b - a), "reward/margin": a - b, "reward/mean": (a + b) / 2}
     assert_means(first, means | {"reward/accuracy": a > b})
-    rows = rows_of(80)
     longer = torch.tensor([float(len(row["chosen"]) - len(row["rejected"])) for row in rows])
     for metrics, folder in ((first, judge), (last, tmp_path / "run" / "model")):
         a, b = by_hand(folder, rows)[1].detach()
@@ -122,9 +118,7 @@ def assert_means(metrics, expected):
 @pytest.mark.problem("reward_script", 6)
 def test_a_new_head_starts_at_0_and_learns_the_preference(job, tmp_path):
     first, *_, last = job(pairs=tmp_path / "more.jsonl", num_steps=40, eval_every=40)
-    assert first["loss/pairs"] == pytest.approx(math.log(2), abs=1e-6)
-    assert first["eval/loss"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
-    assert first["reward/mean"] == 0 and first["grad_norm"] > 0
+    assert first["loss/pairs"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
 
 
@@ -152,42 +146,22 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
-def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(job, tmp_path, monkeypatch):
-    flags = {"num_steps": 6, "save_every": 3, "lora_r": 2, "disable_dropout": "false"}
-    whole, run = job(**flags), tmp_path / "run"
-    files = [*run.glob("model/*.safetensors"), run / "samples.jsonl"]
-    expected, calls = [file.read_bytes() for file in files], iter(range(100))
-
-    def fails_in_step_4(*args):
-        if next(calls) == 4:
-            raise Fault("broken")
-        return set_learning_rate(*args)
-
-    with monkeypatch.context() as m, pytest.raises(Fault, match="broken"):
-        m.setattr(reward_model, "set_learning_rate", fails_in_step_4)
-        job(**flags)
-    assert computed(job(resume=run)) == computed(whole)
-    assert [file.read_bytes() for file in files] == expected
+def test_each_step_draws_its_pairs_by_the_seed(job, monkeypatch):
+    monkeypatch.setattr(reward_model, "prompt_batch", Mock(wraps=reward_model.prompt_batch))
+    job(seed=3, num_steps=2)
+    calls = reward_model.prompt_batch.call_args_list
+    assert [call.args[1:] for call in calls] == [(0, 8, 3), (1, 8, 3)]
 
 
-def test_the_seed_orders_the_pairs(job):
-    """A head that starts at 0 needs no other random draw."""
-    first, other = ([m["loss/pairs"] for m in job(seed=seed)[1:3]] for seed in (0, 1))
-    assert first != other
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
+def test_a_run_warns_of_what_goes_wrong():
+    fine = {"reward/mean": 0.0, "eval/loss": 0.5, "eval/length_correlation": 0}
+    for change, names in (
         ({"eval/loss": 0.59}, []),
         ({"eval/loss": 0.61}, ["overfitting"]),
         ({"reward/mean": -11.0}, ["far scores"]),
         ({"eval/length_correlation": -0.8}, ["length"]),
-    ],
-)
-def test_a_run_warns_of_what_goes_wrong(change, names):
-    fine = {"reward/mean": 0.0, "eval/loss": 0.5, "eval/length_correlation": 0}
-    assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
+    ):
+        assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
 
 
 def test_own_pairs_prefer_right_sums_with_some_training_labels_flipped():

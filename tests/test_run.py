@@ -1,6 +1,7 @@
 """A run: what it leaves, what ends it, and that it goes on as if nothing had happened."""
 
 import functools
+import json
 import multiprocessing
 import os
 import re
@@ -15,13 +16,23 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from small import computed, contents, finished, job_maker, letter_tokenizer, lines_of, save_model
+from small import (
+    computed,
+    contents,
+    finished,
+    job_maker,
+    letter_tokenizer,
+    lines_of,
+    rows_of,
+    save_model,
+)
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import grpo
 import plumbing.config
 import plumbing.data
 import ppo
+import reward_model
 import rloo
 from common import Fault, InputError, blame
 from plumbing.config import MADE
@@ -32,8 +43,9 @@ FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread 
 --prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2
 --eval_every 2 --save_every 2 --learning_rate 1e-2 --warmup_steps 2 --device cpu --bf16 false
 --eval_prompts heldout.jsonl --output_dir run""".split()
+PAIRS = """--model small-gpt2 --pairs pairs.jsonl --num_steps 4 --pairs_per_step 4 --eval_every 2
+--save_every 2 --learning_rate 1e-2 --device cpu --bf16 false --output_dir run""".split()
 LORA, DROPOUT = ["--lora_r", "2"], ["--disable_dropout", "false"]
-TAUGHT = [*LORA, "--reference", "small-gpt2"]
 
 
 @pytest.fixture
@@ -41,10 +53,11 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a script on a small model: exit code, and what it has printed."""
     job_maker(tmp_path)
     monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows_of(20))))
 
     def run(*flags, script=ppo):
-        given = list(flags) if "--resume" in flags else [*FLAGS, *flags]
-        return finished(script, given, capsys)
+        first = PAIRS if script is reward_model else FLAGS
+        return finished(script, [*([] if "--resume" in flags else first), *flags], capsys)
 
     return run
 
@@ -85,11 +98,20 @@ def fails(monkeypatch, module, name, step, error):
     monkeypatch.setattr(module, name, fail)
 
 
-@pytest.mark.parametrize(("script", "flags"), [(ppo, LORA), (grpo, DROPOUT), (rloo, TAUGHT)])
-def test_interrupted_in_a_rollout_a_run_goes_on_bit_for_bit(script, flags, run, monkeypatch):
+RUNS = {  # flags, and what is interrupted before the weights move
+    ppo: (LORA, "sample"),
+    grpo: (DROPOUT, "sample"),
+    rloo: ([*LORA, "--reference", "small-gpt2"], "sample"),
+    reward_model: ([*LORA, *DROPOUT], "set_learning_rate"),
+}
+
+
+@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.__name__)
+def test_an_interrupted_run_goes_on_bit_for_bit(script, run, monkeypatch):
+    flags, phase = RUNS[script]
     _, expected = run(*flags, "--output_dir", "expected", script=script)
     with monkeypatch.context() as patch:
-        fails(patch, script, "sample", 3, KeyboardInterrupt())
+        fails(patch, script, phase, 3, KeyboardInterrupt())
         code, first = run(*flags, script=script)
     assert code == 130 and first.endswith("--resume run goes on from step 3.\ninterrupted\n")
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
@@ -124,6 +146,8 @@ def test_what_ends_a_run_says_what_is_saved_and_the_run_goes_on_from_there(end, 
         fails(patch, module, name, in_step, error)
         patch.setattr(Run, "save", lambda self: [save(self), saved.append(contents("run"))])
         code, text = run()
+        if end == "optimiser":  # one that goes on knows what is saved before it has saved
+            code, text = run("--resume", "run")
     assert code == expected and words in text
     assert ("Traceback" in text) == (end in ("reward", "records"))
     assert re.search(rf"The run ended in step \d: --resume run goes on from step {step}\.\n", text)
@@ -197,9 +221,7 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
 
 
 @pytest.mark.parametrize(("flags", "codes"), [(FLAGS[:-2], [0, 0]), (FLAGS, [0, 2])])
-def test_of_two_runs_that_start_at_once_none_writes_into_the_folder_of_the_other(
-    flags, codes, run, monkeypatch, capsys
-):
+def test_two_runs_that_start_at_once_never_share_a_folder(flags, codes, run, monkeypatch, capsys):
     """Both load the model and then find the same folder free, before one of them makes it."""
     expected, calls, fork = whole(), [], multiprocessing.get_context("fork")
     before, both, find = {*Path().glob("run*/*")}, fork.Barrier(2), plumbing.config.find_folder

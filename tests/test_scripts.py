@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from small import in_float64, letter_tokenizer, lines_of, save_model
+from small import letter_tokenizer, lines_of, save_model
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -51,7 +51,7 @@ def record_gradients(monkeypatch) -> list[torch.Tensor]:
 
 def test_at_step_0_the_kl_is_0_and_the_first_ratio_1_but_for_dropout_that_is_left_on(job):
     """In float32, at temperature 0.7, with dropout in the config and padding on both sides."""
-    first = job(num_epochs=2, num_mini_batches=2, completions=64)[0]
+    first = job(num_epochs=2, num_mini_batches=2, completions=16)[0]
     assert 0 < first["length/truncated_frac"] < 1, "no row ended early: nothing is padded"
     assert first["step"] == 0 and abs(first["objective/kl"]) < 1e-5
     assert first["val/ratio_max_dev_first"] < 1e-5
@@ -59,7 +59,7 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1_but_for_dropout_that_is_lef
     assert job(disable_dropout="false", **ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 1e-2
 
 
-@pytest.mark.parametrize("lora_r", [0, 2])
+@pytest.mark.parametrize(("job", "lora_r"), [(grpo, 2), (ppo, 0), (rloo, 0)], indirect=["job"])
 def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatch):
     """It may be an adapter, and far away: nothing is wrong then, so nothing is warned of."""
     folder, base = job.folder.parent, AutoModelForCausalLM.from_pretrained(job.model)
@@ -81,6 +81,7 @@ def test_the_kl_is_to_a_named_model_which_needs_no_score(lora_r, job, monkeypatc
     assert "the KL is" in (job.folder / "warnings.jsonl").read_text(), "with a score it matters"
 
 
+@pytest.mark.parametrize("job", [ppo], indirect=True)
 def test_an_adapter_is_saved_alone_and_trained_further(job):
     flags = {"learning_rate": 1e-2, "num_steps": 2, "eval_every": 2}
     first = job(lora_r=4, **flags)
@@ -94,9 +95,7 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
 
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
-def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_are_needed(
-    job, monkeypatch, kl_coef, num_epochs
-):
+def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_coef, num_epochs):
     """RLOO's KL inside the reward needs the old ones even for a single update; GRPO's in the loss
     doesn't. PPO computes them always.
     """
@@ -114,7 +113,7 @@ def test_old_log_probs_and_those_of_the_reference_are_computed_once_where_they_a
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
 
 
-def test_training_draws_from_its_seed_and_evaluations_from_another(job, monkeypatch):
+def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch):
     calls = record_calls(monkeypatch, sampling, "generate")
     job(seed=3, num_eval_prompts=3)
     seeds = {(len(call.args[1]) == 3, call.kwargs["generator"].initial_seed()) for call in calls}
@@ -137,9 +136,7 @@ def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch
     assert max(moved) > 1e-7, "a step of 1e-6 is lost where weights are bfloat16"
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(
-    job, monkeypatch, capsys
-):
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(job, monkeypatch, capsys):
     bad = math.inf if job.script is rloo else math.nan
     clip, factors = torch.nn.utils.clip_grad_norm_, iter([1.0, bad])
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *x: clip(*x) * next(factors))
@@ -149,14 +146,14 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weight
     assert "goes on from step 1" in printed and f"the gradient is {bad}: lower --learn" in printed
 
 
-@pytest.mark.parametrize("job", [grpo, rloo], ids=["grpo", "rloo"], indirect=True)
+@pytest.mark.parametrize("job", [grpo, rloo], indirect=True)
 def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, monkeypatch):
     """The smallest entropy bonus, or KL penalty in GRPO's loss, keeps them and changes nothing."""
-    in_float64(monkeypatch, job.script)
     recorded = record_gradients(monkeypatch)
     calls = record_calls(monkeypatch, job.script, "completion_logprobs")
     (file := job.folder.parent / "flat.py").write_text(FLAT)
     flags = {"reward": f"{file}:for_short_prompts", "completions": 16, "num_mini_batches": 2}
+    flags |= {"learning_rate": 1e-9}  # or Adam makes a step of a rounding error
     counts, gradients = [], []
     for coefs in ({}, {"kl_coef": 1e-15}, {"entropy_coef": 1e-15}):
         job(**{"kl_coef": 0} | flags | coefs)
@@ -165,7 +162,7 @@ def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, m
         calls.clear()
         recorded.clear()
     assert 2 < counts[0] < 14 and counts[2] == 16 and (counts[1] == 16) == (job.script is grpo)
-    for other in gradients[1:]:  # without a KL RLOO's advantages are in float32, as scores are
+    for other in gradients[1:]:
         assert torch.allclose(other, gradients[0], atol=1e-5)
     assert gradients[0].abs().max() > 1e-3
     if job.script is grpo:  # nothing is learnt from completions that are cut, nor are they read
@@ -200,7 +197,7 @@ def test_without_flags_the_embedded_model_trains_with_its_own_defaults(script, t
 def test_training_raises_the_reward(job):
     lines = job(
         reward=job.folder.parent / "reward.py:share_of_a", num_steps=25, completions=64,
-        num_epochs=2, micro_batch_tokens=1024, rollout_batch_size=64, learning_rate=1e-3,
+        num_epochs=2, micro_batch_tokens=1024, rollout_batch_size=64, learning_rate=3e-3,
         temperature=1.0, max_new_tokens=8, eval_every=100, kl_coef=0.01,
     )[:-1]  # fmt: skip
     scores = [line["objective/scores"] for line in lines]
