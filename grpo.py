@@ -117,11 +117,11 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     # of about 0 would blow them up.
     centred = (groups - mean).masked_fill(is_flat(groups), 0)
     if scale_rewards == "group":  # [1] 4.1.2; Bessel's correction and 1e-4 are TRL's
-        variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1).clamp(min=1)
+        variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1)
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch":
         known = groups[~groups.isnan()]
-        variance = ((known - known.mean()) ** 2).sum() / max(1, len(known) - 1)
+        variance = ((known - known.mean()) ** 2).sum() / (len(known) - 1)
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "mean":  # [6]: a group that seldom succeeds counts more
         if (groups < 0).any():  # a negative mean would turn good into bad
@@ -130,7 +130,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     elif scale_rewards != "none":  # [2] leaves the std out
         known = "group, batch, none or mean"
         raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose {known}")
-    return centred.nan_to_num(0).flatten()
+    return centred.nan_to_num(0).flatten()  # also where one reward at most is known: 0 / 0
 
 
 def loss_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, loss_type: str) -> Tensor:
@@ -177,8 +177,8 @@ def grpo_loss(
     if loss_type == "cispo":  # [5] eq. 4 and 5, bounded above only: no token loses its gradient
         loss = -A * ratio.clamp(max=cispo_bound).detach() * logprobs
         clipped = (ratio > cispo_bound) & (A != 0)
-    if ref_logprobs is not None and kl_coef != 0:
-        kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0), "k3")  # [1] eq. 4
+    if kl_coef != 0:
+        kl = kl_estimate(logprobs, ref_logprobs, "k3")  # [1] eq. 4
         # arXiv 2512.02556. The ratio matters even where it is 1, because it has a gradient.
         if kl_estimator == "unbiased":
             kl = kl * importance_ratio(logprobs, old_logprobs, mask, "token")

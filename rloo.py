@@ -89,7 +89,7 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
     # [1] 2.3. The baseline doesn't depend on the completion that it judges: so the gradient is
     # unbiased on policy.
-    baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1).clamp(min=1)
+    baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1)
     # Equal rewards must give exactly 0, without the tiny differences that rounding leaves.
     return (groups - baseline).masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()
 

@@ -188,8 +188,7 @@ def draw(
     blocks = largest.new_empty(num_rows, -(-vocab_size // 128), 128)
     weights = blocks.view(num_rows, -1)
     torch.sub(logits, largest, out=weights[:, :vocab_size]).exp_()
-    if vocab_size % 128:
-        weights[:, vocab_size:] = 0
+    weights[:, vocab_size:] = 0
     sums = blocks.sum(-1)
     total = sums.sum(-1)
     cumulative = sums.cumsum(-1)
