@@ -313,7 +313,9 @@ def test_groups_of_one_an_unknown_scale_and_for_the_mean_a_reward_below_0_are_re
 
 
 @pytest.mark.problem("grpo_loss", 1)
-@pytest.mark.parametrize("kind", ["ppo", "dr_grpo"])
-def test_an_unknown_loss_and_a_missing_constant_are_refused(kind):
+@pytest.mark.parametrize(
+    "more", [{"loss_type": "ppo", "max_new_tokens": 4}, {"loss_type": "dr_grpo"}]
+)
+def test_an_unknown_loss_and_a_missing_constant_are_refused(more):
     with pytest.raises(ValueError):
-        grpo_loss(numbers(0), numbers(1), numbers(3)[0], MASK, clip_range=0.2, loss_type=kind)
+        grpo_loss(numbers(0), numbers(1), numbers(3)[0], MASK, clip_range=0.2, **more)

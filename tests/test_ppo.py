@@ -47,8 +47,9 @@ CLIP_CASES = {  # advantage, ratio, loss, slope; clipped where the slope is 0
 def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(size):
     """And there the token counts as clipped; the loss is the larger of two."""
     for advantage, ratio, loss, slope in CLIP_CASES[size]:
-        logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-        found, clipped = policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2)
+        old = torch.tensor([[-0.7]], dtype=torch.float64)
+        logprobs = (old + math.log(ratio)).requires_grad_()
+        found, clipped = policy_loss(logprobs, old, torch.tensor([[advantage]]), 0.2)
         found.sum().backward()
         assert found.tolist() == [[pytest.approx(loss)]] and clipped.tolist() == [[slope == 0]]
         assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio

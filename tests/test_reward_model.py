@@ -57,6 +57,7 @@ def test_the_last_real_token_is_found_by_the_mask_with_padding_on_either_side(ma
 
 
 def test_micro_batches_hold_every_pair_once_and_as_many_as_fit_a_long_one_alone():
+    assert pair_batches([{"ids": [[1] * 9] * 2}], 8) == [[{"ids": [[1] * 9] * 2}]]
     lengths = [(1, 2), (9, 1), (1, 1), (2, 2), (2, 1)]
     pairs = [{"ids": [[1] * a, [1] * b]} for a, b in lengths]
     parts = pair_batches(pairs, 8)

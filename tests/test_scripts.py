@@ -93,6 +93,16 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
     assert abs(second[0]["objective/kl"]) < 1e-5 < abs(second[1]["objective/kl"])
 
 
+def test_a_new_adapter_is_that_of_the_seed_whatever_was_drawn_before(job):
+    adapters = []
+    for drawn_before in range(2):
+        torch.manual_seed(drawn_before)
+        job(lora_r=2, num_steps=1)
+        adapters.append(load_file(job.folder / "model" / "adapter_model.safetensors"))
+    for name, weights in adapters[0].items():
+        assert torch.equal(weights, adapters[1][name])
+
+
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
 def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_coef, num_epochs):
