@@ -15,6 +15,7 @@ import argparse
 import ast
 import builtins
 import contextlib
+import difflib
 import gc
 import inspect
 import math
@@ -81,7 +82,7 @@ def changes(parent: ast.AST, field: str, node: ast.AST, known: set[str]) -> Iter
             yield ast.Name(OTHER[name], node.ctx)
         case ast.Attribute(x, name) if name in OTHER:
             yield ast.Attribute(x, OTHER[name], node.ctx)
-        case ast.UnaryOp(_, x):
+        case ast.UnaryOp(_, x) if not isinstance(x, ast.Constant):
             yield x
         case ast.BoolOp(operator, xs):
             yield from (x[0] if len(x) == 1 else ast.BoolOp(operator, x) for x in without(xs))
@@ -128,11 +129,13 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
                     continue
                 its, own, inner = statement, lines, where
                 if isinstance(node, ast.stmt):
-                    its, body = node, getattr(node, "body", None)
-                    if isinstance(node, ast.FunctionDef) or lines:
-                        own = range(node.lineno, body[0].lineno if body else node.end_lineno + 1)
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    inner = f"{where}.{node.name}".strip(".")
+                    its, end = node, node.end_lineno + 1
+                    if hasattr(node, "name"):
+                        inner = f"{where}.{node.name}".strip(".")
+                    elif hasattr(node, "body"):
+                        end = node.body[0].lineno
+                    if lines or isinstance(node, ast.FunctionDef):
+                        own = range(node.lineno, end)
                 right = ast.unparse(its).splitlines()
                 old = ast.unparse(node).partition("\n")[0]
                 for new in changes(parent, field, node, known):
@@ -193,11 +196,9 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        # What an earlier test has left in a cache would not run.
-        for function in [
-            x for m in modules_below(str(REPOSITORY)) for x in vars(sys.modules[m]).values()
-        ]:
-            getattr(function, "cache_clear", int)()
+        for module in modules_below(str(REPOSITORY)):  # what is in a cache would not run
+            for x in [*vars(sys.modules[module]).values()]:
+                getattr(x, "cache_clear", int)()
         self.lines, start = set(), time.monotonic()
         sys.settrace(self.trace)
         yield
@@ -278,51 +279,41 @@ def seen_by(bug: Bug, tests: dict[str, tuple[float, set]], seen: Counter) -> str
 
 def interval(seen: int, count: int) -> str:
     """A share with Wilson's interval of 95%."""
-    z, n = 1.96, max(count, 1)
-    middle, width = (
-        seen / n + z**2 / (2 * n),
-        z * math.sqrt(seen / n * (1 - seen / n) / n + (z / n / 2) ** 2),
-    )
+    p, n, z = seen / max(count, 1), max(count, 1), 1.96
+    middle, width = p + z**2 / n / 2, z * math.sqrt(p * (1 - p) / n + (z / n / 2) ** 2)
     low, high = ((middle + side * width) / (1 + z**2 / n) for side in (-1, 1))
-    return f"{seen} of {count} are seen: {seen / n:.1%} ({low:.1%} to {high:.1%})"
+    return f"{seen} of {count} bugs are seen: {p:.1%} ({low:.1%} to {high:.1%})"
 
 
-def changed_lines(commit: str) -> set[tuple[str, int]]:
-    """(file, line) of what the working tree has otherwise than a commit."""
-    command = ["git", "diff", "-U0", commit, "--", *TRAINING, *REST]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found, file = set(), ""
-    for name, first, count in re.findall(r"^\+\+\+ b/(.+)|^@@ .+ \+(\d+),?(\d*) @@", said, re.M):
-        file = name or file
-        found |= {(file, int(first or 0) + i) for i in range(int(count or 1))}
-    return found
+def changed_lines(commit: str, file: str, text: str) -> set[int]:
+    """The lines of a file with this text that it hasn't in a commit."""
+    old = subprocess.run(["git", "show", f"{commit}:{file}"], capture_output=True, text=True)
+    matcher = difflib.SequenceMatcher(None, old.stdout.splitlines(), text.splitlines(), False)
+    new = [range(j, k) for tag, *_, j, k in matcher.get_opcodes() if tag != "equal"]
+    return {i + 1 for lines in new for i in lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("files", nargs="*", default=[*TRAINING, *REST], help="default: all")
-    parser.add_argument(
-        "--changed", metavar="COMMIT", nargs="?", const="HEAD", help="default: HEAD"
-    )
+    parser.add_argument("files", nargs="*", default=[*TRAINING, *REST], help="of the program (all)")
+    parser.add_argument("--changed", nargs="?", const="HEAD", help="since this commit (HEAD)")
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the bugs")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(REPOSITORY)
     texts = {file: Path(file).read_text(encoding="utf-8") for file in options.files}
-    lines = changed_lines(options.changed) if options.changed else None
-    chosen = [
-        (file, i)
-        for file, text in texts.items()
-        for i, bug in enumerate(bugs(text, file))
-        if f"{file} {bug.name}" not in EQUIVALENT and (lines is None or (file, bug.line) in lines)
-    ]
+    chosen = []
+    for file, text in texts.items():
+        lines = changed_lines(options.changed, file, text) if options.changed else ()
+        for i, bug in enumerate(bugs(text, file)):
+            is_wanted = bug.line in lines or not options.changed
+            chosen += [(file, i)] * (is_wanted and f"{file} {bug.name}" not in EQUIVALENT)
     if options.sample:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     tests, failed, libraries = in_fork(lambda: record(options.files))
     print(
-        f"{len(chosen)} bugs, {len(tests)} tests. Without a bug fail: {failed or 'none'}",
-        flush=True,
+        f"{len(chosen)} bugs, {len(tests)} tests; without a bug fail {failed or 'none'}", flush=True
     )
     for name in libraries:
         with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ MADE = {
     "x = y if z else a": ["False", "True"],
     "x = y and z and a": ["z and a", "y and a", "y and z"],
     "x = not y": ["y"],
-    "x = -1": ["1", "0"],
+    "x = -1": ["0"],
     "x = y + 0": ["y", "0", "y - 0", "1"],
     "x = y // 2.5": ["y", "2.5", "y / 2.5", "5.0"],
     "x = y < z <= a": ["y <= z <= a"],
