@@ -265,15 +265,16 @@ def outcome(bug: Bug, code: Any, tests: dict[str, float]) -> str:
 
 
 def seen_by(bug: Bug, tests: dict[str, tuple[float, set]], seen: Counter) -> str:
-    """The test that sees the bug, or what happened instead. Tests that saw many come earlier."""
+    """The test that sees the bug, or what happened instead. Those that saw others there begin."""
     its = {(bug.file, line) for line in bug.lines or ()}
-    its_tests = {test: s for test, (s, lines) in tests.items() if bug.lines is None or lines & its}
-    order = sorted(its_tests, key=lambda test: its_tests[test] / (1 + seen[test]))
-    if not order:
+    runs = [(s, test) for test, (s, lines) in tests.items() if bug.lines is None or lines & its]
+    where = bug.name.partition(":")[0]
+    runs.sort(key=lambda run: (-seen[where, run[1]], run[0]))
+    if not runs:
         return "UNSEEN: no test runs the line"
     code = compile(bug.tree, REPOSITORY / bug.file, "exec")
-    found = in_fork(lambda: outcome(bug, code, {test: its_tests[test] for test in order}))
-    seen[found] += 1
+    found = in_fork(lambda: outcome(bug, code, {test: seconds for seconds, test in runs}))
+    seen[where, found] += 1
     return found or "it hangs or dies"
 
 
