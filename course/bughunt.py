@@ -8,6 +8,7 @@ The bugs are those of bughunt.md. Each leaves the range of five right runs in so
 """
 
 import argparse
+import ast
 import difflib
 import json
 import random
@@ -19,10 +20,9 @@ import tempfile
 from pathlib import Path
 
 COURSE = Path(__file__).resolve().parent
-sys.path[:0] = [str(COURSE), str(COURSE.parent / "tests")]
+sys.path.insert(0, str(COURSE))
 
 from make import copy_files
-from mutations import planted
 
 SYMPTOMS = COURSE / "symptoms.json"
 # - script, bug. `function`: `what it says` → `the bug`, in it \n for a new line. Why it shows so
@@ -45,10 +45,20 @@ loss/policy_avg grad_norm val/num_eos_tokens length/truncated_frac lr objective/
 
 
 def edit_of(bug: str) -> tuple[str, str, str]:
-    """(file, its text, its text with the bug)."""
-    path, text = planted(*KEY[bug][1:4])
-    text = text.replace("\n        pass\n", "\n")  # a statement that is missing leaves no trace
-    return path.relative_to(COURSE.parent).as_posix(), path.read_text(encoding="utf-8"), text
+    """(file, its text, its text with the bug). Raises ValueError where the bug has no one place."""
+    _, target, old, new, _ = KEY[bug]
+    module, *names = target.split(".")
+    file = f"{module}.py" if (COURSE.parent / f"{module}.py").exists() else f"plumbing/{module}.py"
+    text = (COURSE.parent / file).read_text(encoding="utf-8")
+    node, lines = ast.parse(text), text.splitlines(keepends=True)
+    for name in names:
+        node = next(x for x in node.body if getattr(x, "name", None) == name)
+    body = "".join(lines[node.lineno - 1 : node.end_lineno])
+    if body.count(old) != 1:
+        raise ValueError(f"{target}: {old!r} is in it {body.count(old)} times")
+    lines[node.lineno - 1 : node.end_lineno] = [body.replace(old, new)]
+    # A statement that is missing leaves no trace.
+    return file, text, "".join(lines).replace("\n        pass\n", "\n")
 
 
 def curves(script: str, seed: int, bug: str = "") -> dict[str, list[float]]:

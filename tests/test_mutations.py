@@ -1,15 +1,71 @@
-"""The list of bugs that tests/mutations.py plants."""
+"""The bugs that tests/mutations.py makes, and that it says who sees them."""
 
-from mutations import BUGS, planted
+from collections import Counter
+
+import pytest
+from mutations import EQUIVALENT, REPOSITORY, bugs, seen_by
+
+# What stands in a function, and what bugs make of it.
+MADE = {
+    "if x: f()": ["False", "True", "pass"],
+    "while x: f()": ["pass", "False", "pass"],
+    "for x in y: continue": ["pass", "pass"],
+    "with x: f()": ["if True:", "pass"],
+    "raise x": ["pass"],
+    "x = [y for y in z if y]": ["False", "True"],
+    "x = y if z else a": ["False", "True"],
+    "x = y and z and a": ["z and a", "y and a", "y and z"],
+    "x = not y": ["y"],
+    "x = -1": ["0"],
+    "x = y + 0": ["y", "0", "y - 0", "1"],
+    "x = y // 2.5": ["y", "2.5", "y / 2.5", "5.0"],
+    "x = y < z <= a": ["y <= z <= a"],
+    "x = y is None": ["y is not None"],
+    "x = min(y, z)": ["max"],
+    "x = y.any()": ["y", "y.all"],
+    "x = torch.cat(y)": [],
+    "x = f(y, z=True)": ["", "False"],
+    "x = f(y, help=True)": [],
+    "x = f(x)": ["pass"],
+    "x.y = z": ["pass"],
+    "x += y": ["x = y", "x -= y", "pass"],
+    "x = y = z": ["y = z", "x = z"],
+    "x, y = z, 5": ["y, = (5,)", "x, = (z,)", "6"],
+    "x: int | None = y": [],
+    "'''Text'''": [],
+}
 
 
-def test_every_bug_can_be_planted_and_has_a_name_of_its_own():
-    stale = []
-    for target, old, new, bug in BUGS:
-        try:
-            path, text = planted(target, old, new)
-            compile(text, path, "exec")
-        except (StopIteration, SyntaxError, ValueError) as e:
-            stale.append(f"{bug}: {e!r}")
-    assert not stale, "\n".join(stale)
-    assert len({bug for *_, bug in BUGS}) == len(BUGS)
+@pytest.mark.parametrize("statement", MADE)
+def test_of_a_statement_these_bugs_are_made(statement):
+    made = [bug.name for bug in bugs(f"import torch\ndef f():\n    {statement}", "x.py")]
+    assert [name.partition(" → ")[2].partition(" in ")[0] for name in made] == MADE[statement]
+
+
+def test_every_bug_that_is_called_none_is_one_bug_and_has_a_reason():
+    names = [line for line in EQUIVALENT if line and not line.startswith((" ", "#"))]
+    found = Counter()
+    for file in {name.split()[0] for name in names}:
+        found.update(f"{file} {x.name}" for x in bugs((REPOSITORY / file).read_text(), file))
+    assert {name: found[name] for name in names} == dict.fromkeys(names, 1)
+    assert all(EQUIVALENT[EQUIVALENT.index(name) + 1].startswith("    ") for name in names)
+
+
+TEST = "test_a_completion_ends_with_its_first_eos_whichever_of_the_eos_ids_it_is"
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "said"),
+    [
+        ("common.py", "completion_mask", f"tests/test_common.py::{TEST}"),
+        ("common.py", "gae", "UNSEEN"),
+        ("tools/plot.py", "main", "NOT PLANTED"),
+    ],
+)
+def test_a_test_sees_the_bugs_of_what_it_calls_alone(file, function, said, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    text = (REPOSITORY / file).read_text()
+    bug = next(x for x in bugs(text, file) if x.name.startswith(f"{function}:"))
+    tests = {f"tests/test_common.py::{TEST}": (1.0, {(file, bug.lines[0])})}
+    assert seen_by(bug, tests, Counter()) == said
+    assert seen_by(bug, {}, Counter()) == "UNSEEN: no test runs the line"
