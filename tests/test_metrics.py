@@ -110,6 +110,7 @@ def around(mean, spread):
         # The cause that the other metrics show.
         ([LOST | {"objective/kl": 40.0}] * 5, "constant reward", "lower --learning_rate"),
         ([LOST | {"policy/entropy_avg": 1e-4}] * 5, "constant reward", "lower --learning_rate"),
+        ([LOST | {"objective/kl": 10.0}] * 5, "constant reward", "is the reward function constant"),
         ([LOST | UNKNOWN], "no reward", "None"),
     ],
 )

@@ -147,6 +147,9 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
     monkeypatch.setattr(models, "_one_pass", tried)
     reset = mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
     with pretended_cuda(), reset:
+        run(device="cuda", micro_batch_tokens=2 * (4 + 6))
+        assert "doesn't fit" not in capsys.readouterr().out
+        sizes.clear()
         run(device="cuda", micro_batch_tokens=1000)
     kept = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
     assert sizes == [8, 4, 2, "reset"]

@@ -274,6 +274,8 @@ def test_memory_that_is_missing_in_whatever_words_is_one_line_that_says_what_hel
         line = capsys.readouterr().err
         assert end.value.code == 1 and line.count("\n") == 1
         assert "lower --micro_batch_tokens and --rollout_batch_size" in line
+    with pytest.raises(ZeroDivisionError):  # in a user's own function
+        run_main(lambda: 1 / 0)
 
 
 def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run, monkeypatch):
