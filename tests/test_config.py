@@ -132,7 +132,8 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
     assert chosen == [there.device] and config["device"] == "cuda:1"
     assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (256, 16384)
     assert parse("ppo", "--device cuda:1 --rollout_batch_size 7")["rollout_batch_size"] == 7
-    assert parse("reward_model", "--device cuda:1 --model x/y")["micro_batch_tokens"] == 4096
+    pairs = parse("reward_model", "--device cuda:1 --bf16 false --model x/y")
+    assert pairs["micro_batch_tokens"] == 4096
 
 
 def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
