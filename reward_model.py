@@ -165,7 +165,7 @@ def pair_batches(pairs: list[dict], max_tokens: int) -> list[list[dict]]:
     return parts
 
 
-def pair_scores(model: nn.Module, pairs: list[dict], bf16: bool = False) -> Tensor:
+def pair_scores(model: nn.Module, pairs: list[dict], bf16: bool) -> Tensor:
     """The scores of b pairs by one forward pass, chosen and rejected: (2, b), with gradient."""
     rows = [pair["ids"][which] for which in (0, 1) for pair in pairs]
     return sequence_scores(model, rows, bf16).view(2, -1)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 import reward_model
 import tasks
 from plumbing.preferences import RewardModel, last_real_token
-from reward_model import PairMeter, pair_batches, preference_loss
+from reward_model import PairMeter, load_pairs, pair_batches, preference_loss
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def by_hand(folder, rows):
 
 
 def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
-    rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(rows_of(20, seed=1))]
+    rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(rows_of(21, seed=2))]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = Classifier.from_pretrained(tmp_path / "small", num_labels=1)  # with dropout
     torch.nn.init.normal_(model.score.weight)
@@ -91,7 +92,7 @@ def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     first, last = job(
         model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "own.jsonl", num_steps=1,
-        pairs_per_step=20, micro_batch_tokens=60, center_rewards_coef=0.3,
+        pairs_per_step=21, micro_batch_tokens=60, center_rewards_coef=0.3,
     )  # fmt: skip
     model, (a, b) = by_hand(judge, rows)
     margin = torch.tensor([row["margin"] for row in rows])
@@ -101,6 +102,14 @@ def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
         assert torch.allclose(ours, p.grad, atol=1e-5) and p.grad.abs().max() > 1e-4, name
     means = {"loss/pairs": softplus(b - a), "reward/margin": a - b, "reward/mean": (a + b) / 2}
     assert_means(first, means | {"reward/accuracy": a > b})
+    assert (a > b).sum() != (a + b > 0).sum()
+    seconds = sum(x for name, x in first.items() if name.startswith("time/"))
+    num_tokens = sum(
+        len(letter_tokenizer()(row["prompt"] + row[key]).input_ids) + 1
+        for row in rows
+        for key in ("chosen", "rejected")
+    )
+    assert first["tokens_per_second"] * seconds == pytest.approx(num_tokens)
     longer = torch.tensor([float(len(row["chosen"]) - len(row["rejected"])) for row in rows])
     for metrics, folder in ((first, judge), (last, tmp_path / "run" / "model")):
         a, b = by_hand(folder, rows)[1].detach()
@@ -135,6 +144,7 @@ def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, 
     if "lora_r" not in flags:  # it is trained on from where it is
         more = job(model=tmp_path / "run" / "model", output_dir=tmp_path / "more", **flags)
         assert more[0]["eval/loss"] == pytest.approx(metrics[-1]["eval/loss"], abs=1e-6)
+        assert job()[1]["loss/pairs"] != metrics[1]["loss/pairs"], "dropout was on"
 
 
 def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job, tmp_path):
@@ -147,9 +157,51 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
-def test_each_step_draws_its_pairs_by_the_seed(job, monkeypatch):
+def test_the_pairs_are_the_models_own_or_those_of_files_and_what_is_left_out_is_said(
+    tmp_path, monkeypatch, capsys
+):
+    """Held out are the pairs of --eval_pairs, in another order than in the file."""
+    own, files = (rows_of(8, 1), rows_of(4, 2)), {"a": rows_of(6, 3), "b": rows_of(20, 4)}
+    files["a"][0]["chosen"] = "a" * 40
+    monkeypatch.setattr(tasks, "add_pairs", lambda: own)
+    for name, rows in files.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    for pairs, eval_pairs, train, heldout in (
+        (None, None, *own),
+        (None, "b", own[0], files["b"]),
+        ("a", "b", files["a"], files["b"]),
+    ):
+        given = {"pairs": pairs and tmp_path / pairs, "eval_pairs": eval_pairs and tmp_path / "b"}
+        for context, max_length in ((None, None), (32, None), (None, 32)):
+            monkeypatch.setattr(reward_model, "context_length", lambda model, x=context: x)
+            config = SimpleNamespace(
+                model="tiny", max_length=max_length, num_eval_pairs=99, **given
+            )
+            found, fits = load_pairs(config, None, letter_tokenizer()), context == max_length
+            chosen, expected = ([x["chosen"] for x in rows] for rows in (found.train, train))
+            assert chosen == expected[0 if fits or not pairs else 1 :]
+            assert ("1 of 6 pairs are left out" in capsys.readouterr().out) == (
+                not fits and bool(pairs)
+            )
+            chosen, expected = ([x["chosen"] for x in rows] for rows in (found.heldout, heldout))
+            assert sorted(chosen) == sorted(expected) and (chosen == expected) == (not eval_pairs)
+
+
+def test_an_evaluation_shows_its_pairs_with_their_scores(job, tmp_path, capsys):
+    rows = [{"prompt": None, "chosen": "abc " * 9, "rejected": "bc"}, *rows_of(9)]
+    (tmp_path / "eval.jsonl").write_text(json.dumps(rows[0]))
+    job(eval_pairs=tmp_path / "eval.jsonl", num_steps=1)
+    record, text = lines_of(tmp_path / "run" / "samples.jsonl")[-1], capsys.readouterr().out
+    scores = f"  {record['score_chosen']:6.2f} {record['score_rejected']:6.2f}  "
+    assert f"{scores} abc abc abc abc abc ... | bc\n" in text
+
+
+def test_each_step_draws_its_pairs_by_the_seed_and_adam_does_not_decay(job, monkeypatch):
     monkeypatch.setattr(reward_model, "prompt_batch", Mock(wraps=reward_model.prompt_batch))
+    monkeypatch.setattr(torch.optim, "AdamW", Mock(wraps=torch.optim.AdamW))
     job(seed=3, num_steps=2)
+    options = torch.optim.AdamW.call_args.kwargs
+    assert (options["betas"], options["weight_decay"]) == ((0.9, 0.95), 0)
     calls = reward_model.prompt_batch.call_args_list
     assert [call.args[1:] for call in calls] == [(0, 8, 3), (1, 8, 3)]
 
@@ -161,6 +213,11 @@ def test_a_run_warns_of_what_goes_wrong():
         ({"eval/loss": 0.61}, ["overfitting"]),
         ({"reward/mean": -11.0}, ["far scores"]),
         ({"eval/length_correlation": -0.8}, ["length"]),
+        ({"eval/loss": 0.6, "reward/mean": 10.0, "eval/length_correlation": 0.7}, []),  # the limits
+        (
+            {"eval/loss": 0.7, "reward/mean": 11.0, "eval/length_correlation": 0.8},
+            ["far scores", "overfitting", "length"],
+        ),
     ):
         assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
 
