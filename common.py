@@ -178,7 +178,7 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0)
     if level == "sequence":
         mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
-        log_ratio = mean.expand_as(log_ratio).masked_fill(~mask.bool(), 0)
+        log_ratio = mean.masked_fill(~mask.bool(), 0)  # (B, 1) -> (B, T)
     elif level != "token":
         raise ValueError(f"unknown level {level!r}: choose token or sequence")
     return policy_ratio(log_ratio)

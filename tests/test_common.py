@@ -82,6 +82,8 @@ def test_whitened_values_have_unbiased_std_1_and_mean_0_or_their_own_over_the_ma
 def test_whitening_a_constant_or_a_single_value_gives_no_nan_and_no_blow_up(value):
     assert masked_whiten(torch.full((3, 4), value), MASK).abs().max() < 1e-2
     assert masked_whiten(torch.full((1, 1), value), torch.ones(1, 1)).item() == 0
+    tiny = torch.tensor([[1e-4, -1e-4]]).double()  # of variance 2e-8; 1e-8 is added
+    assert masked_whiten(tiny, tiny != 0)[0, 0].item() == pytest.approx(3**-0.5)
 
 
 # --- Log-probs and entropy ---
@@ -196,6 +198,8 @@ def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
         for t in range(n):
             expected[row, t] = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n))
     assert torch.allclose(gae(rewards, values, MASK, gamma, lam)[0], expected)
+    one = gae(rewards[:, :1], values[:, :1], MASK[:, :1], gamma, lam)[0]  # a token a row
+    assert torch.equal(one, (rewards - values)[:, :1] * MASK[:, :1])
 
 
 @pytest.mark.problem("gae", 2, "padding")

@@ -312,6 +312,11 @@ def test_groups_of_one_an_unknown_scale_and_for_the_mean_a_reward_below_0_are_re
         advantages_of(torch.tensor([1.0, 1, -0.5, 1]), size, scale)
 
 
+def test_a_ratio_at_the_bound_of_cispo_is_not_above_it():
+    same, more = numbers(0), {"loss_type": "cispo", "cispo_bound": 1.0, "clip_range": 0.2}
+    assert not grpo_loss(same, same, numbers(3)[0], MASK, **more)[1].any()
+
+
 @pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize(
     "more", [{"loss_type": "ppo", "max_new_tokens": 4}, {"loss_type": "dr_grpo"}]

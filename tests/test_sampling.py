@@ -223,6 +223,9 @@ def test_the_cache_of_a_graph_keeps_all_tokens_and_its_mask_hides_those_behind_a
         assert masks["full_attention"].tolist() == [0] * 9
     windowed = masks["sliding_attention"] if kinds else masks
     assert windowed.tolist() == [-torch.inf] * 4 + [0] * 5
+    config.layer_types = ["sliding_attention"] * 2  # no layer would take the other mask
+    only = masks_of_layers(model, torch.zeros(9), torch.arange(9), torch.tensor([7]))
+    assert torch.equal(only, windowed)
 
 
 # --- Shortcuts that must change nothing ---
