@@ -41,7 +41,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TRAINING = "common.py ppo.py grpo.py rloo.py reward_model.py sampling.py".split()
 FOLDERS = [path for name in ("plumbing", "tools") for path in (REPOSITORY / name).glob("*.py")]
 REST = ["tasks.py", *sorted(path.relative_to(REPOSITORY).as_posix() for path in FOLDERS)]
-# Bugs that nobody could meet: a line for each, and below it the reason. They are left out.
+# Bugs that change nothing: a line for each, and below it the reason. They are left out.
 EQUIVALENT = Path(__file__).with_name("equivalent.txt").read_text(encoding="utf-8").splitlines()
 TEXTS = ("test_course", "test_pages", "test_mutations")  # they read files, in which no bug is
 OPTIONS = "-n 0 -q --tb=no --capture=sys -p no:cacheprovider".split()
