@@ -73,8 +73,8 @@ def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:
 
     With EOS = 9: [5, 9, 7] -> [1, 1, 0] and [5, 6, 7] -> [1, 1, 1].
     """
-    ids = torch.tensor(eos_token_ids, dtype=completions.dtype)
-    ids = ids.to(completions.device, non_blocking=completions.is_cuda)  # on MPS it must wait
+    # On MPS a copy that isn't waited for would be read too early.
+    ids = torch.tensor(eos_token_ids).to(completions.device, non_blocking=completions.is_cuda)
     is_eos = torch.isin(completions, ids).long()
     # EOS is an action and has to get its gradient: so count the EOS strictly before each position.
     eos_before = is_eos.cumsum(1) - is_eos
@@ -89,8 +89,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     mask = mask.bool()
     # Fill, don't multiply: 0 * NaN is NaN.
     x = x.masked_fill(~mask, 0)
-    total, count = (x.sum(), mask.sum()) if dim is None else (x.sum(dim), mask.sum(dim))
-    return total / count.clamp(min=1)
+    return x.sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:

@@ -115,7 +115,7 @@ def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
     limit = min(context_length(model) or math.inf, config.max_length or math.inf)
     with_ids = functools.partial(_with_ids, tokenizer=tokenizer, limit=limit)
     if config.pairs:
-        train, heldout = with_ids(read_rows(config.pairs, "train")), []
+        train = with_ids(read_rows(config.pairs, "train"))
     elif config.model == "tiny":
         train, heldout = map(with_ids, tasks.add_pairs())
     else:

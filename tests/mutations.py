@@ -50,6 +50,7 @@ PAIRS = """Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, BitO
 any all, amin amax, argmin argmax, minimum maximum""".split(",")
 OTHER = {x: y for pair in PAIRS for x, y in (pair.split(), pair.split()[::-1])}
 OTHER |= {"FloorDiv": "Div", "Mod": "FloorDiv", "Pow": "Mult"}
+SILENT = "help strict fused non_blocking".split()  # keywords: texts, guards, and speed
 
 
 class Bug(NamedTuple):
@@ -114,7 +115,7 @@ def changes(parent: ast.AST, field: str, node: ast.AST, known: set[str]) -> Iter
 
 
 def bugs(text: str, file: str) -> Iterator[Bug]:
-    """Every bug of a file with this text. Docstrings, type hints and help texts have none."""
+    """Every bug of a file with this text. Docstrings, type hints and messages have none."""
     tree = ast.parse(text.partition("\nif __name__ ==")[0])
     imports = [x for x in ast.walk(tree) if isinstance(x, ast.Import | ast.ImportFrom)]
     known = {name.asname or name.name.split(".")[0] for x in imports for name in x.names}
@@ -124,8 +125,8 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
         for field, value in ast.iter_fields(parent):
             nodes = value if isinstance(value, list) else [value]
             for i, node in enumerate(all_nodes := nodes.copy()):
-                is_text = field in ("annotation", "returns") or getattr(node, "arg", "") == "help"
-                if is_text or not isinstance(node, ast.AST):
+                is_text = field in ("annotation", "returns") or isinstance(node, ast.JoinedStr)
+                if is_text or getattr(node, "arg", "") in SILENT or not isinstance(node, ast.AST):
                     continue
                 its, own, inner = statement, lines, where
                 if isinstance(node, ast.stmt):
