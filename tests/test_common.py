@@ -200,6 +200,8 @@ def test_gae_equals_the_defining_double_sum_on_ragged_rows(gamma, lam):
     assert torch.allclose(gae(rewards, values, MASK, gamma, lam)[0], expected)
     one = gae(rewards[:, :1], values[:, :1], MASK[:, :1], gamma, lam)[0]  # a token a row
     assert torch.equal(one, (rewards - values)[:, :1] * MASK[:, :1])
+    of_numbers = gae(rewards, values, MASK.long(), gamma, lam)[0]
+    assert torch.allclose(of_numbers, expected), "a mask of 0 and 1"
 
 
 @pytest.mark.problem("gae", 2, "padding")
@@ -339,6 +341,8 @@ WIDE.tokens[~WIDE.attention_mask] = EOS  # the mask says what is padding, not th
 @pytest.mark.problem("completion_logprobs", 2)
 def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     logprobs, entropies = completion_logprobs(small_model, RAGGED, 0.7)
+    of_numbers = Rollout(**vars(RAGGED) | {"completion_mask": RAGGED.completion_mask.long()})
+    assert torch.equal(completion_logprobs(small_model, of_numbers, 0.7)[0], logprobs)
     assert gradients(logprobs, small_model)[0].abs().max() > 0.1
     if entropies.requires_grad:  # as a part of the tensor that holds both
         assert not any(g.any() for g in gradients(entropies, small_model))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from small import byte_tokenizer, task_of
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
+from common import InputError
 from plumbing import data
 from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows
 
@@ -209,3 +210,10 @@ def test_a_prompt_has_one_bos_no_eos_and_opens_or_continues_the_assistants_turn(
     )
     [ids] = prompt_tokens(tokenizer, [prompt])
     assert tokenizer.decode(ids) == expected
+
+
+def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(InputError, match="the prompt '  ' has no tokens; leave it out"):
+        prompt_tokens(tokenizer, ["a", "  "])

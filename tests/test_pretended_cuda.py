@@ -129,7 +129,7 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
 def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
     make_job, monkeypatch, capsys
 ):
-    run, sizes, one_pass = make_job(ppo), [], models._one_pass
+    run, sizes, one_pass, has_bonus = make_job(ppo), [], models._one_pass, True
     logprobs = models.completion_logprobs
 
     def tried(config, trained, part):
@@ -140,14 +140,15 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
         one_pass(config, trained, part)
 
     def scored(*args, entropy_grad, **options):
-        assert not entropy_grad, "it would keep fewer logits than the run"
+        assert entropy_grad == has_bonus, "it would keep fewer logits than the run, or more"
         return logprobs(*args, entropy_grad=entropy_grad, **options)
 
     monkeypatch.setattr(models, "completion_logprobs", scored)
     monkeypatch.setattr(models, "_one_pass", tried)
     reset = mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
     with pretended_cuda(), reset:
-        run(device="cuda", micro_batch_tokens=2 * (4 + 6))
+        run(device="cuda", micro_batch_tokens=2 * (4 + 6), entropy_coef=0.1)
+        has_bonus = False
         assert "doesn't fit" not in capsys.readouterr().out
         sizes.clear()
         run(device="cuda", micro_batch_tokens=1000)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import peft
 import pytest
@@ -186,6 +187,12 @@ def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_t
         p.data[0] = 0
         p.data.view(torch.int32)[1::2] += 2 ** (bits - 1)  # every second row lies halfway
     origin = copy.deepcopy(policy)
+    for end in (0, -1):  # the lowest draw everywhere, and the highest
+        draw = lambda *ends, end=end, **_: torch.full(ends[2], ends[-end] + end).int()  # noqa: E731
+        with mock.patch("torch.randint", draw):
+            set_up_training(config, extreme := copy.deepcopy(origin))
+        for p, q in zip(extreme.parameters(), origin.parameters(), strict=True):
+            assert torch.equal(p.to(half), q.to(half))
     set_up_training(config, policy)
     linear = linear_weights(policy)
     assert len(linear) > 10

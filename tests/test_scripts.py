@@ -114,7 +114,8 @@ def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_
         other = mock.Mock(side_effect=lambda *args: 1.01 * rollout_logprobs(*args))
         monkeypatch.setattr(job.script, "rollout_logprobs", other)
     calls = record_calls(monkeypatch, job.script, "rollout_logprobs")
-    flags = {"num_epochs": num_epochs, "num_mini_batches": 1, "kl_coef": kl_coef}
+    # As many minibatches as epochs: their product is the number of updates, not their quotient.
+    flags = {"num_epochs": num_epochs, "num_mini_batches": num_epochs, "kl_coef": kl_coef}
     line = job(learning_rate=1e-2, warmup_steps=0, **flags)[0]
     models = [id(call.args[0]) for call in calls]
     needs_old = num_epochs == 2 or job.script is ppo or (kl_coef > 0 and job.script is rloo)
