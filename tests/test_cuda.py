@@ -103,6 +103,20 @@ def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_sho
     assert len({graph for [graph] in graphs[:3]}) == 3 and graphs[2:] == [graphs[2], graphs[2], []]
 
 
+def test_a_graph_keeps_rows_that_have_ended_and_looks_after_every_eighth_token(gpu):
+    def stop(tokens, _):
+        """The first row ends with its third token, the others with their tenth."""
+        ends = torch.full(tokens.shape[:1], tokens.shape[1] >= 10, device=tokens.device)
+        ends[0] = tokens.shape[1] >= 3
+        return ends
+
+    decoder = Decoder(small_llama().eval().to("cuda"))
+    options = OPTIONS | {"max_new_tokens": 30, "num_generations": 1, "eos_token_ids": []}
+    rollout = sample(None, PROMPTS, PROMPTS > 0, stop=stop, decoder=decoder, **options)
+    assert rollout.completion_mask.sum(1).tolist() == [3] + [10] * (len(PROMPTS) - 1)
+    assert decoder.column <= PROMPTS.shape[1] + 16
+
+
 def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
     model, tokenizer = copy.deepcopy(reads_bytes()).to("cuda"), byte_tokenizer()
     options, letters = OPTIONS | {"max_new_tokens": 30, "eos_token_ids": []}, "abcdefghijklm"
