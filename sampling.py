@@ -169,7 +169,7 @@ def draw(
     if top_k == 1:
         largest = logits.amax(-1).float()
         return logits.argmax(-1), largest - largest  # 0, or NaN
-    if temperature != 1 or top_k > 0 or top_p < 1:
+    if temperature != 1 or top_p < 1:
         logits = logits.float() / temperature
     if top_k > 0:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

@@ -341,7 +341,8 @@ WIDE.tokens[~WIDE.attention_mask] = EOS  # the mask says what is padding, not th
 @pytest.mark.problem("completion_logprobs", 2)
 def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     logprobs, entropies = completion_logprobs(small_model, RAGGED, 0.7)
-    of_numbers = Rollout(**vars(RAGGED) | {"completion_mask": RAGGED.completion_mask.long()})
+    masks = {"attention_mask": RAGGED.attention_mask, "completion_mask": RAGGED.completion_mask}
+    of_numbers = Rollout(**vars(RAGGED) | {name: x.long() for name, x in masks.items()})
     assert torch.equal(completion_logprobs(small_model, of_numbers, 0.7)[0], logprobs)
     assert gradients(logprobs, small_model)[0].abs().max() > 0.1
     if entropies.requires_grad:  # as a part of the tensor that holds both
@@ -378,7 +379,7 @@ def test_padding_shared_prompts_and_micro_batches_change_nothing(small_model, ro
 
 def test_a_prompt_is_read_once_for_all_its_completions_and_columns_of_padding_never(small_model):
     shapes = []
-    small_model.base_model.register_forward_pre_hook(
+    small_model.train().base_model.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     completion_logprobs(small_model, IN_GROUPS, 1.0)

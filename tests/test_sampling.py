@@ -113,13 +113,17 @@ def test_the_token_drawn_is_the_first_whose_cumulative_probability_exceeds_the_n
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(500, vocab, generator=generator)).to(dtype)
     uniform = torch.rand(500, generator=generator)
-    drawn, logprobs = draw(logits, uniform, temperature=0.7)
-    exact = (logits.double() / 0.7).softmax(-1)
-    cumulative = exact.cumsum(-1).gather(1, drawn.unsqueeze(1)).squeeze(1)
-    p = exact.gather(1, drawn.unsqueeze(1)).squeeze(1)
-    assert ((cumulative - p - 1e-6 <= uniform) & (uniform < cumulative + 1e-6)).all()
-    assert logprobs.dtype == torch.float32
-    assert torch.allclose(logprobs.double(), p.log(), atol=1e-5)
+    for temperature in (0.7, 1.0):
+        drawn, logprobs = draw(logits, uniform, temperature=temperature)
+        exact = (logits.double() / temperature).softmax(-1)
+        cumulative = exact.cumsum(-1).gather(1, drawn.unsqueeze(1)).squeeze(1)
+        p = exact.gather(1, drawn.unsqueeze(1)).squeeze(1)
+        assert ((cumulative - p - 1e-6 <= uniform) & (uniform < cumulative + 1e-6)).all()
+        assert logprobs.dtype == torch.float32
+        assert torch.allclose(logprobs.double(), p.log(), atol=1e-5)
+    for options in ({"top_k": 20}, {"top_p": 0.5}):  # of half precision as of float32
+        found, expected = (draw(x, uniform, **options) for x in (logits, logits.float()))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_token_of_probability_0_is_never_drawn():
