@@ -23,6 +23,18 @@ def parse(script: str, flags: str) -> dict:
     return asdict(parse_flags(SCRIPTS[script].Config, "", EMBEDDED[script], flags.split()))
 
 
+def test_the_help_names_the_default_of_each_model_where_there_is_one(capsys):
+    with pytest.raises(SystemExit):
+        parse("ppo", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "sentiment or one more of tasks.py (sentiment) (tiny: add) (tiny/cups: cups) --prompts",
+        "which is lost --resume TEXT go on with the run in this folder, with its settings --save",
+        "where the device is fast at it (tiny: false) --device",
+    ):
+        assert line in text
+
+
 DEFAULTS = {  # by hand: figures of the pages were measured with these, where none is named
     "all": "warmup_steps 10 clip_range .2 max_grad_norm 1 temperature 1 save_every 50 lora_r 0",
     "tiny": "max_new_tokens 5 rollout_batch_size 256 num_eval_prompts 1024",
