@@ -168,10 +168,16 @@ def rank(completions, **columns):
 def test_trl_gets_the_weights_as_set_up_training_makes_them(bf16, tmp_path, monkeypatch):
     """In bfloat16 they are spread: else TRL's first steps would be rounded away as well."""
     trl = pytest.importorskip("trl")
-    grpo.main(f"--device cpu --num_steps 0 --num_eval_prompts 4 --output_dir {tmp_path}".split())
+    flags = f"--reward brevity --overlong_buffer 2 --num_eval_prompts 4 --output_dir {tmp_path}"
+    grpo.main(f"--device cpu --num_steps 0 {flags}".split())
     monkeypatch.setattr(trl, "GRPOTrainer", trainer := mock.MagicMock())
     to_trl.main([str(tmp_path), "--bf16", bf16, "--use_cpu"])
-    given = [*trainer.call_args.kwargs["model"].parameters()]
+    options = trainer.call_args.kwargs
+    assert len(options["reward_funcs"]) == 3, "the reward, the verifier for the log, the penalty"
+    assert options["args"].reward_weights == [1, 0, 1]
+    assert options["args"].output_dir == str(tmp_path / "trl")
+    assert len(options["eval_dataset"]) == 4 and options["processing_class"].eos_token
+    given = [*options["model"].parameters()]
     config = config_of("grpo", f"--bf16 {bf16}")
     expected, _ = load_policy(config)
     origin = [p.clone() for p in expected.parameters()]
