@@ -152,6 +152,9 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
         assert "doesn't fit" not in capsys.readouterr().out
         sizes.clear()
         run(device="cuda", micro_batch_tokens=1000)
+        monkeypatch.setattr(models, "_one_pass", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            run(device="cuda", output_dir=run.folder.parent / "none-fits")
     kept = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
     assert sizes == [8, 4, 2, "reset"]
     assert kept == 2 * (4 + 6)  # the longest prompt, and max_new_tokens
