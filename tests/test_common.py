@@ -437,6 +437,18 @@ def test_under_autocast_the_backbone_rounds_and_logits_and_values_are_made_in_fl
     assert not torch.equal(states[0], states[2]) and not torch.equal(states[1], states[3])
 
 
+def test_of_a_whole_rollout_the_numbers_are_those_of_an_update_in_bfloat16_too(small_model):
+    value_model = value_model_of(small_model)
+    for bf16 in (False, True):
+        config = SimpleNamespace(temperature=0.7, bf16=bf16, micro_batch_tokens=1000)
+        logprobs, _, values = scores(small_model, value_model, IN_GROUPS, bf16=bf16)
+        for found, expected in (
+            (rollout_logprobs(small_model, IN_GROUPS, config), logprobs),
+            (rollout_values(value_model, IN_GROUPS, config), values),
+        ):
+            assert torch.allclose(found, expected, atol=1e-6) and not found.requires_grad
+
+
 @pytest.mark.parametrize("max_tokens", [1, 14, 18, 19, 27, 1000])
 def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allowed(max_tokens):
     def num_tokens(rows):  # a prompt of 4 tokens that rows share is read once
