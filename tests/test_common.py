@@ -469,6 +469,15 @@ def test_micro_batches_hold_every_row_once_long_ones_first_and_no_more_than_allo
         assert num_tokens(torch.cat([batch, following[:1]])) > max_tokens, "one more fits"
 
 
+def test_micro_batches_of_many_rows_are_as_large_as_allowed_and_equal_rows_keep_their_order():
+    lengths = [9, 7, 7, 5, 5, 5, 3, 2, 2, 1, 1, 1, 1, 1]
+    rollout = make_rollout([[n, 1, 2] for n in range(14)], [[3] * n for n in lengths])
+    parts = [rows.tolist() for rows, _ in micro_batches(rollout, max_tokens=30)]
+    assert [*itertools.chain(*parts)] == list(range(14))
+    sizes = [len(part) * (3 + lengths[part[0]]) for part in parts]  # each has its own prompt
+    assert max(sizes) <= 30 and [len(part) for part in parts] == [2, 3, 3, 6]
+
+
 def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others():
     wanted = torch.tensor([True, False, True, False, True, False])
     pairs = micro_batches(IN_GROUPS, torch.tensor([5, 4, 3, 0, 1]), wanted, max_tokens=1)
