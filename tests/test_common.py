@@ -263,7 +263,9 @@ def test_evaluating_gives_a_model_its_mode_back_after_an_error_too():
 def test_disable_dropout_counts_what_it_switches_off_and_nothing_else():
     model = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(0.0), torch.nn.Linear(1, 1))
     model[2].attention_dropout, model[2].layerdrop, model[2].dropout_kind = 0.2, 0.3, 4
-    assert disable_dropout(model, torch.nn.Dropout2d(0.5)) == 4
+    model[2].config = config = SimpleNamespace(hidden_dropout=0.4, jitter_noise=0.1)
+    assert disable_dropout(model, torch.nn.Dropout2d(0.5)) == 6
+    assert config.hidden_dropout == 0.4 and not any(vars(model[2].config).values())
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama, lambda: from_config("OPT", **OPT)])
