@@ -130,7 +130,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     elif scale_rewards != "none":  # [2] leaves the std out
         known = "group, batch, none or mean"
         raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose {known}")
-    return centred.nan_to_num(0).flatten()  # also where one reward at most is known: 0 / 0
+    # NaN where a reward is missing, and where one alone is known: its variance is 0 / 0.
+    return centred.nan_to_num(0).flatten()
 
 
 def loss_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, loss_type: str) -> Tensor:
@@ -163,7 +164,7 @@ def grpo_loss(
     exact gradient; num_tokens likewise. A row may have no tokens, and so may the whole minibatch:
     its loss is 0. In "cispo" the bound decides where the ratio is above it and the advantage isn't
     0. Returns (scalar, clipped (B, T)). Raises ValueError for another loss_type, and for "dr_grpo"
-    without max_new_tokens.
+    without max_new_tokens. A kl_coef other than 0 needs ref_logprobs.
     """
     # Make the loss of each token. A score judges the whole completion and nobody knows which token
     # earned it, so each of its tokens gets the completion's advantage.

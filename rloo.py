@@ -88,7 +88,7 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     groups = at_least_float32(rewards).view(-1, num_generations)  # (N, G)
     num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
     # [1] 2.3. The baseline doesn't depend on the completion that it judges: so the gradient is
-    # unbiased on policy.
+    # unbiased on policy. Where one reward alone is known it is 0 / 0, and the advantage is 0 below.
     baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1)
     # Equal rewards must give exactly 0, without the tiny differences that rounding leaves.
     return (groups - baseline).masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()

@@ -81,7 +81,7 @@ def generate(
         step = Step(model, cache, mask)
         if decoder and decoder.has_graphs:
             step = decoder.start(cache, mask, max_new_tokens)
-        eos = torch.tensor(eos_token_ids, device=device, dtype=torch.long)
+        eos = torch.tensor(eos_token_ids, device=device)
         tokens, logprobs, ends = decode(step, logits, uniforms, eos, stop, settings)
 
     # Tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.

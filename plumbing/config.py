@@ -164,8 +164,9 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: E
     _check_numbers(config)
     config.check()
     if config.bf16 is None:
-        config.bf16 = fast_half(device) is torch.bfloat16
-        if getattr(config, "fp16", False) is None:
+        fp16 = getattr(config, "fp16", False)
+        config.bf16 = fast_half(device) is torch.bfloat16 and not fp16
+        if fp16 is None:
             config.fp16 = fast_half(device) is torch.float16
     if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
         config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"

@@ -204,7 +204,8 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def set_up_training(config: Any, *models: nn.Module) -> None:
-    """Put policy and value model into training mode, as `config` says. Raises InputError.
+    """Put policy and value model into training mode, as `config` says, and spread their weights
+    where the run rounds them. Raises InputError.
 
     Before disable_dropout: its copies of a config don't follow a change.
     """
@@ -233,19 +234,21 @@ def spread_weights(backbone: nn.Module, half: torch.dtype = torch.bfloat16) -> N
     Autocast rounds these weights in each forward pass, or --fp16 those of the sampler. Most
     checkpoints lie on the grid of either type, and there a step shorter than half a spacing would
     be rounded away, in all weights. From random points a step of a tenth carries a tenth of them
-    over. No forward pass that rounds changes before a step.
+    over. No forward pass that rounds changes before a step. Zeros stay, and what the type can't
+    hold. Below 6e-5 the numbers of float16 lie evenly: there a part of the interval is used.
     """
     numbers = torch.Generator(backbone.device).manual_seed(0)  # its own: no draw of the run changes
     options = {"generator": numbers, "dtype": torch.int32, "device": backbone.device}
     half_spacing = 2**15 if half is torch.bfloat16 else 2**12  # in steps between float32 numbers
-    # Autocast leaves the rest in float32: embedding, norms, and experts, which are no such module.
+    # The rest isn't spread: autocast leaves embedding, norms and experts in float32. (The sampler
+    # rounds them too, and lags behind in them.)
     linear = [m for m in backbone.modules() if type(m).__name__ in ("Linear", "Conv1D")]
     for p in (p for m in linear for p in m.parameters(recurse=False) if p.requires_grad):
         rounded = p.to(half).float()
         # Float32 numbers read as integers are in order.
         steps = torch.randint(1 - half_spacing, half_spacing, p.shape, **options)
         bits = rounded.view(torch.int32) + steps
-        p.copy_(bits.view(torch.float32).where(rounded != 0, p))
+        p.copy_(bits.view(torch.float32).where((rounded != 0) & rounded.isfinite(), p))
 
 
 def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, list[int]]) -> None:

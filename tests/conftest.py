@@ -97,7 +97,7 @@ def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if not request.node.get_closest_marker("cuda"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the processes that a test starts
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        # A test before may have woken the GPU: its memory would be asked for.
+        # Where an earlier test has used the GPU, torch would ask it for its memory.
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
 
 

@@ -1,11 +1,12 @@
-"""Makes bugs of one token, plants one after the other, and says which test sees it.
+"""Makes bugs, each by a change at one place, plants one after the other, and says who sees it.
 
   python tests/mutations.py rloo.py plumbing/run.py    # every bug of these files
   python tests/mutations.py --sample 100 --seed 3      # some of the whole program
   python tests/mutations.py --changed HEAD~1           # of the lines that differ from a commit
 
-1. `bugs` walks over the syntax tree of a file. While it yields a bug, the tree has the bug.
+1. `bugs` walks over the syntax tree of a file, and changes it: it has a bug until the next one.
 2. The fast tests run once without a bug: which lines does each of them run, and in which time?
+   What a test runs in another process or thread counts as not run.
 3. This process has loaded the libraries, but no file of the program. For each bug it forks. The
    fork imports the program with the bug, and runs the tests that run the line, the fastest first,
    up to the first that fails. All tests run for what a file does when it is imported.
@@ -15,7 +16,6 @@ import argparse
 import ast
 import builtins
 import contextlib
-import difflib
 import gc
 import inspect
 import math
@@ -287,12 +287,12 @@ def interval(seen: int, count: int) -> str:
     return f"{seen} of {count} bugs are seen: {p:.1%} ({low:.1%} to {high:.1%})"
 
 
-def changed_lines(commit: str, file: str, text: str) -> set[int]:
-    """The lines of a file with this text that it hasn't in a commit."""
-    old = subprocess.run(["git", "show", f"{commit}:{file}"], capture_output=True, text=True)
-    matcher = difflib.SequenceMatcher(None, old.stdout.splitlines(), text.splitlines(), False)
-    new = [range(j, k) for tag, *_, j, k in matcher.get_opcodes() if tag != "equal"]
-    return {i + 1 for lines in new for i in lines}
+def changed_lines(commit: str, file: str) -> set[int]:
+    """The lines of a file that it hasn't in a commit."""
+    command = ["git", "diff", "-U0", commit, "--", file]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    hunks = re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", text, re.MULTILINE)
+    return {int(start) + i for start, count in hunks for i in range(int(count or 1))}
 
 
 def main() -> None:
@@ -307,7 +307,7 @@ def main() -> None:
     texts = {file: Path(file).read_text(encoding="utf-8") for file in options.files}
     chosen = []
     for file, text in texts.items():
-        lines = changed_lines(options.changed, file, text) if options.changed else ()
+        lines = changed_lines(options.changed, file) if options.changed else ()
         for i, bug in enumerate(bugs(text, file)):
             is_wanted = bug.line in lines or not options.changed
             chosen += [(file, i)] * (is_wanted and f"{file} {bug.name}" not in EQUIVALENT)
@@ -317,6 +317,8 @@ def main() -> None:
     print(
         f"{len(chosen)} bugs, {len(tests)} tests; without a bug fail {failed or 'none'}", flush=True
     )
+    if not tests:
+        sys.exit("no test has run: python -m pytest says why")
     for name in libraries:
         with contextlib.suppress(Exception):
             import_module(name)
@@ -330,7 +332,8 @@ def main() -> None:
                 found[layer] += ["UNSEEN" not in test] * (test != "NOT PLANTED")
                 print(f"{file}:{bug.line} {bug.name}\n    {test}", flush=True)
     for layer, results in found.items():
-        print(f"{layer}: {interval(sum(results), len(results))}")
+        if results:
+            print(f"{layer}: {interval(sum(results), len(results))}")
 
 
 if __name__ == "__main__":

@@ -478,6 +478,9 @@ def test_micro_batches_of_many_rows_are_as_large_as_allowed_and_equal_rows_keep_
     assert [*itertools.chain(*parts)] == list(range(14))
     sizes = [len(part) * (3 + lengths[part[0]]) for part in parts]  # each has its own prompt
     assert max(sizes) <= 30 and [len(part) for part in parts] == [2, 3, 3, 6]
+    alike = make_rollout([[n, 1, 2] for n in range(30)], [[3]] * 30)  # 16 keep it in any sort
+    parts = micro_batches(alike, max_tokens=30)
+    assert torch.equal(torch.cat([rows for rows, _ in parts]), torch.arange(30))
 
 
 def test_rows_that_are_not_wanted_are_left_out_whatever_the_order_of_the_others():

@@ -130,6 +130,7 @@ def test_half_precision_is_that_of_the_device_unless_it_is_given(half, monkeypat
         ("--model x/y --fp16 false", (is_bf16, False)),
         ("", (False, None)),  # the embedded model is too small to gain
         ("--bf16 true", (True, None)),
+        ("--model x/y --fp16 true", (False, True)),
     ):
         config = parse("ppo", flags)
         assert (config["bf16"], config["fp16"]) == expected

@@ -282,7 +282,7 @@ def test_four_libraries_are_needed_and_no_other_is_imported_at_the_top():
 
 def test_each_script_imports_what_switches_the_attention_of_cudnn_off():
     """Its gradients are NaN on an H100."""
-    assert all("plumbing.models" in OURS[script] for script in SCRIPTS)
+    assert all("common" in OURS[script] for script in SCRIPTS)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -61,8 +61,9 @@ def test_the_value_loss_is_half_the_squared_error():
     assert loss.tolist() == [pytest.approx([0.405, 0.5])]
 
 
-VALUE_CASES = [  # less the old value: value and return; loss over that without a clip; slope, which
-    # is 0 where the clip decides
+# Value and return less the old value; the loss over the loss without a clip; the slope, which is 0
+# where the clip decides.
+VALUE_CASES = [
     (0.1, 1.0, 1.0, 1.0),  # inside the range: plain squared error
     (0.5, 1.0, 0.64 / 0.25, 0.0),  # moved too far towards the return: clipped, no gradient
     (-0.5, 1.0, 1.0, 1.0),  # moved away from the return: the larger, unclipped error
