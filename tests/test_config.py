@@ -13,6 +13,7 @@ from small import EMBEDDED, SCRIPTS
 
 import grpo
 import plumbing.config
+import reward_model
 from common import InputError
 from plumbing.config import find_folder, parse_flags
 
@@ -160,6 +161,9 @@ def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monk
         assert str(find_folder(config)) == f"{folder}{end}"
         (folder / "metrics.jsonl").touch()  # the first one to make it has the folder
     (folder / "checkpoint.pt").touch()  # without one there is nothing to go on with
+    flags = "--model x/y --pairs data/my.jsonl".split()
+    pairs = parse_flags(reward_model.Config, "", {}, flags)
+    assert str(find_folder(pairs)) == "runs/reward_model-x-y-my-s0"
     with pytest.raises(InputError, match=f"a run: --resume {folder} goes on with it, --overwrite"):
         parse("grpo", f"--output_dir {folder}")
     assert parse("grpo", "--model x/y --output_dir .")["output_dir"] == ".", "a name on the hub"

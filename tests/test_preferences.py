@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config
 
 from common import InputError
 from plumbing import preferences
+from plumbing.models import add_adapter
 from plumbing.preferences import RewardModel, load_classifier, sequence_scores, text_ids
 from reward_model import load_pairs
 
@@ -53,6 +54,12 @@ def pairs_of(tmp_path, rows, **flags):
     settings = {"eval_pairs": None, "max_length": None, "num_eval_pairs": 512, "model": "m"}
     config = SimpleNamespace(**settings | {"pairs": tmp_path / "own.jsonl"} | flags)
     return load_pairs(config, small_llama(vocab_size=20), letter_tokenizer())
+
+
+def test_an_adapter_is_no_model_to_put_a_new_head_on(tmp_path):
+    add_adapter(small_llama(), 2).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is an adapter; give its base model, and --lora_r"):
+        load_classifier(str(tmp_path), new_head=True)
 
 
 def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):

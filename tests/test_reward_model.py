@@ -141,6 +141,7 @@ def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, 
         scores = found([r["prompt"] for r in last], [r[key] for r in last])
         assert scores == pytest.approx([r[f"score_{key}"] for r in last], abs=1e-4)
     assert len({r["score_chosen"] for r in last}) > 1
+    assert (tmp_path / "run" / "model" / "adapter_config.json").exists() == ("lora_r" in flags)
     if "lora_r" not in flags:  # it is trained on from where it is
         more = job(model=tmp_path / "run" / "model", output_dir=tmp_path / "more", **flags)
         assert more[0]["eval/loss"] == pytest.approx(metrics[-1]["eval/loss"], abs=1e-6)

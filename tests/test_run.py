@@ -115,6 +115,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(script, run, monkeypatch):
         code, first = run(*flags, script=script)
     assert code == 130 and first.endswith("--resume run goes on from step 3.\ninterrupted\n")
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
+    assert f'{{\n  "script": "{script.__name__}",\n' in Path("run/config.json").read_text()
     _, rest = run("--resume", "run", script=script)
     assert_same_run("run", "expected")
     # Each evaluation stands beside that of step 0, after the resume too.

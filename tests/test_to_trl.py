@@ -75,6 +75,12 @@ def test_a_flag_has_its_field_in_trl_or_is_named_as_lost(script, flags, expected
     assert {name: found[name] for name in expected} == expected
 
 
+def test_an_evaluation_takes_all_completions_of_its_prompts_at_once():
+    sizes = (fields("grpo", f"--eval_generations {k}") for k in (1, 3))
+    one, three = (x["per_device_eval_batch_size"] for x in sizes)
+    assert three == 3 * one
+
+
 @pytest.mark.parametrize(
     ("tokens", "processes", "expected"),
     [(4096, 1, (8, 1)), (4096, 2, (4, 1)), (30, 2, (2, 2)), (1, 2, (1, 4))],
@@ -163,7 +169,6 @@ def rank(completions, **columns):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bf16", ["true", "false"])
 def test_trl_gets_the_weights_as_set_up_training_makes_them(bf16, tmp_path, monkeypatch):
     """In bfloat16 they are spread: else TRL's first steps would be rounded away as well."""
@@ -177,6 +182,7 @@ def test_trl_gets_the_weights_as_set_up_training_makes_them(bf16, tmp_path, monk
     assert options["args"].reward_weights == [1, 0, 1]
     assert options["args"].output_dir == str(tmp_path / "trl")
     assert len(options["eval_dataset"]) == 4 and options["processing_class"].eos_token
+    assert len(options["train_dataset"]) > 1000 and trainer().train.called
     given = [*options["model"].parameters()]
     config = config_of("grpo", f"--bf16 {bf16}")
     expected, _ = load_policy(config)
