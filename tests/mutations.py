@@ -50,7 +50,8 @@ PAIRS = """Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, BitO
 any all, amin amax, argmin argmax, minimum maximum""".split(",")
 OTHER = {x: y for pair in PAIRS for x, y in (pair.split(), pair.split()[::-1])}
 OTHER |= {"FloorDiv": "Div", "Mod": "FloorDiv", "Pow": "Mult"}
-SILENT = "help strict fused non_blocking".split()  # keywords: texts, guards, and speed
+# Keywords: texts, guards, and speed.
+SILENT = "help usage bar_format strict fused non_blocking use_cache".split()
 
 
 class Bug(NamedTuple):
@@ -186,6 +187,7 @@ class Recorder:
         self.files = {str(REPOSITORY / file): file for file in files}
         self.lines: set[tuple[str, int]] = set()
         self.of_setup = defaultdict(set)  # by file of tests, for one test makes fixtures for others
+        self.of_imports: set[tuple[str, int]] = set()  # what runs before the first test
         self.tests, self.failed = {}, []
 
     def trace(self, frame: Any, event: str, _: Any) -> Callable | None:
@@ -197,6 +199,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.of_imports |= set() if self.tests else self.lines
         for module in modules_below(str(REPOSITORY)):  # what is in a cache would not run
             for x in [*vars(sys.modules[module]).values()]:
                 getattr(x, "cache_clear", int)()
@@ -218,9 +221,10 @@ class Recorder:
 def record(files: list[str]) -> tuple[dict[str, tuple[float, set]], list[str], list[str]]:
     """({test: (seconds, its lines)}, the tests that fail without a bug, the libraries' modules)."""
     recorder = Recorder(files)
+    sys.settrace(recorder.trace)
     pytest.main(OPTIONS, plugins=[recorder])
     tests = {
-        test: (seconds, lines | recorder.of_setup[test.partition("::")[0]])
+        test: (seconds, lines | recorder.of_setup[test.partition("::")[0]] | recorder.of_imports)
         for test, (seconds, lines) in recorder.tests.items()
         if test not in recorder.failed
     }

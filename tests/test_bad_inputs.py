@@ -82,7 +82,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "no chat template", '{"prompt": [{"role": "user", "content": "a"}]}'),
     ("ppo", RUN, "the prompts can't be turned into tokens: TypeError", r'{"prompt": "a\ud800"}'),
     ("ppo", RUN, "max_new_tokens or cut 'xx", TWO + json.dumps({"prompt": "x" * 59})),
-    ("ppo", RUN, "gives id 20, and the model knows 20 tokens", '{"prompt": "a<new>"}'),
+    ("ppo", RUN, "gives id 20, and the model knows 20", '{"prompt": "a<new>"}\n{"prompt": "a"}'),
     ("ppo", f"{RUN} --system_prompt Hello", "not empty", '{"prompt": []}'),
     ("ppo", f"{RUN} --system_prompt Hello", "the model has no chat template", TWO),
     ("ppo", RUN + r" --prompt_template \boxed{}{prompt}", "IndexError: Replacement index 0", TWO),

@@ -34,7 +34,7 @@ def test_json_lines_are_read_with_all_their_columns(tmp_path):
     rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": "c", "level": None}]
     path = Path(write(tmp_path / "p.jsonl", rows))
     for mark in (b"", b"\xef\xbb\xbf"):
-        path.write_bytes(mark + path.read_bytes())
+        path.write_bytes(mark + path.read_bytes() + b"  \n")
         assert read_rows(str(path), "train") == rows
 
 

@@ -111,6 +111,7 @@ def around(mean, spread):
         ([LOST | {"objective/kl": 40.0}] * 5, "constant reward", "lower --learning_rate"),
         ([LOST | {"policy/entropy_avg": 1e-4}] * 5, "constant reward", "lower --learning_rate"),
         ([LOST | {"objective/kl": 10.0}] * 5, "constant reward", "is the reward function constant"),
+        ([LOST | {"objective/kl": 10.5}] * 5, "constant reward", "lower --learning_rate"),
         ([LOST | UNKNOWN], "no reward", "None"),
     ],
 )
