@@ -135,6 +135,7 @@ def test_half_precision_is_that_of_the_device_unless_it_is_given(half, monkeypat
     ):
         config = parse("ppo", flags)
         assert (config["bf16"], config["fp16"]) == expected
+    assert parse("reward_model", "--model x/y")["bf16"] == is_bf16
 
 
 def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypatch):

@@ -131,6 +131,8 @@ def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_roun
     for steps in (
         *(run["val/sampler_kl"] for x in measured["runs"].values() for run in x["spread"].values()),
         [0.003] * 4 + [0.038, 0.003],  # one token that rounding makes rare
+        [0.003] * 3 + [0.03] * 3,  # three of the last five
+        [0.012],
         [measured["sampler"]["reviews"]["temperature 0.9"]],
         [measured["sampler"]["sums"]["temperature 0.9"]],
         [measured["sampler"]["sums"]["top_k 50"]],  # what rounding gives too
@@ -138,7 +140,9 @@ def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_roun
         history = [STEP | {"objective/scores": i, "val/sampler_kl": x} for i, x in enumerate(steps)]
         lines = (warnings_about(history[: i + 1], bf16=True) for i in range(len(history)))
         warned += [[name for found in lines for name, _ in found]]
-    assert warned[-4:] == [[], ["sampler"], ["sampler"], []] and not any(warned[:-4])
+    assert warned[-6:] == [[], *[["sampler"]] * 4, []] and not any(warned[:-6])
+    both = STEP | {"val/ratio_max_dev_first": 0.6, "val/sampler_kl": 0.012}
+    assert [name for name, _ in warnings_about([both], bf16=True)] == ["ratio", "sampler"]
 
 
 def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_job, capsys):

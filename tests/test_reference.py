@@ -213,6 +213,14 @@ def in_bfloat16(policy: nn.Module, value_model: ValueModel) -> tuple[Tensor, Ten
     return logprobs, completion_values(value_model, RAGGED, bf16=True)
 
 
+def test_weights_that_float16_cannot_hold_stay_as_they_are():
+    policy = small_llama()
+    weight = policy.model.layers[0].mlp.up_proj.weight
+    weight.data.fill_(7e4)
+    set_up_training(FP16, policy)
+    assert (weight == 7e4).all()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 lora", "llama lora"])
 def test_training_in_bfloat16_begins_with_the_log_probs_and_values_of_the_checkpoint(name):
     """To the bit: else the KL at step 0 wouldn't be 0. An adapter's base is left as it is."""
