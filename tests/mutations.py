@@ -177,7 +177,10 @@ def in_fork(work: Callable[[], Any]) -> Any:
 
 
 def modules_below(folder: str) -> list[str]:
-    return [x for x, y in [*sys.modules.items()] if folder in str(getattr(y, "__file__", None))]
+    """The names of modules, of libraries for "-packages", which may lie below REPOSITORY too."""
+    files = {name: str(getattr(x, "__file__", None)) for name, x in [*sys.modules.items()]}
+    are_ours = folder != "-packages"
+    return [x for x, y in files.items() if f"{folder}/" in y and are_ours != ("-packages/" in y)]
 
 
 class Recorder:
@@ -228,7 +231,7 @@ def record(files: list[str]) -> tuple[dict[str, tuple[float, set]], list[str], l
         for test, (seconds, lines) in recorder.tests.items()
         if test not in recorder.failed
     }
-    return tests, recorder.failed, modules_below("-packages/")
+    return tests, recorder.failed, modules_below("-packages")
 
 
 class Runner:
