@@ -131,6 +131,14 @@ def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch)
     assert seeds == {(False, 3), (True, 4)}
 
 
+def test_in_bfloat16_every_forward_pass_of_an_update_is_computed_in_it(job, monkeypatch):
+    names = ["completion_logprobs", *["completion_values"] * (job.script is ppo)]
+    calls = [record_calls(monkeypatch, job.script, name) for name in names]
+    job(bf16=True, num_mini_batches=2)
+    for of_function in calls:
+        assert of_function and all(call.kwargs["bf16"] is True for call in of_function)
+
+
 def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch):
     recorded = record_gradients(monkeypatch)
     calls = record_calls(monkeypatch, job.script, "completion_logprobs")
