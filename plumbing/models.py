@@ -234,8 +234,9 @@ def spread_weights(backbone: nn.Module, half: torch.dtype = torch.bfloat16) -> N
     Autocast rounds these weights in each forward pass, or --fp16 those of the sampler. Most
     checkpoints lie on the grid of either type, and there a step shorter than half a spacing would
     be rounded away, in all weights. From random points a step of a tenth carries a tenth of them
-    over. No forward pass that rounds changes before a step. Zeros stay, and what the type can't
-    hold. Below 6e-5 the numbers of float16 lie evenly: there a part of the interval is used.
+    over. No forward pass that rounds changes before a step. Zeros stay as they are, and so do
+    numbers that the type can't hold. Below 6e-5, where the numbers of float16 lie evenly, a
+    weight is spread over a part of its interval.
     """
     numbers = torch.Generator(backbone.device).manual_seed(0)  # its own: no draw of the run changes
     options = {"generator": numbers, "dtype": torch.int32, "device": backbone.device}
