@@ -6,7 +6,7 @@
 
 1. `bugs` walks over the syntax tree of a file, and changes it: it has a bug until the next one.
 2. The fast tests run once without a bug: which lines does each of them run, and in which time?
-   What a test runs in another process or thread counts as not run.
+   What a test runs in another process counts as not run.
 3. This process has loaded the libraries, but no file of the program. For each bug it forks. The
    fork imports the program with the bug, and runs the tests that run the line, the fastest first,
    up to the first that fails. All tests run for what a file does when it is imported.
@@ -17,7 +17,6 @@ import ast
 import builtins
 import contextlib
 import gc
-import inspect
 import math
 import os
 import pickle
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from coverage import Coverage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAINING = "common.py ppo.py grpo.py rloo.py reward_model.py sampling.py".split()
@@ -136,8 +136,8 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
                         inner = f"{where}.{node.name}".strip(".")
                     elif hasattr(node, "body"):
                         end = node.body[0].lineno
-                    if lines or isinstance(node, ast.FunctionDef):
-                        own = range(node.lineno, end)
+                    if lines or isinstance(node, ast.FunctionDef):  # its first line is an import's
+                        own = range(node.lineno if lines else node.body[0].lineno, end)
                 right = ast.unparse(its).splitlines()
                 old = ast.unparse(node).partition("\n")[0]
                 for new in changes(parent, field, node, known):
@@ -184,38 +184,25 @@ def modules_below(folder: str) -> list[str]:
 
 
 class Recorder:
-    """A plugin of pytest: which lines of functions each test runs, and in which time."""
+    """A plugin of pytest: which lines each test runs, and in which time."""
 
     def __init__(self, files: list[str]) -> None:
-        self.files = {str(REPOSITORY / file): file for file in files}
-        self.lines: set[tuple[str, int]] = set()
-        self.of_setup = defaultdict(set)  # by file of tests, for one test makes fixtures for others
-        self.of_imports: set[tuple[str, int]] = set()  # what runs before the first test
-        self.tests, self.failed = {}, []
+        self.coverage = Coverage(data_file=None, config_file=False, include=files)
+        self.seconds, self.failed = {}, []
 
-    def trace(self, frame: Any, event: str, _: Any) -> Callable | None:
-        if not (file := self.files.get(frame.f_code.co_filename)):
-            return None
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # neither a module's nor a class's
-            self.lines.add((file, frame.f_lineno))
-        return self.trace
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.of_imports |= set() if self.tests else self.lines
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         for module in modules_below(str(REPOSITORY)):  # what is in a cache would not run
             for x in [*vars(sys.modules[module]).values()]:
                 getattr(x, "cache_clear", int)()
-        self.lines, start = set(), time.monotonic()
-        sys.settrace(self.trace)
-        yield
-        sys.settrace(None)
-        self.tests[item.nodeid] = time.monotonic() - start, self.lines
+        self.coverage.switch_context(nodeid.partition("::")[0])  # one test makes all its fixtures
+        self.seconds[nodeid] = -time.monotonic()
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
-        yield
-        self.of_setup[item.nodeid.partition("::")[0]] |= self.lines
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        self.coverage.switch_context(item.nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.seconds[nodeid] += time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed += [report.nodeid] * report.failed
@@ -224,11 +211,17 @@ class Recorder:
 def record(files: list[str]) -> tuple[dict[str, tuple[float, set]], list[str], list[str]]:
     """({test: (seconds, its lines)}, the tests that fail without a bug, the libraries' modules)."""
     recorder = Recorder(files)
-    sys.settrace(recorder.trace)
-    pytest.main(OPTIONS, plugins=[recorder])
+    with recorder.coverage.collect():
+        pytest.main(OPTIONS, plugins=[recorder])
+    lines = defaultdict(set)
+    for file in files:
+        found = recorder.coverage.get_data().contexts_by_lineno(str(REPOSITORY / file))
+        for line, contexts in found.items():
+            for context in contexts:
+                lines[context].add((file, line))
     tests = {
-        test: (seconds, lines | recorder.of_setup[test.partition("::")[0]] | recorder.of_imports)
-        for test, (seconds, lines) in recorder.tests.items()
+        test: (seconds, lines[""] | lines[test.partition("::")[0]] | lines[test])
+        for test, seconds in recorder.seconds.items()
         if test not in recorder.failed
     }
     return tests, recorder.failed, modules_below("-packages")
