@@ -266,7 +266,7 @@ def completion_logprobs(
     # same way. For the backward pass five chunks are kept, or one with `entropy_grad`; the others
     # make their logits again.
     num_logits = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
-    size = max(1, num_logits // head.weight.shape[0])
+    size = num_logits // head.weight.shape[0]
     chunks = list(zip(states.split(size), tokens.split(size)))
     num_kept = 1 if entropy_grad else 5
     scores = [score(*chunk) for chunk in chunks[:num_kept]]
@@ -322,7 +322,7 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     # are repeated: by index_select, which adds up their gradients in the same order in every run.
     prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts], device=tokens.device)
     first_row = torch.tensor([prompts.index(prompt) for prompt in distinct], device=tokens.device)
-    cache = DynamicCache(config=backbone.config)
+    cache = DynamicCache()
     last = states(tokens[first_row, :P], mask[first_row, :P], cache)[:, -1:]
     last = last.index_select(0, prompt_of_row)
     if t == 1:
@@ -412,7 +412,7 @@ def micro_batches(
     lengths = rollout.completion_mask.sum(1).cpu()  # (B,)
     rows = torch.arange(len(lengths)) if rows is None else rows
     if wanted is not None:
-        wanted = wanted.bool().cpu()[rows]
+        wanted = wanted.cpu()[rows]
         rows = rows[wanted] if wanted.any() else rows[:1]
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]

@@ -55,7 +55,7 @@ from plumbing.run import Run, run_main
 from sampling import sample
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Config(RunConfig):
     script = "grpo"
     smallest_group = 2

@@ -56,7 +56,7 @@ from plumbing.preferences import load_classifier, sequence_scores, text_ids
 from plumbing.run import Run, run_main
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Config(TrainConfig):
     script = "reward_model"
     task = "add"  # of the embedded model's own pairs

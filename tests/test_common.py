@@ -26,9 +26,11 @@ from common import (
     gae,
     importance_ratio,
     kl_estimate,
+    logits_from,
     masked_mean,
     masked_whiten,
     micro_batches,
+    model_inputs,
     policy_ratio,
     rollout_logprobs,
     rollout_values,
@@ -36,7 +38,7 @@ from common import (
     token_entropy,
     token_logprobs,
 )
-from plumbing.models import fuse, set_up_training
+from plumbing.models import add_adapter, fuse, set_up_training
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
 OFF = ~MASK
@@ -268,6 +270,11 @@ def test_disable_dropout_counts_what_it_switches_off_and_nothing_else():
     assert config.hidden_dropout == 0.4 and not any(vars(model[2].config).values())
 
 
+def test_the_config_of_a_model_with_an_adapter_keeps_its_dropout_too():
+    policy = add_adapter(small_gpt2(dropout=0.1), 2)
+    assert disable_dropout(policy) > 0 and policy.get_base_model().config.attn_pdrop == 0.1
+
+
 @pytest.mark.parametrize("make", [small_gpt2, small_llama, lambda: from_config("OPT", **OPT)])
 def test_a_fresh_value_model_predicts_exactly_0_and_trains_weights_of_its_own(make):
     origin = make()
@@ -277,6 +284,23 @@ def test_a_fresh_value_model_predicts_exactly_0_and_trains_weights_of_its_own(ma
     memory = {p.data_ptr() for p in origin.parameters()}
     assert not memory & {p.data_ptr() for p in value_model.parameters()}
     assert ValueModel.on_backbone_of(origin.bfloat16()).head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda input_ids, cache: 0, lambda input_ids, past_key_values: 0]
+)
+def test_a_model_gets_what_its_forward_takes_and_the_cache_under_its_name(forward):
+    tokens, mask = torch.ones(2, 3), torch.ones(2, 3).bool()
+    given = model_inputs(SimpleNamespace(forward=forward), tokens, mask, "kept", logits_to_keep=1)
+    assert given == {"input_ids": tokens, forward.__code__.co_varnames[1]: "kept"}
+
+
+def test_of_a_model_that_also_reads_pictures_the_config_for_text_counts():
+    model, states = small_gpt2(), torch.randn(3, 32)
+    text = SimpleNamespace(final_logit_softcapping=2.0, hidden_size=16)
+    model.config.get_text_config = lambda: text
+    assert torch.allclose(logits_from(model, states), 2 * torch.tanh(model.lm_head(states) / 2))
+    assert ValueModel.on_backbone_of(model).head.in_features == 16
 
 
 # --- The learning rate ---
@@ -346,6 +370,9 @@ def test_the_log_probs_carry_a_gradient_and_the_entropies_none(small_model):
     masks = {"attention_mask": RAGGED.attention_mask, "completion_mask": RAGGED.completion_mask}
     of_numbers = Rollout(**vars(RAGGED) | {name: x.long() for name, x in masks.items()})
     assert torch.equal(completion_logprobs(small_model, of_numbers, 0.7)[0], logprobs)
+    value_model = value_model_of(small_model)
+    values, again = (completion_values(value_model, x) for x in (RAGGED, of_numbers))
+    assert torch.equal(values, again), "masks of 0 and 1"
     assert gradients(logprobs, small_model)[0].abs().max() > 0.1
     if entropies.requires_grad:  # as a part of the tensor that holds both
         assert not any(g.any() for g in gradients(entropies, small_model))
