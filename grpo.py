@@ -261,9 +261,8 @@ def main(args: list[str] | None = None) -> None:
             rows = (groups.unsqueeze(1) * G + torch.arange(G)).flatten()  # (B,)
             rollout, scores = rollout[rows], scores[rows]
             prompts, texts = [prompts[i] for i in groups], [texts[i] for i in rows]
-        if config.overlong_buffer > 0:  # [3] eq. 13
-            scores = scores + overlong_penalty(rollout.completion_mask, config.overlong_buffer)
         mask = rollout.completion_mask  # (B, T), EOS included
+        scores = scores + overlong_penalty(mask, config.overlong_buffer)  # [3] eq. 13
 
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding

@@ -47,7 +47,7 @@ RUNS = {  # the kind of loss: the flags in which its run differs
         "kl_estimator": "k3", "missing_eos_penalty": 0.75, "gamma": 0.9, "lam": 0.5,
         "clip_range_value": 0.03, "vf_coef": 0.5, "entropy_coef": 0.4, "num_epochs": 3,
     },
-    "grpo": {},
+    "grpo": {"num_mini_batches": 1},  # two epochs, so old log-probs are needed for the second
     "dr_grpo": {  # one epoch, so old log-probs are needed for the minibatches alone
         "loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.4, "num_epochs": 1,
         "seed": 11,

@@ -167,8 +167,8 @@ def test_the_gradient_is_that_of_the_definition_and_0_at_padding_that_holds_nan(
 @pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_minibatch_without_tokens_has_loss_and_gradient_0(kind):
-    x = numbers(0).requires_grad_()
-    loss, _ = grpo_loss(x, numbers(1), numbers(2)[0], MASK & False, **options(kind))
+    x, mask = numbers(0).requires_grad_(), torch.zeros(4, 4).long()  # of numbers, as a tokenizer's
+    loss, _ = grpo_loss(x, numbers(1), numbers(2)[0], mask, **options(kind))
     assert loss == 0 and not torch.autograd.grad(loss, x)[0].any(), "a division by 0 tokens?"
 
 
