@@ -122,6 +122,7 @@ def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_
     assert len(models) == len(set(models)) == needs_old + (kl_coef > 0)
     assert line["val/ratio_max_dev_first"] < 1e-5
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
+    assert line["grad_norm"] > 1e-3, "are the old ones a constant? Else the ratio has no gradient"
 
 
 def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch):
