@@ -1,6 +1,7 @@
 """Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -119,24 +120,28 @@ def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows_of_fewer_than_te
     capsys, tmp_path
 ):
     def split(rows):
-        task = load(reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
+        path = write(tmp_path / "p.jsonl", rows)
+        task = load(reward=["brevity"], prompts=path, prompt_template="p{id}")
         return task.train, task.heldout
 
+    said = "Fewer than ten prompts: none is held out, they are trained on and evaluated.\n"
     for n, sizes in ((1, (1, 1)), (9, (9, 9)), (10, (9, 1)), (6000, (5488, 512))):
-        both = split([{"prompt": f"p{i}", "id": i} for i in range(n)])
+        both = split([{"id": i} for i in range(n)])
         assert tuple(map(len, both)) == sizes
-        assert ("none is held out" in capsys.readouterr().out) == (n < 10)
+        assert capsys.readouterr().out == said * (n < 10)
         train, heldout = ({row["prompt"] for row in rows} for rows in both)
         assert len(train | heldout) == n and (n < 10 or not train & heldout)
-    train, heldout = split([{"prompt": f"p{i % 40}", "id": i} for i in range(600)])
+    train, heldout = split([{"id": i % 40, "n": i} for i in range(600)])
     assert (len(train), len(heldout)) == (36 * 15, 4 * 15), "each of four prompts with all its rows"
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+    assert [row["n"] for row in heldout[:5]] == [541, 412, 52, 141, 261], "the same in every run"
 
 
 def test_the_first_of_own_held_out_prompts_are_not_the_first_of_a_sorted_file(tmp_path):
     path = write(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(100)])
     order = [int(row["prompt"]) for row in load(reward=["brevity"], eval_prompts=path).heldout]
-    assert sorted(order) == [*range(100)] and 25 < sum(order[:24]) / 24 < 75
+    random.Random(0).shuffle(expected := [*range(100)])
+    assert order == expected
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
@@ -149,11 +154,34 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
         assert found == [str(count)] * (count > 0)
 
 
-@pytest.mark.parametrize("header", ["", "{% if add_generation_prompt %}[assistant]{% endif %}"])
-def test_a_template_that_opens_no_assistants_turn_is_named(header, tmp_path, capsys):
-    rows = [{"prompt": [message(str(n))]} for n in range(12)]
+OPENS = "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("header", "last", "named"),
+    [("", "user", True), (OPENS, "user", False), ("", "assistant", False)],
+)
+def test_a_template_that_opens_no_assistants_turn_is_named(header, last, named, tmp_path, capsys):
+    rows = [{"prompt": [message(str(n)), message("So", last)]} for n in range(12)]
     task_of(CHAT_TEMPLATE + header, reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
-    assert ("opens no assistant's turn" in capsys.readouterr().out) == (header == "")
+    assert ("opens no assistant's turn" in capsys.readouterr().out) == named
+
+
+def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path):
+    """Of three prompts the longest in tokens is not that in letters, nor last in the alphabet."""
+    good = [{"prompt": "é" * 1020, "answer": 1}]
+    long = [{"prompt": x, "answer": 1} for x in ("ü", "é" * 1020 + "a", "x" * 1500)]
+    for bad, fault in (
+        (long, "a prompt of 2041 tokens and 8 new ones don't fit .* context of 2048: .* cut 'éé"),
+        ([], "needs prompts to train on and held-out ones"),
+        ([{"prompt": "a"}], "needs a column answer in each row"),
+        ([{"prompt": [HI, message(5)], "answer": 1}], "a prompt is text or messages of text"),
+    ):
+        for sides in ((bad, good), (good, bad)):
+            files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(sides)]
+            with pytest.raises(InputError, match=fault):
+                load(prompts=files[0], eval_prompts=files[1])
+    assert load(prompts=write(tmp_path / "p.jsonl", good)).train == good, "2048 in all"
 
 
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():

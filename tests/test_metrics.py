@@ -227,7 +227,9 @@ def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unkno
 
 
 def test_the_greedy_evaluation_does_not_depend_on_the_seed_and_the_sampled_one_does():
-    first, second = (evaluated(1, has_an_a, has_an_a, seed)[0] for seed in (0, 1))
+    no_reward = lambda completions: [None] * len(completions)  # noqa: E731
+    first, second = (evaluated(1, no_reward, has_an_a, seed)[0] for seed in (0, 1))
+    assert first.headline == ["eval/reward", "eval/accuracy"]
     assert first.metrics["eval/accuracy_greedy"] == second.metrics["eval/accuracy_greedy"]
     assert first.records != second.records
 

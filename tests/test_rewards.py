@@ -39,6 +39,8 @@ def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     got = seen(ROWS)
     assert got["prompts"] == ["a", "a", "b", "b"] and got["n"] == [1, 1, 2, 2]
     assert got["completions"] == TEXTS and [len(i) for i in got["completion_ids"]] == [1, 2, 1, 2]
+    of_trl = {"prompts", "completions", "completion_ids", "trainer_state"}
+    assert got.keys() == of_trl | {"log_metric", "log_extra", "n"}
     *scores, unknown = scored(lambda prompts, completions, n, **kwargs: [*n[:3], None])
     assert scores == [1, 1, 2] and unknown != unknown, "None is NaN"
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
@@ -58,8 +60,9 @@ def test_a_reward_may_ask_for_the_step_and_log_as_in_trl():
         return [float(trainer_state.global_step)] * len(completions)
 
     task = Task(ROWS * 4, [], [reward], tokenizer=byte_tokenizer(), eos_token_ids=[256])
-    scores, _ = task.score(task.batch(3, 2), make_rollout([[1]] * 2, [[256]] * 2))
-    assert scores.tolist() == [3, 3]
+    rollout = make_rollout([[1]] * 2, [[256]] * 2)
+    assert task.score(ROWS, rollout)[0].tolist() == [0, 0], "before the first batch"
+    assert task.score(task.batch(3, 2), rollout)[0].tolist() == [3, 3]
 
 
 def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent():
@@ -95,10 +98,16 @@ def test_the_text_that_is_scored_ends_before_eos_and_padding():
         ([256, 65], [256, 71, 72, 13], 13, "<|endoftext|>hi"),  # a tag may be a special token
     ):
         rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
-        assert decode(byte_tokenizer(), rollout, [eos])[0] == text
+        assert decode(byte_tokenizer(), rollout, [eos]) == [text, "#" * 5]
 
 
 # --- By name, from a file, a model ---
+
+
+def test_a_reward_is_ready_made_or_a_function_of_a_file_of_python():
+    known = "write a reward as FILE.py:FUNCTION, or choose from exact_match, numeric_match, brevity"
+    with pytest.raises(InputError, match=f"^my.txt:f: {known}, sentiment$"):
+        load_reward("my.txt:f", REWARDS)
 
 
 def test_ready_made_rewards_read_text_or_messages():
@@ -254,6 +263,7 @@ def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkey
     assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0, 1.0])
     assert task.rewards == rewards and task.verifier is None
     assert task_of(task="letters", reward_weights=[3.0, 4.0]).weights == [3, 4], "a flag wins"
+    assert task_of(task="letters", reward=["sentiment"]).weights == [1], "of its own rewards"
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
