@@ -107,12 +107,6 @@ def test_a_prompt_is_that_of_its_row_in_the_template_with_the_system_prompt(
     assert advised == isinstance(task.train[0]["prompt"], str)
 
 
-def test_the_prompts_of_a_task_and_those_of_a_file_get_the_template():
-    plain, filled = (load(task="sentiment", prompt_template=x) for x in (None, "<{prompt}>"))
-    for before, rows in ((plain.train, filled.train), (plain.heldout, filled.heldout)):
-        assert rows == [row | {"prompt": f"<{row['prompt']}>"} for row in before]
-
-
 # --- What is held out, and the batch of a step ---
 
 

@@ -116,12 +116,9 @@ def around(mean, spread):
         ([{"val/ratio_max_dev_first": 0.01}], "", ""),
         ([{"val/sampler_kl": 0.0011}], "sampler", "--bf16 false"),
         ([{"val/sampler_kl": 0.001}], "", ""),
-        ([{"reward/frac_flat_groups": 0.6}], "flat groups", "--num_generations"),
-        ([{"length/truncated_frac": 0.6}], "truncated", "--max_new_tokens"),
         ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], "", ""),
         ([{}] + [{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
         ([{"objective/scores": 0.5}] * 4, "", ""),
-        ([NO_REWARD], "no reward", "--num_steps 0"),
         # The cause that the other metrics show.
         ([LOST | {"policy/entropy_avg": 0.009}] * 5, "constant reward", "steps, and the policy"),
         ([LOST | {"objective/kl": 10.5}] * 5, "constant reward", "lower --learning_rate"),
@@ -235,7 +232,7 @@ def test_the_greedy_evaluation_does_not_depend_on_the_seed_and_the_sampled_one_d
 
 
 def test_a_sample_is_printed_with_the_end_of_a_long_prompt_and_the_start_of_a_long_completion():
-    chat = [{"role": "user", "content": "What is left of it? " * 5 + "\nAll of it"}]
+    chat = [{"content": "Be brief."}, {"content": "What is left of it? " * 5 + "\nAll of it"}]
     rows, texts = [{"prompt": "a" * 45}, {"prompt": chat}], ["x", "y", "unbelievable " * 9, "z"]
     records, lines = sample_records(rows, texts, torch.tensor([1.0, 0.0, math.nan, 2.0]))
     shown = "... left of it? What is left of it? All of it -> " + "unbelievable " * 2 + "..."
