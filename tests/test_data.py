@@ -161,7 +161,7 @@ def test_a_template_that_opens_no_assistants_turn_is_named(header, last, named, 
     assert ("opens no assistant's turn" in capsys.readouterr().out) == named
 
 
-def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path):
+def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path, monkeypatch):
     """Of three prompts the longest in tokens is not that in letters, nor last in the alphabet."""
     good = [{"prompt": "é" * 1020, "answer": 1}]
     long = [{"prompt": x, "answer": 1} for x in ("ü", "é" * 1020 + "a", "x" * 1500)]
@@ -176,6 +176,8 @@ def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path):
             with pytest.raises(InputError, match=fault):
                 load(prompts=files[0], eval_prompts=files[1])
     assert load(prompts=write(tmp_path / "p.jsonl", good)).train == good, "2048 in all"
+    monkeypatch.setattr(data, "context_length", lambda model: None)  # Bloom
+    assert len(load(prompts=write(tmp_path / "p.jsonl", long)).train) == 3
 
 
 def test_every_prompt_is_seen_once_per_pass_and_batches_depend_on_seed_and_step_alone():

@@ -18,12 +18,12 @@ ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
 
 
-def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
+def scored(*rewards, rows=ROWS, weights=(), **options) -> list[float]:
     """The scores of TEXTS."""
     tokenizer = byte_tokenizer()
     task = Task([], [], list(rewards), list(weights), tokenizer=tokenizer, eos_token_ids=[256])
     rollout = make_rollout([[1]] * 4, tokenizer(TEXTS).input_ids)
-    scores, texts = task.score(rows, rollout)
+    scores, texts = task.score(rows, rollout, **options)
     assert texts == TEXTS
     return scores.tolist()
 
@@ -71,6 +71,10 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
     for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
         scores = scored(first, second, weights=weights)
         assert scores[:3] == expected and scores[3] != scores[3]
+    with pytest.raises(InputError, match="a reward is None, and this algorithm needs one"):
+        scored(first, allow_none=False)
+    known = lambda completions: [0.0, 0.0, 2.0, 2.0]  # noqa: E731
+    assert scored(first, known, allow_none=False) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
