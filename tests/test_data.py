@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from small import byte_tokenizer, task_of
 from tokenizers import normalizers, processors
 
@@ -203,7 +204,8 @@ def test_many_prompts_are_turned_into_tokens_a_thousand_at_a_time(monkeypatch):
     sizes, task = [], Task([], [], [])
     found = lambda _, some: sizes.append(len(some)) or [[int(x)] for x in some]  # noqa: E731
     monkeypatch.setattr(data, "prompt_tokens", found)
-    task.tokenise([{"prompt": str(i)} for i in range(2500)])
+    ids, mask = task.encode([{"prompt": str(i)} for i in range(2500)])
+    assert ids.shape == mask.shape == (2500, 1) and mask.dtype == torch.bool
     assert sizes == [1000, 1000, 500] and [*task.tokens.values()] == [[i] for i in range(2500)]
 
 
