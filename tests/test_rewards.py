@@ -221,7 +221,9 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
         REWARDS["exact_match"](["2"], answer=[answer])
 
 
-def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
+def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(
+    tmp_path, capsys
+):
     (path := tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for flags, expected in (
         ({"prompts": path, "reward": ["brevity", "numeric_match", "exact_match"]}, "numeric_match"),
@@ -231,7 +233,10 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
         ({"reward": ["brevity"], "prompts": path}, None),  # for which it was not made
         ({"reward": ["brevity"], "eval_prompts": path}, None),
     ):
-        assert getattr(task_of(**flags).verifier, "__name__", None) == expected, flags
+        verifier = task_of(task="cups", **flags).verifier
+        assert getattr(verifier, "__name__", None) == expected, flags
+        said = "5:23,25= says: the ball is under cup 5" in capsys.readouterr().out
+        assert said == ("prompts" not in flags), "what a prompt of the task means"
 
 
 # --- Tasks ---
@@ -247,8 +252,9 @@ def test_no_held_out_sum_is_trained_on_not_even_mirrored():
     assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
 
 
-def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
+def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(capsys):
     task = task_of(task="sentiment")
+    assert capsys.readouterr().out == ""
     texts = ["a great, GREAT film", "boring and bad", "good " * 10, "bad " * 10, "greatly"]
     assert task.rewards[0](texts) == [2, -2, 3, -3, 0]
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
