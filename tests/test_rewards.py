@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -222,9 +222,12 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
 
 
 def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(
-    tmp_path, capsys
+    tmp_path, monkeypatch, capsys
 ):
     (path := tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    rows, verifier = [{"prompt": "1+2=", "answer": "3"}], REWARDS["numeric_match"]
+    few = Task(rows, rows, [verifier], verifier=verifier, about="Look at the sum.")
+    monkeypatch.setitem(TASKS, "add", lambda chat: replace(few))
     for flags, expected in (
         ({"prompts": path, "reward": ["brevity", "numeric_match", "exact_match"]}, "numeric_match"),
         ({"prompts": path, "reward": ["numeric_match"], "verifier": "exact_match"}, "exact_match"),
@@ -233,10 +236,8 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
         ({"reward": ["brevity"], "prompts": path}, None),  # for which it was not made
         ({"reward": ["brevity"], "eval_prompts": path}, None),
     ):
-        verifier = task_of(task="cups", **flags).verifier
-        assert getattr(verifier, "__name__", None) == expected, flags
-        said = "5:23,25= says: the ball is under cup 5" in capsys.readouterr().out
-        assert said == ("prompts" not in flags), "what a prompt of the task means"
+        assert getattr(task_of(**flags).verifier, "__name__", None) == expected, flags
+        assert ("Look at the sum." in capsys.readouterr().out) == ("prompts" not in flags)
 
 
 # --- Tasks ---
