@@ -34,7 +34,7 @@ def message(content: str, role: str = "user") -> dict:
 def test_json_lines_are_read_with_all_their_columns(tmp_path):
     # A line separator of Unicode ends no line of JSON, and a byte order mark is no part of it.
     rows = [{"prompt": "a\u2028b", "level": 3}, {"prompt": "c", "level": None}]
-    path = Path(write(tmp_path / "p.jsonl", rows))
+    path = Path(write(tmp_path / "p.txt", rows))  # whatever its name
     for mark in (b"", b"\xef\xbb\xbf"):
         path.write_bytes(mark + path.read_bytes() + b"  \n")
         assert read_rows(str(path), "train") == rows
@@ -62,12 +62,12 @@ def test_of_a_dataset_the_subset_and_the_split_are_those_of_its_name(tmp_path, m
             rows = [{"prompt": f"{subset} {split}", "n": n} for n in range(20)]
             write(Path("hub", subset, f"{split}.jsonl"), rows)
     Path("hub/README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
-    Path("C:hub").symlink_to("hub/main")
+    Path("C:hub.csv").symlink_to("hub/main")
     for name, split, expected in (
         ("hub:main", "train", ("main train", 20)),
         ("hub:main:", "test", ("main test", 20)),
         ("hub:more:test[:3]", "train", ("more test", 3)),
-        ("C:hub", "test", ("main test", 20)),  # a folder with a colon, as on drive C:
+        ("C:hub.csv", "test", ("main test", 20)),  # a folder with a colon, as on drive C:
     ):
         rows = read_rows(name, split)
         assert rows == [{"prompt": expected[0], "n": n} for n in range(expected[1])]
