@@ -149,17 +149,13 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
         assert found == [str(count)] * (count > 0)
 
 
-OPENS = "{% if add_generation_prompt %}[assistant]{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("header", "last", "named"),
-    [("", "user", True), (OPENS, "user", False), ("", "assistant", False)],
-)
-def test_a_template_that_opens_no_assistants_turn_is_named(header, last, named, tmp_path, capsys):
-    rows = [{"prompt": [message(str(n)), message("So", last)]} for n in range(12)]
-    task_of(CHAT_TEMPLATE + header, reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
-    assert ("opens no assistant's turn" in capsys.readouterr().out) == named
+def test_a_template_that_opens_no_assistants_turn_is_named(tmp_path, capsys):
+    opens = "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for end, last, named in (("", "user", True), (opens, "user", False), ("", "assistant", False)):
+        rows = [{"prompt": [message(str(n)), message("So", last)]} for n in range(12)]
+        path = write(tmp_path / "p.jsonl", rows)
+        task_of(CHAT_TEMPLATE + end, reward=["brevity"], prompts=path)
+        assert ("opens no assistant's turn" in capsys.readouterr().out) == named
 
 
 def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path, monkeypatch):

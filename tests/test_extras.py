@@ -60,9 +60,8 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
 
 
 def test_rollouts_are_decoded_in_the_half_precision_of_the_flags():
-    for fp16, bf16, half in (
-        (True, False, torch.float16), (False, True, torch.bfloat16), (False, False, None)
-    ):  # fmt: skip
+    flags = [(True, False, torch.float16), (False, True, torch.bfloat16), (False, False, None)]
+    for fp16, bf16, half in flags:
         config = grpo.Config(fp16=fp16, bf16=bf16)
         assert sampling_options(config, small_gpt2(), byte_tokenizer())["decoder"].half == half
 

@@ -243,19 +243,15 @@ def test_a_sample_is_printed_with_the_end_of_a_long_prompt_and_the_start_of_a_lo
     assert lines == [f"   1.00  ... {'a' * 41} -> x"]
 
 
-def test_the_progress_bar_shows_the_step():
-    known = {"objective/scores": 0.456, "length/mean": 11.6, "tokens_per_second": 340.4}
-    for kl, shown in ((0.123, "0.12"), (None, "off")):
-        text = f"reward 0.46, kl {shown}, length 12, 340 tok/s"
-        assert Meter.progress(known | {"objective/kl": kl}) == text
-
-
-def test_the_headline_names_each_number_beside_that_of_step_0():
+def test_the_headline_names_each_number_beside_that_of_step_0_and_the_bar_those_of_the_step():
     first = {"eval/reward": 0.25, "eval/reward_greedy": None}
     now = {"eval/reward": 0.75, "eval/reward_greedy": 1.0}
     assert headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
     expected = "eval/reward 0.750 (was 0.250), greedy 1.000 (was unknown)"
     assert headline(1, ["eval/reward"], now, first) == expected
+    known = {"objective/scores": 0.456, "length/mean": 11.6, "tokens_per_second": 340.4}
+    bars = [Meter.progress(known | {"objective/kl": kl}) for kl in (0.123, None)]
+    assert bars == [f"reward 0.46, kl {kl}, length 12, 340 tok/s" for kl in ("0.12", "off")]
 
 
 # --- Curves ---
