@@ -41,7 +41,7 @@ def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     assert got["completions"] == TEXTS and [len(i) for i in got["completion_ids"]] == [1, 2, 1, 2]
     of_trl = {"prompts", "completions", "completion_ids", "trainer_state"}
     assert got.keys() == of_trl | {"log_metric", "log_extra", "n"}
-    *scores, unknown = scored(lambda prompts, completions, n, **kwargs: [*n[:3], None])
+    *scores, unknown = scored(lambda prompts, completions, **others: [*others["n"][:3], None])
     assert scores == [1, 1, 2] and unknown != unknown, "None is NaN"
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
 
