@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from small import byte_tokenizer, make_rollout, save_model, task_of
+from small import byte_tokenizer, letter_tokenizer, make_rollout, save_model, task_of
+from tokenizers import decoders
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from common import InputError
@@ -103,6 +104,9 @@ def test_the_text_that_is_scored_ends_before_eos_and_padding():
     ):
         rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
         assert decode(byte_tokenizer(), rollout, [eos]) == [text, "#" * 5]
+    words = letter_tokenizer(["\u2581a", "\u2581b", "\u2581c"])
+    words.backend_tokenizer.decoder = decoders.Metaspace()  # the first word loses its space
+    assert decode(words, make_rollout([[0], [2, 0]], [[1, 2], [0]]), []) == [" b c", " a"]
 
 
 # --- By name, from a file, a model ---
