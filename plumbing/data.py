@@ -84,7 +84,7 @@ class Task:
         scores = torch.stack(
             [call_reward(r, rows, texts, ids, self.step) for r in self.rewards], dim=1
         )
-        weights = torch.tensor(self.weights or [1.0] * len(self.rewards))
+        weights = torch.tensor(self.weights or 1.0)
         total = (scores * weights).nansum(dim=1)  # (N*G, rewards) -> (N*G,)
         total = total.masked_fill(scores.isnan().all(dim=1), math.nan)
         if not allow_none and total.isnan().any():
@@ -204,7 +204,7 @@ def read_rows(name: str, split: str) -> list[dict]:
         text = path.read_text(encoding="utf-8-sig")
         if kind in (".csv", ".tsv"):
             delimiter = "\t" if kind == ".tsv" else ","
-            return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+            return list(csv.DictReader(io.StringIO(text), delimiter=delimiter))
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         with blame(f"{name}, line {number}: give one JSON object a line"):
@@ -216,9 +216,8 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
     with blame(f"a row of the prompts (--prompt_template?), {str(row)[:60]}"):
-        column = template[1:-1]
-        is_alone = template == f"{{{column}}}" and column in row  # it may hold messages
-        prompt = row[column] if is_alone else template.format(**row)
+        alone = [x for key, x in row.items() if template == f"{{{key}}}"]  # it may hold messages
+        prompt = alone[0] if alone else template.format(**row)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         is_text = prompt and all(m["role"] and isinstance(m["content"], str) for m in turns)
         if system is not None:
@@ -378,7 +377,7 @@ def call_reward(
     rows: list[dict],
     texts: list[str],
     ids: list[list[int]],
-    step: int = 0,
+    step: int,
 ) -> Tensor:
     """Call a reward with TRL's keyword arguments on G texts for each of N rows: (N*G,) float32, NaN
     where it gave None. Raises InputError for bad values; what it raises itself is left as it is.

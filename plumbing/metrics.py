@@ -48,7 +48,7 @@ class Totals:
         """Add a micro-batch's share of the minibatch's loss. It is divided by the counts of the
         whole minibatch already, so `results` divides the sum by the number of minibatches alone.
         """
-        self.sums[name] = self.sums.get(name, 0) + x.detach().float()
+        self.sums[name] = self.sums.get(name, 0) + x.detach()
 
     def end_mini_batch(self, grad_norm: Tensor) -> None:
         """Close a minibatch with the norm of its gradient. Raises Fault where it isn't finite: a
@@ -130,7 +130,7 @@ class Meter(Totals):
         self.last_pass: dict[str, Tensor] = {}
         lengths = rollout.completion_mask.sum(1).float()  # EOS included
         self.num_tokens = int(lengths.sum())
-        self.known |= {
+        self.known = {
             "length/mean": lengths.mean().item(),
             "length/max": lengths.max().item(),
             "length/truncated_frac": 1 - rollout.finished.float().mean().item(),
@@ -170,7 +170,7 @@ class Meter(Totals):
         sampled = self.rollout.logprobs[rows]
         self.add("val/sampler_kl", kl_estimate(sampled, old_logprobs, "k3"), mask)
         if "grad_norm" not in self.sums:  # in the first minibatch
-            off = (ratio.detach() - 1).abs().masked_fill(unused, 0).max().float()
+            off = (ratio.detach() - 1).abs().masked_fill(unused, 0).max()
             name = "val/ratio_max_dev_first"
             self.sums[name] = torch.maximum(self.sums.get(name, off), off)
             self.counts[name] = torch.ones_like(off)
@@ -199,7 +199,7 @@ class Meter(Totals):
         groups = scores.view(-1, num_generations)
         flat, num_known = is_flat(groups), (~groups.isnan()).sum(1, keepdim=True)
         squares = (groups - groups.nanmean(1, keepdim=True)) ** 2
-        variance = squares.nansum(1, keepdim=True) / (num_known - 1).clamp(min=1)
+        variance = squares.nansum(1, keepdim=True) / (num_known - 1)  # of a single one 0 / 0
         self.add("reward/std_within_group", variance.sqrt().masked_fill(flat, 0))
         self.add("reward/frac_flat_groups", flat)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from small import byte_tokenizer, lines_of, make_rollout, small_gpt2
 
 import grpo
@@ -55,7 +56,14 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
     assert line["objective/scores"] == pytest.approx(1 - line["length/mean"] / 6)
 
 
-# --- Stop strings ---
+# --- How completions are drawn: --fp16, --stop ---
+
+
+def test_rollouts_are_decoded_in_the_half_precision_of_the_flags():
+    flags = [(True, False, torch.float16), (False, True, torch.bfloat16), (False, False, None)]
+    for fp16, bf16, half in flags:
+        config = grpo.Config(fp16=fp16, bf16=bf16)
+        assert sampling_options(config, small_gpt2(), byte_tokenizer())["decoder"].half == half
 
 
 def test_a_stop_string_that_is_a_token_is_one_more_eos():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,11 @@ from plumbing.metrics import (
     OF_REWARD_MODELS,
     PANELS,
     Meter,
+    Totals,
     evaluate,
     explained_variance,
     headline,
+    mean_and_error,
     sample_records,
     warnings_about,
 )
@@ -40,23 +43,31 @@ def test_the_largest_deviation_is_that_of_the_first_minibatch_and_no_graph_is_ke
     rows, mask = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[True, False]])
     meter, x = Meter(make_rollout([[1]] * 4, [[5, EOS]] * 4)), torch.zeros(1, 2, requires_grad=True)
     for row, ratio in zip(rows, (1.1, 0.5, 1.2, 9.0)):
-        if row == 3:
-            meter.end_mini_batch(torch.tensor(1.0))
         ratio = torch.tensor([[ratio, torch.nan]]) * x.exp()
         meter.add_policy(row, x, x.detach(), x, ratio, x > 0, mask)
         meter.add_share("loss", x.sum())
+        if row > 1:
+            meter.end_mini_batch(torch.tensor(1.0))
     assert meter.results()["val/ratio_max_dev_first"] == 0.5
-    assert not any(total.requires_grad for total in meter.sums.values())
+    kept = [*meter.sums.values(), *meter.last_pass.values()]
+    assert not any(total.requires_grad for total in kept)
+
+
+def test_a_mean_is_added_up_in_float32_and_that_of_nothing_is_0():
+    totals, ones = Totals(), torch.ones(1001, dtype=torch.bfloat16)  # which has no 1001
+    totals.add("ones", ones), totals.add("none", ones, ones < 1)
+    assert totals.results() == {"ones": 1, "none": 0}
 
 
 def test_missing_scores_are_left_out_and_a_group_without_two_different_ones_is_flat():
     nan = torch.nan
     scores = torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan])
     kl, known = torch.arange(24.0).view(12, 2), ~scores.isnan()
-    meter = Meter(make_rollout([[1]] * 12, [[5, EOS]] * 12))
+    meter = Meter(make_rollout([[1]] * 12, [[5, EOS]] * 11 + [[EOS]]))
     meter.objective(scores, kl, 0.5)
     meter.groups(scores, 3)
     metrics = meter.results()
+    assert metrics["objective/kl"] == pytest.approx(sum(range(23)) / 12), "23 is that of padding"
     assert metrics["objective/scores"] == pytest.approx(25 / 8)
     rewards = (scores - 0.5 * kl.sum(1))[known]
     assert metrics["objective/rlhf_reward"] == pytest.approx(rewards.mean().item())
@@ -77,8 +88,11 @@ STEP = {
     "length/truncated_frac": 0.1,
 }
 LOST = {"objective/scores": 0.0, "objective/kl_token": 0.05}
-UNKNOWN = {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}
+NEARLY = {"objective/kl": 10.0, "policy/entropy_avg": 0.01}
+NO_REWARD = {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}
 INFINITE = dict.fromkeys(["objective/kl", "objective/kl_token"], math.inf)
+ALL = dict.fromkeys([*STEP, "val/sampler_kl"], 0.6) | {"objective/kl": 12.0}
+EVERY_WARNING = "negative KL, large KL, ratio, sampler, flat groups, truncated, constant reward"
 
 
 def around(mean, spread):
@@ -86,42 +100,41 @@ def around(mean, spread):
 
 
 @pytest.mark.parametrize(
-    ("steps", "name", "remedy"),
+    ("steps", "names", "text"),
     [
         # Four errors of the mean are 0.027 and 0.040, and -0.02 is allowed.
-        (around(-0.05, 0.02), "negative KL", "look at temperature"),
-        (around(-0.05, 0.03), None, None),
+        ([{}, *around(-0.05, 0.02)], "negative KL", "look at temperature"),
+        (around(-0.05, 0.03), "", ""),
+        (around(-0.02, 0), "", ""),
         ([{"objective/kl": 10.5}], "large KL", "--kl_coef"),
-        ([{"objective/kl": 9.9, "objective/kl_token": 2.0}], None, None),
-        ([{"objective/kl": None}] * 3, None, None),
-        # 12 nats are much for 24 tokens and little for 500.
-        ([{"objective/kl": 12.0, "objective/kl_token": 0.5}], "large KL", "--kl_coef"),
-        ([{"objective/kl": 12.0, "objective/kl_token": 0.024}], None, None),
+        ([{"objective/kl": 10.0, "objective/kl_token": 2.0}], "", ""),
+        # 12 nats are much for 80 tokens and little for 120.
+        ([{"objective/kl": 12.0, "objective/kl_token": 0.15}], "large KL", "--kl_coef"),
+        ([{"objective/kl": 12.0, "objective/kl_token": 0.1}], "", ""),
         ([{}] * 11 + [INFINITE], "large KL", "the KL is inf"),
         ([{"val/ratio_max_dev_first": 0.02}], "ratio", "dropout"),
-        ([{"val/ratio_max_dev_first": 0.009}], None, None),
+        ([{"val/ratio_max_dev_first": 0.01}], "", ""),
         ([{"val/sampler_kl": 0.0011}], "sampler", "--bf16 false"),
-        ([{"val/sampler_kl": 0.001}], None, None),
-        ([{"reward/frac_flat_groups": 0.6}], "flat groups", "--num_generations"),
-        ([{"length/truncated_frac": 0.6}], "truncated", "--max_new_tokens"),
-        ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], None, None),
-        ([{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
-        ([{"objective/scores": 0.5}] * 4, None, None),
+        ([{"val/sampler_kl": 0.001}], "", ""),
+        ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], "", ""),
+        ([{}] + [{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
+        ([{"objective/scores": 0.5}] * 4, "", ""),
         # The cause that the other metrics show.
-        ([LOST | {"objective/kl": 40.0}] * 5, "constant reward", "lower --learning_rate"),
-        ([LOST | {"policy/entropy_avg": 1e-4}] * 5, "constant reward", "lower --learning_rate"),
-        ([LOST | {"objective/kl": 10.0}] * 5, "constant reward", "is the reward function constant"),
+        ([LOST | {"policy/entropy_avg": 0.009}] * 5, "constant reward", "steps, and the policy"),
         ([LOST | {"objective/kl": 10.5}] * 5, "constant reward", "lower --learning_rate"),
-        ([LOST | UNKNOWN], "no reward", "None"),
+        ([LOST | NEARLY] * 5, "constant reward", "is the reward function"),
+        ([LOST | {"objective/kl": None}] * 10, "constant reward", "is the reward function"),
+        ([NO_REWARD | {"val/ratio_max_dev_first": 0.6}], "ratio, no reward", ""),
+        ([ALL | {"objective/kl": -20.0}] * 9 + [ALL], EVERY_WARNING, ""),
     ],
 )
-def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(steps, name, remedy):
+def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(steps, names, text):
     history = [STEP | {"objective/scores": i / 10} | step for i, step in enumerate(steps)]
     found = warnings_about(history, bf16=False)
-    assert [kind for kind, _ in found] == [name] * (name is not None)
-    assert all(remedy in text and "\n" not in text for _, text in found)
-    if name in ("ratio", "sampler"):
-        assert warnings_about(history, bf16=True) == [], "rounding moves it as far"
+    assert ", ".join(name for name, _ in found) == names
+    assert all(text in line and "\n" not in line for _, line in found)
+    rounding_does_it = names in ("ratio", "sampler")
+    assert warnings_about(history, bf16=True) == ([] if rounding_does_it else found)
 
 
 def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_rounding_is_not():
@@ -141,8 +154,6 @@ def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_roun
         lines = (warnings_about(history[: i + 1], bf16=True) for i in range(len(history)))
         warned += [[name for found in lines for name, _ in found]]
     assert warned[-6:] == [[], *[["sampler"]] * 4, []] and not any(warned[:-6])
-    both = STEP | {"val/ratio_max_dev_first": 0.6, "val/sampler_kl": 0.012}
-    assert [name for name, _ in warnings_about([both], bf16=True)] == ["ratio", "sampler"]
 
 
 def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_job, capsys):
@@ -190,8 +201,10 @@ def test_of_k_completions_each_metric_is_what_its_definition_says():
     assert found.metrics["eval/accuracy_se"] == pytest.approx(statistics.stdev(means) / 7**0.5)
     assert found.metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 7)
     assert 0 < found.metrics["eval/accuracy"] < found.metrics["eval/pass_at_k"] < 1
+    assert found.headline == ["eval/reward", "eval/accuracy", "eval/pass_at_k"]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown():
     # "x" comes first; of its two verdicts one is missing.
     found, texts = evaluated(
@@ -202,35 +215,43 @@ def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unkno
     assert found.metrics["eval/reward"] == found.metrics["eval/accuracy"]
     assert found.metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 6)
     assert found.records[0]["score"] is None and found.lines[0].startswith("    nan  x ->")
+    assert found.headline == ["eval/reward", "eval/pass_at_k"], "accuracy would say the same"
+    assert math.isnan(mean_and_error(torch.ones(1, 2))[1]), "the error of one prompt"
     found, _ = evaluated(1, lambda completions: [None] * len(completions), None)
-    assert "eval/pass_at_k" not in found.metrics
+    assert "eval/pass_at_k" not in found.metrics and found.headline == ["eval/reward"]
     for name in ("reward", "reward_greedy", "accuracy", "accuracy_greedy", "accuracy_se"):
         assert found.metrics[f"eval/{name}"] is None
 
 
 def test_the_greedy_evaluation_does_not_depend_on_the_seed_and_the_sampled_one_does():
-    first, second = (evaluated(1, has_an_a, has_an_a, seed)[0] for seed in (0, 1))
+    no_reward = lambda completions: [None] * len(completions)  # noqa: E731
+    first, second = (evaluated(1, no_reward, has_an_a, seed)[0] for seed in (0, 1))
+    assert first.headline == ["eval/reward", "eval/accuracy"]
     assert first.metrics["eval/accuracy_greedy"] == second.metrics["eval/accuracy_greedy"]
     assert first.records != second.records
 
 
 def test_a_sample_is_printed_with_the_end_of_a_long_prompt_and_the_start_of_a_long_completion():
-    long = "What is left of it? " * 5
-    chat = [{"role": "user", "content": f"{long} and\nthe end"}]
-    rows, texts = [{"prompt": "a" * 45}, {"prompt": chat}], ["x", "y", "long " * 40, "z"]
+    chat = [{"content": "Be brief."}, {"content": "What is left of it? " * 5 + "\nAll of it"}]
+    rows, texts = [{"prompt": "a" * 45}, {"prompt": chat}], ["x", "y", "unbelievable " * 9, "z"]
     records, lines = sample_records(rows, texts, torch.tensor([1.0, 0.0, math.nan, 2.0]))
-    shown = "... ft of it? What is left of it? and the end -> " + "long " * 7 + "..."
+    shown = "... left of it? What is left of it? All of it -> " + "unbelievable " * 2 + "..."
     assert lines == [f"   1.00  {'a' * 45} -> x", f"    nan  {shown}"]
     prompts = ["a" * 45, "a" * 45, chat, chat]
     assert [[*x.values()] for x in records] == [*map(list, zip(prompts, texts, [1, 0, None, 2]))]
+    _, lines = sample_records([{"prompt": "a" * 46}], ["x"], torch.ones(1))
+    assert lines == [f"   1.00  ... {'a' * 41} -> x"]
 
 
-def test_the_headline_names_each_number_beside_that_of_step_0():
+def test_the_headline_names_each_number_beside_that_of_step_0_and_the_bar_those_of_the_step():
     first = {"eval/reward": 0.25, "eval/reward_greedy": None}
     now = {"eval/reward": 0.75, "eval/reward_greedy": 1.0}
     assert headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
     expected = "eval/reward 0.750 (was 0.250), greedy 1.000 (was unknown)"
-    assert headline(7, ["eval/reward"], now, first) == expected
+    assert headline(1, ["eval/reward"], now, first) == expected
+    known = {"objective/scores": 0.456, "length/mean": 11.6, "tokens_per_second": 340.4}
+    bars = [Meter.progress(known | {"objective/kl": kl}) for kl in (0.123, None)]
+    assert bars == [f"reward 0.46, kl {kl}, length 12, 340 tok/s" for kl in ("0.12", "off")]
 
 
 # --- Curves ---
@@ -240,7 +261,8 @@ def test_the_headline_names_each_number_beside_that_of_step_0():
 def drawn(tmp_path, monkeypatch):
     """drawn({name of a run: its lines}): what tools/plot.py draws, (Axes of each panel, file)."""
     monkeypatch.chdir(tmp_path)
-    save = lambda figure, file, **options: found.append((figure.axes, str(file)))  # noqa: E731
+    monkeypatch.setenv("MPLBACKEND", "of_a_notebook")  # matplotlib could not be imported with it
+    save = lambda figure, file, dpi: found.append((figure.axes, f"{file}, {dpi}"))  # noqa: E731
     monkeypatch.setattr(Figure, "savefig", save)
     found = []
 
@@ -250,6 +272,7 @@ def drawn(tmp_path, monkeypatch):
             # The last line is half there: the run is writing it.
             Path(name, "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"st']))
         plot.main([*runs, *flags])
+        assert "MPLBACKEND" not in os.environ
         return found.pop()
 
     return drawn
@@ -258,15 +281,20 @@ def drawn(tmp_path, monkeypatch):
 def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(drawn):
     seeds = {"ppo-add-s0": 0, "ppo-add-s11": 11, "grpo-add-s0": 0, "grpo-2-add-s0": 0}
     runs = {x: [{"step": i, "objective/scores": i + n} for i in range(4)] for x, n in seeds.items()}
-    (axes, *_), file = drawn(runs)
-    assert file == "curves.png" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
+    (axes, *others), file = drawn({f"runs/{name}": lines for name, lines in runs.items()})
+    assert file == "curves.png, 100" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
     assert list(axes.lines[1].get_ydata()) == [11, 12, 13, 14]
     *colours, other = [line.get_color() for line in axes.lines]
     assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
+    texts = (legend := axes.get_legend()).get_texts()
+    assert [text.get_text() for text in texts] == ["ppo-add", "grpo-add", "grpo-2-add"]
+    assert not legend.get_frame_on() and not any(x.get_legend() for x in others), "one for all"
+    sizes = [axes.title.get_size(), texts[0].get_size(), axes.lines[0].get_linewidth()]
+    assert [*axes.figure.get_size_inches(), *sizes] == [12, 6.2, 10, 8, 1.4]
+    assert axes.xaxis.get_gridlines()[0].get_alpha() == 0.25 and axes.get_xlabel() == "step"
+    assert axes.figure.get_layout_engine(), "else texts lie one on the other"
     (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "--output", "x.svg")
-    assert file == "x.svg" and len({line.get_color() for line in axes.lines}) == 2, "of one name"
+    assert file == "x.svg, 100" and len({line.get_color() for line in axes.lines}) == 2, "same name"
 
 
 PAIRS, SCORES = {"loss/pairs": 0.7}, {"objective/scores": 1.0}
@@ -280,17 +308,17 @@ BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
         # The reward, where nothing is right or wrong.
         ([SCORES | BOTH | dict.fromkeys([*BOTH][:2])], PANELS, {"-": [9.0] * 2}),
         ([PAIRS | {"eval/accuracy": 0.4}, SCORES], PANELS, {"-": [0.4] * 2}),
-        ([PAIRS, PAIRS], OF_REWARD_MODELS, {}),
+        ([PAIRS, PAIRS, {}], OF_REWARD_MODELS, {}),  # one has no line yet
     ],
 )
 def test_panels_are_those_of_the_kind_of_run_and_a_curve_has_the_steps_that_know_it(
     runs, panels, curves, drawn
 ):
     """Steps 0 and 2 have an evaluation, step 1 has none."""
-    axes, _ = drawn(
-        {str(n): [{"step": 0} | x, {"step": 1}, {"step": 2} | x] for n, x in enumerate(runs)}
-    )
-    assert [x.get_title() for x in axes] == [*panels]
+    lines = [[{"step": 0} | x, {"step": 1}, {"step": 2} | x] if x else [] for x in runs]
+    axes, _ = drawn({str(n): x for n, x in enumerate(lines)})
+    places = [(x.get_title(), x.get_subplotspec().get_geometry()) for x in axes]
+    assert places == [(title, (2, 3, i, i)) for i, title in enumerate(panels)]
     found = [line for x in axes if x.get_title().startswith("held out") for line in x.lines]
     assert {x.get_linestyle(): list(x.get_ydata()) for x in found} == curves
     assert {tuple(x.get_xdata()) for x in found} <= {(0, 2)}

@@ -2,11 +2,12 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from small import byte_tokenizer, make_rollout, save_model, task_of
+from small import byte_tokenizer, letter_tokenizer, make_rollout, save_model, task_of
+from tokenizers import decoders
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from common import InputError
@@ -18,12 +19,12 @@ ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 TEXTS = ["x", "yy", "z", "ww"]  # two completions of each prompt
 
 
-def scored(*rewards, rows=ROWS, weights=(1.0,)) -> list[float]:
+def scored(*rewards, rows=ROWS, weights=(), **options) -> list[float]:
     """The scores of TEXTS."""
     tokenizer = byte_tokenizer()
     task = Task([], [], list(rewards), list(weights), tokenizer=tokenizer, eos_token_ids=[256])
     rollout = make_rollout([[1]] * 4, tokenizer(TEXTS).input_ids)
-    scores, texts = task.score(rows, rollout)
+    scores, texts = task.score(rows, rollout, **options)
     assert texts == TEXTS
     return scores.tolist()
 
@@ -39,7 +40,9 @@ def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     got = seen(ROWS)
     assert got["prompts"] == ["a", "a", "b", "b"] and got["n"] == [1, 1, 2, 2]
     assert got["completions"] == TEXTS and [len(i) for i in got["completion_ids"]] == [1, 2, 1, 2]
-    *scores, unknown = scored(lambda prompts, completions, n, **kwargs: [*n[:3], None])
+    of_trl = {"prompts", "completions", "completion_ids", "trainer_state"}
+    assert got.keys() == of_trl | {"log_metric", "log_extra", "n"}
+    *scores, unknown = scored(lambda prompts, completions, **others: [*others["n"][:3], None])
     assert scores == [1, 1, 2] and unknown != unknown, "None is NaN"
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
 
@@ -58,8 +61,9 @@ def test_a_reward_may_ask_for_the_step_and_log_as_in_trl():
         return [float(trainer_state.global_step)] * len(completions)
 
     task = Task(ROWS * 4, [], [reward], tokenizer=byte_tokenizer(), eos_token_ids=[256])
-    scores, _ = task.score(task.batch(3, 2), make_rollout([[1]] * 2, [[256]] * 2))
-    assert scores.tolist() == [3, 3]
+    rollout = make_rollout([[1]] * 2, [[256]] * 2)
+    assert task.score(ROWS, rollout)[0].tolist() == [0, 0], "before the first batch"
+    assert task.score(task.batch(3, 2), rollout)[0].tolist() == [3, 3]
 
 
 def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent():
@@ -68,6 +72,10 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
     for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
         scores = scored(first, second, weights=weights)
         assert scores[:3] == expected and scores[3] != scores[3]
+    with pytest.raises(InputError, match="a reward is None, and this algorithm needs one"):
+        scored(first, allow_none=False)
+    known = lambda completions: [0.0, 0.0, 2.0, 2.0]  # noqa: E731
+    assert scored(first, known, allow_none=False) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +103,19 @@ def test_the_text_that_is_scored_ends_before_eos_and_padding():
         ([256, 65], [256, 71, 72, 13], 13, "<|endoftext|>hi"),  # a tag may be a special token
     ):
         rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
-        assert decode(byte_tokenizer(), rollout, [eos])[0] == text
+        assert decode(byte_tokenizer(), rollout, [eos]) == [text, "#" * 5]
+    words = letter_tokenizer(["\u2581a", "\u2581b", "\u2581c"])
+    words.backend_tokenizer.decoder = decoders.Metaspace()  # the first word loses its space
+    assert decode(words, make_rollout([[0], [2, 0]], [[1, 2], [0]]), []) == [" b c", " a"]
 
 
 # --- By name, from a file, a model ---
+
+
+def test_a_reward_is_ready_made_or_a_function_of_a_file_of_python():
+    known = "write a reward as FILE.py:FUNCTION, or choose from exact_match, numeric_match, brevity"
+    with pytest.raises(InputError, match=f"^my.txt:f: {known}, sentiment$"):
+        load_reward("my.txt:f", REWARDS)
 
 
 def test_ready_made_rewards_read_text_or_messages():
@@ -208,8 +225,13 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
         REWARDS["exact_match"](["2"], answer=[answer])
 
 
-def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(tmp_path):
+def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(
+    tmp_path, monkeypatch, capsys
+):
     (path := tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    rows, verifier = [{"prompt": "1+2=", "answer": "3"}], REWARDS["numeric_match"]
+    few = Task(rows, rows, [verifier], verifier=verifier, about="Look at the sum.")
+    monkeypatch.setitem(TASKS, "add", lambda chat: replace(few))
     for flags, expected in (
         ({"prompts": path, "reward": ["brevity", "numeric_match", "exact_match"]}, "numeric_match"),
         ({"prompts": path, "reward": ["numeric_match"], "verifier": "exact_match"}, "exact_match"),
@@ -219,6 +241,7 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
         ({"reward": ["brevity"], "eval_prompts": path}, None),
     ):
         assert getattr(task_of(**flags).verifier, "__name__", None) == expected, flags
+        assert ("Look at the sum." in capsys.readouterr().out) == ("prompts" not in flags)
 
 
 # --- Tasks ---
@@ -234,8 +257,9 @@ def test_no_held_out_sum_is_trained_on_not_even_mirrored():
     assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
 
 
-def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
+def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(capsys):
     task = task_of(task="sentiment")
+    assert capsys.readouterr().out == ""
     texts = ["a great, GREAT film", "boring and bad", "good " * 10, "bad " * 10, "greatly"]
     assert task.rewards[0](texts) == [2, -2, 3, -3, 0]
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
@@ -254,6 +278,7 @@ def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkey
     assert (task.train, task.heldout, task.weights) == (rows[:6], rows[6:], [2.0, 1.0])
     assert task.rewards == rewards and task.verifier is None
     assert task_of(task="letters", reward_weights=[3.0, 4.0]).weights == [3, 4], "a flag wins"
+    assert task_of(task="letters", reward=["sentiment"]).weights == [1], "of its own rewards"
 
 
 def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
