@@ -1,6 +1,7 @@
 """Which model is the reference; adapters (LoRA); loading models."""
 
 import copy
+import sys
 import warnings
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from common import ValueModel, completion_logprobs, completion_values, reference
+from common import InputError, ValueModel, completion_logprobs, completion_values, reference
 from grpo import Config
 from plumbing import models
 from plumbing.data import Task
@@ -61,13 +62,18 @@ def test_a_named_model_is_frozen_and_its_dropout_is_off():
         assert ref is named and not ref.training and not names_of_trained(ref)
 
 
-def test_a_named_model_has_the_attention_of_the_policy_which_rounds_as_it_does():
-    config = Config(model="tiny", reference="tiny", bf16=True, device="cpu")
+def test_a_named_model_has_no_adapter_and_the_attention_of_the_policy_which_rounds_as_it_does(
+    monkeypatch,
+):
+    config = Config(model="tiny", reference="tiny", bf16=True, lora_r=2, device="cpu")
     policy, tokenizer = load_policy(config)
     models.set_up_training(config, policy)
-    task = Task([], [], [], tokenizer=tokenizer, tokens={"a": [1]})
-    both = policy, models.load_reference(config, task)
-    assert {model.config._attn_implementation for model in both} == {"eager"}
+    task = Task([], [], [], tokenizer=tokenizer, tokens={"a": [1], "b": [1, 2]})
+    for limit in (None, 2 + config.max_new_tokens):
+        monkeypatch.setattr(models, "context_length", lambda model, x=limit: x)
+        named = models.load_reference(config, task)
+        assert task.frozen_models.pop() is named and not hasattr(named, "peft_config")
+        assert {model.config._attn_implementation for model in (policy, named)} == {"eager"}
 
 
 PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
@@ -146,10 +152,11 @@ def loaded(model: object, bf16: bool = False, lora_r: int = 0) -> nn.Module:
     return load_policy(SimpleNamespace(**config))[0]
 
 
-def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp_path):
+def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp_path, monkeypatch):
     """A step of AdamW at 1e-6 is lost in bfloat16 weights (NVIDIA-NeMo/Automodel#3444: at 6e-6)."""
     saved = small_llama(vocab_size=20).bfloat16()
     save_model(tmp_path, saved, letter_tokenizer())
+    monkeypatch.setitem(sys.modules, "peft", None)  # which not everybody has
     policy = loaded(tmp_path, bf16=True)
     assert type(policy.model.norm) is nn.RMSNorm, "PyTorch's own is six times as fast"
     for p, q in zip(policy.parameters(), saved.parameters(), strict=True):
@@ -257,10 +264,14 @@ def test_under_an_adapter_the_base_is_in_bfloat16_where_the_run_computes_in_it(m
     assert {p.dtype for p in loaded(tmp_path, lora_r=4).parameters()} == {torch.float32}
 
 
-def test_an_adapter_goes_on_training_and_has_a_tokenizer_of_its_own_or_its_bases(tmp_path):
+def test_an_adapter_goes_on_training_and_has_a_tokenizer_of_its_own_or_its_bases(
+    tmp_path, monkeypatch
+):
     base, folder = save_model(tmp_path / "base", small_llama(), letter_tokenizer()), tmp_path / "a"
-    policy = train(loaded(base, lora_r=2))
+    monkeypatch.chdir(tmp_path)
+    policy = train(loaded("base", lora_r=2))
     policy.save_pretrained(folder)
+    monkeypatch.chdir(folder)
     again = loaded(folder)
     assert torch.equal(logprobs(again), logprobs(policy))
     assert names_of_trained(again) == names_of_trained(policy)
@@ -269,6 +280,9 @@ def test_an_adapter_goes_on_training_and_has_a_tokenizer_of_its_own_or_its_bases
     own.add_tokens(["<more>"])
     own.save_pretrained(folder)
     assert len(load_tokenizer(str(folder), base)) == 21
+    small_gpt2().save_pretrained(tmp_path / "none")
+    with pytest.raises(InputError, match="none: has no tokenizer files"):
+        load_tokenizer(str(tmp_path / "none"))
 
 
 def test_every_eos_id_of_the_model_is_found():
@@ -290,3 +304,6 @@ def test_weights_that_the_model_does_not_take_are_named(tmp_path, capsys):
     for load in (lambda: load_policy(config), lambda: load_classifier(name, new_head=True)):
         load()
         assert "m: 9 weights aren't loaded, model.layers.1.inp" in capsys.readouterr().out
+    file.write_text("{")
+    with pytest.raises(InputError, match=f"^--model {name}: OSError"):
+        load_policy(config)
