@@ -135,16 +135,16 @@ class Page:
         self.run(f"{script}arguments[0]).click()", name)
 
     def put(self, **values):
-        """Give controls of the page their values, as a hand does."""
+        """Give controls of the page their values, as a hand does. The first number beside a slider,
+        and number and classes of each token.
+        """
         script = "for (const [id, value] of Object.entries(arguments[0])) {"
         script += "const x = document.getElementById(id); x.value = value;"
         script += "x.dispatchEvent(new Event(x.localName === 'select' ? 'change' : 'input')) }"
-        self.run(script, values)
-
-    def tokens(self):
-        """Number and classes of each token."""
-        script = "return [...document.querySelectorAll('.t')].map((x) => [x.number, x.className])"
-        return zip(*self.run(script))
+        script += "return [document.querySelector('.loss output').textContent,"
+        script += "[...document.querySelectorAll('.t')].map((x) => [x.number, x.className])]"
+        shown, tokens = self.run(script, values)
+        return shown, *zip(*tokens)
 
 
 def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(folder, opened):
@@ -169,12 +169,13 @@ def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(
     lines = [line for line in lines_of(folder / "tokens.jsonl") if line["step"] == 2]
     styles = page.run("return [...document.querySelectorAll('.t')].map((x) => x.style.cssText)")
     for n, (line, i) in enumerate(itertools.product(lines, range(7))):
-        page.run("document.querySelectorAll('.t')[arguments[0]].click()", n)
         pairs = zip(line["old_logprobs"], line["new_logprobs"])
         line["change"] = [after - before for before, after in pairs]
         found = page.run(
+            "document.querySelectorAll('.t')[arguments[0]].click();"
             "return Object.fromEntries([...document.querySelectorAll('#inspector [data-key]')]"
-            ".map((x) => [x.dataset.key, x.textContent]))"
+            ".map((x) => [x.dataset.key, x.textContent]))",
+            n,
         )
         for name in [*NUMBERS, "change"]:
             assert float(found[name]) == pytest.approx(line[name][i], abs=1e-5)
@@ -216,9 +217,8 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
     push = 0.5 / (0.5**0.5 + 1e-4) / (3 * 7)
     texts = "not yet: all ratios are 1", "as recorded"
     for moved, first in (0, push), (1, None):  # what isn't recorded is needed for the ratio
-        page.put(moved=moved)
+        _, found, classes = page.put(moved=moved)
         assert page.texts(".loss output")[1] == texts[moved]
-        found, classes = page.tokens()
         assert found[0] == pytest.approx(first) and {*found[14:]} == {None}
         assert [x is None for x in found] == [" none" in x for x in classes]
         assert [x for x in classes if " none clipped" in x] == []
@@ -240,7 +240,7 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
         assert ("old logprobs—" in page.texts("#inspector tr")) == (token == 1)
         pushed = [x.split(",")[0] for x in page.texts("#inspector tr")]
         assert pushed[:2] == ["push by GRPO0.033667A 0.70701", "push by RLOO0.33333A 1"]
-        _, classes = page.tokens()
+        _, _, classes = page.put()
         kept = [i for i, x in enumerate(classes) if " kept" in x]
         assert kept == [1, 22], "in both columns"
     page.put(epsilon=0)
@@ -344,11 +344,10 @@ def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder, opened)
         page.put(slider=position)
         page.press(name)
         for moved, place in ((0, 8), (1, 4), (1, 8), (2.5, 4)):
-            page.put(moved=moved, epsilon=place)
-            clip_range = float(page.texts(".loss output")[0])
+            clip_range, found, classes = page.put(moved=moved, epsilon=place)
+            clip_range = float(clip_range)
             arguments = old + moved * (new - old), old, mask, clip_range
             push, clipped = (x[mask] for x in pushes_of(name, some, *arguments))
-            found, classes = page.tokens()
             # The 1.05 in the page's SAPO has the precision of float32.
             error = ((float64(found) - push).abs() / push.abs().clamp(min=1)).max()
             assert error < (1e-6 if name == "SAPO" else 1e-12), (moved, clip_range)
