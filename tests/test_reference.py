@@ -193,6 +193,7 @@ def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_t
     for p in policy.parameters():
         p.data[0] = 0
         p.data.view(torch.int32)[1::2] += 2 ** (bits - 1)  # every second row lies halfway
+        p.data[-1] = 7e4  # which float16 can't hold
     origin = copy.deepcopy(policy)
     lowest = lambda low, high, shape, **_: torch.full(shape, low).int()  # noqa: E731
     highest = lambda low, high, shape, **_: torch.full(shape, high - 1).int()  # noqa: E731
@@ -206,9 +207,10 @@ def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_t
     assert len(linear) > 10
     for p, q in zip(policy.parameters(), origin.parameters(), strict=True):
         assert torch.equal(p.to(half), q.to(half)) and not p[0].any()
+        assert half is torch.bfloat16 or torch.equal(p[-1], q[-1])
         assert p in linear or torch.equal(p, q)
         if p in linear and p.dim() == 2:
-            of_step = [(moved(x).to(half) != x.to(half))[1:].float() for x in (p, q)]
+            of_step = [(moved(x).to(half) != x.to(half))[1:-1].float() for x in (p, q)]
             assert of_step[0].mean() == pytest.approx(0.1, abs=0.04)
             assert of_step[0][::2].mean() == pytest.approx(0.1, abs=0.06)  # those from halfway
             assert of_step[1][1::2].mean() == 0  # those of the grid
@@ -218,14 +220,6 @@ def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_t
 def in_bfloat16(policy: nn.Module, value_model: ValueModel) -> tuple[Tensor, Tensor]:
     logprobs, _ = completion_logprobs(policy, RAGGED, 0.7, bf16=True)
     return logprobs, completion_values(value_model, RAGGED, bf16=True)
-
-
-def test_weights_that_float16_cannot_hold_stay_as_they_are():
-    policy = small_llama()
-    weight = policy.model.layers[0].mlp.up_proj.weight
-    weight.data.fill_(7e4)
-    set_up_training(FP16, policy)
-    assert (weight == 7e4).all()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 lora", "llama lora"])
