@@ -1,5 +1,6 @@
 """The page that tools/look.py makes of a run, in a browser too, and tokens.jsonl, its source."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -64,7 +65,7 @@ def write(path, records):
 
 
 def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
-    folder, monkeypatch
+    folder, monkeypatch, capsys
 ):
     monkeypatch.setattr(look, "draw_curves", lambda folders, file: file.write(b"curves"))
     shutil.copytree(folder, other := folder.parent / "other" / folder.name)
@@ -74,11 +75,14 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     with (folder / "tokens.jsonl").open("ab") as file:
         file.write('{"step": 9, "split": "é'.encode()[:-1])
     look.main([str(other), str(folder), "--out", str(folder / "page.html")])
+    assert capsys.readouterr().out == f"{folder / 'page.html'}\n"
     data = (folder / "page.html").read_text().partition('type="application/json">')[2]
     data = json.loads(data.partition("</script>")[0])
     assert [run["name"] for run in data["runs"]] == [str(other), str(folder)]
     assert [run["lines"] for run in data["runs"]] == [lines_of(other / "tokens.jsonl"), lines]
     assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert look.curves_of([folder]) is None, "matplotlib isn't there"
 
 
 # --- In a browser ---

@@ -131,8 +131,9 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
         models.pick_device(None)
     message = "--device cuda: RuntimeError: CUDA error: no kernel image is available"
     assert str(raised.value) == message
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     with pretended_cuda():
-        assert models.pick_device(None) == CUDA
+        assert models.pick_device(None) == CUDA and not capsys.readouterr().out
         torch.cuda.set_device.assert_called_once_with(CUDA)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
