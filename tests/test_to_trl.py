@@ -179,15 +179,15 @@ JOBS = [  # (script, model, longest prompts, flags, TRL's bf16, what TRL lacks, 
 ]
 
 
-@pytest.mark.parametrize(("script", "make", "longest", "flags", "bf16", "lacks", "w"), JOBS)
+@pytest.mark.parametrize(("script", "make", "longest", "flags", "bf16", "lacks", "weights"), JOBS)
 def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_them(
-    script, make, longest, flags, bf16, lacks, w, tmp_path, monkeypatch, capsys
+    script, make, longest, flags, bf16, lacks, weights, tmp_path, monkeypatch, capsys
 ):
     """In bfloat16 they are spread: else TRL's first steps would be rounded away as well."""
     trl = pytest.importorskip("trl")
     model = save_model(tmp_path / "m", make(0.1, vocab_size=20), letter_tokenizer())
     for name, length in zip(("prompts", "eval_prompts"), longest):
-        some = (1, 1), (length, "b")
+        some = (1, 1), (length, "b")  # a column of JSON may hold numbers and texts
         rows = [{"prompt": "x" * (n - 1) + " ", "answer": "1", "column": x} for n, x in some]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows * 2)))
         flags += f" --{name} {tmp_path / name}"
@@ -195,7 +195,8 @@ def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_t
     flags = f"--model {model} --bf16 false --reward brevity {sizes} {flags} --num_generations 2"
     config, judge = config_of(script, flags), mock.MagicMock(__name__="judge")
     monkeypatch.setattr("plumbing.data.RewardModel", lambda *_: judge)
-    more = {"device": "cuda", "reward_model": "judge" if len(w) > 1 else None, "script": script}
+    has_judge = len(weights) > 1
+    more = {"script": script, "device": "cuda", "reward_model": "judge" if has_judge else None}
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config) | more))
     monkeypatch.setattr(trl, f"{script.upper()}Trainer", trainer := mock.MagicMock())
     given = f"--bf16 {bf16} --use_cpu --resume_from_checkpoint c".split()
@@ -204,8 +205,8 @@ def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_t
     assert [x for x in lines if x[:4] in ("", "not ")] == [f"not in TRL: {what}" for what in lacks]
     options, call = trainer.call_args.kwargs, mock.call
     settings, policy = options["args"], options["model"]
-    assert len(options["reward_funcs"]) == len(w) and settings.reward_weights == w
-    assert judge.model.to.mock_calls == [call(torch.device("cpu"))] * (len(w) > 1)
+    assert len(options["reward_funcs"]) == len(weights) and settings.reward_weights == weights
+    assert judge.model.to.mock_calls == [call(torch.device("cpu"))] * has_judge
     assert settings.output_dir == str(tmp_path / "trl")
     assert settings.per_device_train_batch_size == 25 // (max(longest) + 8)
     assert (len(options["train_dataset"]), len(options["eval_dataset"])) == (8, 3)
