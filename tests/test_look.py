@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import ppo
 import rloo
+from common import InputError
 from plumbing.run import token_texts
 from tools import look
 
@@ -83,6 +84,9 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert look.curves_of([folder]) is None, "matplotlib isn't there"
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match=f"^{folder}/config.json: FileNotFoundError"):
+        look.page([folder])
 
 
 # --- In a browser ---

@@ -131,10 +131,15 @@ def test_what_trl_cannot_train_is_refused_in_one_line_with_what_to_use(
 
 
 @pytest.mark.parametrize("tool", [look, plot, to_trl])
-def test_a_tool_finds_the_program_wherever_it_is_started(tool, monkeypatch):
+def test_a_tool_finds_the_program_wherever_it_is_started_and_its_help_is_its_head(
+    tool, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "path", ["elsewhere"])
     reload(tool)
     assert sys.path == [str(ROOT), "elsewhere"]
+    with pytest.raises(SystemExit):
+        tool.main(["--help"])
+    assert tool.__doc__.strip() in capsys.readouterr().out
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="needs verl, for its names")
