@@ -220,7 +220,7 @@ def pretended_cuda():
         "is_bf16_supported": lambda including_emulation=True: (
             including_emulation or torch.cuda.get_device_capability()[0] >= 8
         ),
-        "mem_get_info": (2**34, 2**34), "memory_reserved": 2**20, "memory_allocated": 2**19,
+        "mem_get_info": (2**34, 2**35), "memory_reserved": 2**20, "memory_allocated": 2**19,
         "max_memory_allocated": 0, "get_rng_state": torch.ones(1), "set_rng_state": None,
         "graph_pool_handle": None, "graph": lambda graph, **_: graph.capture(),
         "is_current_stream_capturing": stream.is_capturing,

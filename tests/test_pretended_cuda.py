@@ -1,6 +1,5 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU."""
 
-import functools
 import itertools
 import json
 import shutil
@@ -149,39 +148,42 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
 def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
     make_job, monkeypatch, capsys
 ):
-    run, sizes, one_pass, has_bonus = make_job(ppo), [], models._one_pass, True
-    logprobs, folder = models.completion_logprobs, run.folder
+    run, sizes, states, one_pass = make_job(ppo), [], [], models._one_pass
+    logprobs, values = (
+        mock.Mock(wraps=getattr(models, f"completion_{name}")) for name in ("logprobs", "values")
+    )
 
     def tried(config, trained, part):
-        sizes.append(len(part.finished))
+        sizes.append(len(part.finished)), states.append(torch.get_rng_state().tolist())
         weights = [p for model in trained for p in model.parameters() if p.requires_grad]
         assert gpu.operations.pop("empty_like") == 2 * len(weights), "for Adam"
-        assert kept.call_args.args == (2**34 // 5,), "for a Decoder"
+        kept = mock.call(2**34 // 5, dtype=torch.uint8, device=CUDA)  # by a Decoder
+        assert empty.call_args == kept and not any(p.grad is not None for p in weights)
         assert not part.attention_mask.all(), "a mask of padding takes memory"
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError
         one_pass(config, trained, part)
+        assert all(p.grad is not None for p in weights)
+        # With a bonus for the entropy more logits are kept.
+        options = {"bf16": True, "entropy_grad": config.entropy_coef > 0}
+        assert logprobs.call_args.kwargs == options and values.call_args.kwargs == {"bf16": True}
 
-    def scored(*args, entropy_grad, **options):
-        assert entropy_grad == has_bonus, "it would keep fewer logits than the run, or more"
-        return logprobs(*args, entropy_grad=entropy_grad, **options)
-
-    monkeypatch.setattr(models, "completion_logprobs", scored)
+    monkeypatch.setattr(models, "completion_logprobs", logprobs)
+    monkeypatch.setattr(models, "completion_values", values)
     monkeypatch.setattr(models, "_one_pass", tried)
     reset = mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
-    kept = mock.patch.object(torch, "empty", wraps=torch.empty)
-    with pretended_cuda() as gpu, reset, kept as kept:
-        run = functools.partial(run, device="cuda", num_steps=0)
-        run(micro_batch_tokens=2 * (4 + 6), entropy_coef=0.1)
-        has_bonus = False
+    empty = mock.patch.object(torch, "empty", wraps=torch.empty)
+    with pretended_cuda() as gpu, reset, empty as empty:
+        flags = {"device": "cuda", "num_steps": 0, "num_generations": 2, "lora_r": 1, "bf16": True}
+        run(micro_batch_tokens=2 * (4 + 6), entropy_coef=0.1, **flags)
         assert "doesn't fit" not in capsys.readouterr().out
-        sizes.clear()
-        run(micro_batch_tokens=1000)
+        sizes.clear(), states.clear()
+        run(micro_batch_tokens=1000, **flags)
         monkeypatch.setattr(models, "_one_pass", mock.Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
-            run(output_dir=folder.parent / "none-fits")
-    tokens = json.loads((folder / "config.json").read_text())["micro_batch_tokens"]
-    assert sizes == [8, 4, 2, "reset"]
+            run(output_dir=run.folder.parent / "none-fits", **flags)
+    tokens = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
+    assert sizes == [8, 4, 2, "reset"] and states == states[:1] * 3
     assert tokens == 2 * (4 + 6)  # the longest prompt, and max_new_tokens
     assert f"--micro_batch_tokens 1000 doesn't fit: it is {tokens} here" in capsys.readouterr().out
 

@@ -249,7 +249,7 @@ def test_under_an_adapter_the_base_is_in_bfloat16_where_the_run_computes_in_it(m
     save_model(tmp_path, make(vocab_size=20), letter_tokenizer())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # peft's, of weights that are stored transposed
-        policy = loaded(tmp_path, bf16=True, lora_r=4)
+        policy = loaded(tmp_path, bf16=True, lora_r=1)
     head = policy.get_output_embeddings().weight
     frozen = [p for p in policy.parameters() if not p.requires_grad and p is not head]
     kept = {(p.dim(), p.dtype) for p in frozen}
@@ -298,6 +298,11 @@ def test_weights_that_the_model_does_not_take_are_named(tmp_path, capsys):
     for load in (lambda: load_policy(config), lambda: load_classifier(name, new_head=True)):
         load()
         assert "m: 9 weights aren't loaded, model.layers.1.inp" in capsys.readouterr().out
+    torch.save({}, tmp_path / "m" / "pytorch_model.bin")  # which may run anything when it is read
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="no file named model"):
+        load_policy(config)
     file.write_text("{")
-    with pytest.raises(InputError, match=f"^--model {name}: OSError"):
+    config.lora_r = 1
+    with pytest.raises(InputError, match=f"^--model {name} --lora_r 1: OSError"):
         load_policy(config)
