@@ -74,6 +74,9 @@ def test_a_named_model_has_no_adapter_and_the_attention_of_the_policy_which_roun
         named = models.load_reference(config, task)
         assert task.frozen_models.pop() is named and not hasattr(named, "peft_config")
         assert {model.config._attn_implementation for model in (policy, named)} == {"eager"}
+    monkeypatch.setattr(models, "context_length", lambda model: limit - 1)
+    with pytest.raises(InputError, match="a prompt of 2 tokens and 24 new ones don't fit into"):
+        models.load_reference(config, task)
 
 
 PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
