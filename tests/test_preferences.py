@@ -62,10 +62,7 @@ def pairs_of(tmp_path, rows, **flags):
 
 def test_what_can_not_take_a_new_head_is_named(tmp_path):
     add_adapter(small_llama(), 2).save_pretrained(tmp_path)
-    adapter, hub = (
-        "is an adapter; give its base model, and --lora_r",
-        "^no/such: OSError: We couldn't",
-    )
+    adapter, hub = "give its base model, and --lora_r", "^no/such: OSError: We couldn't"
     for name, fault in (tmp_path, adapter), ("no/such", hub):
         with pytest.raises(InputError, match=fault):
             load_classifier(str(name), new_head=True)
