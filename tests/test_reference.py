@@ -292,15 +292,20 @@ def test_every_eos_id_of_the_model_is_found():
     assert models.eos_token_ids(model, tokenizer) == [36, 38, 39]
 
 
-def test_weights_that_the_model_does_not_take_are_named(tmp_path, capsys):
+def test_weights_that_the_model_does_not_take_or_lacks_are_named(tmp_path, capsys):
     name = save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
     config, file = Config(model=name, device="cpu", bf16=False), tmp_path / "m" / "config.json"
-    load_policy(config), load_classifier(name, new_head=True)  # which takes no lm_head
-    assert capsys.readouterr().out == ""
-    file.write_text(file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    text, layers = file.read_text(), '"num_hidden_layers": '
     for load in (lambda: load_policy(config), lambda: load_classifier(name, new_head=True)):
+        file.write_text(text)
+        load()  # a classifier takes no lm_head
+        assert capsys.readouterr().out == ""
+        file.write_text(text.replace(layers + "2", layers + "1"))
         load()
         assert "m: 9 weights aren't loaded, model.layers.1.inp" in capsys.readouterr().out
+        file.write_text(text.replace(layers + "2", layers + "3"))
+        with pytest.raises(InputError, match=r"m: is no .*, its checkpoint has no model.layers.2"):
+            load()
     torch.save({}, tmp_path / "m" / "pytorch_model.bin")  # which may run anything when it is read
     (tmp_path / "m" / "model.safetensors").unlink()
     with pytest.raises(InputError, match="no file named model"):
