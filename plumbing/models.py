@@ -157,7 +157,7 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
         kind, first = type(model).__name__, unused[0]
         print(f"{name}: {len(unused)} weights aren't loaded, {first} for one: a {kind} has none.")
     fuse(model)
-    return model.eval()
+    return model
 
 
 def load_tokenizer(name: str, base: str | None = None) -> Tokenizer:

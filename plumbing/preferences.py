@@ -64,11 +64,11 @@ def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
     """
     # By the mask, not by the pad id: where pad is EOS, the last token that isn't pad is the one
     # before EOS, and a row that fills the width has none. argmax finds the first of the largest.
-    last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     return x[torch.arange(len(x), device=x.device), last]
 
 
-def sequence_scores(model: nn.Module, rows: list[list[int]], bf16: bool = False) -> Tensor:
+def sequence_scores(model: nn.Module, rows: list[list[int]], bf16: bool) -> Tensor:
     """The score of each of B rows of token ids: (B,), with gradient. With bf16 a causal model runs
     in bfloat16, except for its head.
     """
@@ -96,7 +96,7 @@ class RewardModel:
 
     def __init__(self, name: str, device: str, bf16: bool = False, max_tokens: int = 1024) -> None:
         self.name, self.bf16, self.max_tokens = name, bf16, max_tokens  # of a forward pass
-        self.model = load_classifier(name).requires_grad_(False)
+        self.model = load_classifier(name)
         self.tokenizer = load_tokenizer(name)
         if bf16 and hasattr(self.model, "score"):  # half the memory: it doesn't train
             for p in self.model.base_model.parameters():

@@ -41,9 +41,9 @@ def is_there(tensor):
     return getattr(tensor.untyped_storage(), "on_device", False)
 
 
-def fresh(result, args, kwargs):
+def fresh(result, given):
     """The tensors of a result that have memory of their own."""
-    known = {x.untyped_storage()._cdata for x in tensors_in(args, *kwargs.values())}
+    known = {x.untyped_storage()._cdata for x in given}
     return [x for x in tensors_in(result) if x.untyped_storage()._cdata not in known]
 
 
@@ -73,8 +73,8 @@ class Graph:
     def replay(self):
         self.gpu.replays += 1
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            for function, args, kwargs, made in self.steps:
-                again = fresh(function(*args, **kwargs), args, kwargs)
+            for function, args, kwargs, given, made in self.steps:
+                again = fresh(function(*args, **kwargs), given)
                 for old, now in zip(made, again, strict=True):
                     old.copy_(now)
 
@@ -111,7 +111,7 @@ class Device(TorchFunctionMode):
             self.wait("tolist")
         device, generator = kwargs.get("device"), kwargs.get("generator")
         if device is None:
-            on_device = any(map(is_there, tensors_in(args, *kwargs.values())))
+            on_device = any(map(is_there, tensors_in(*args, *kwargs.values())))
         else:
             on_device = torch.device(device).type == "cuda"
             kwargs["device"] = CPU if on_device else device
@@ -158,7 +158,7 @@ class Operations(TorchDispatchMode):
 
     def done(self, function, args, kwargs):
         gpu = self.gpu
-        given = tensors_in(args, *kwargs.values())
+        given = tensors_in(*args, *kwargs.values())
         on_device = any(map(is_there, given)) or (not given and gpu.asked_for)
         if given and on_device:
             self.check(function, args, given)
@@ -166,12 +166,12 @@ class Operations(TorchDispatchMode):
             if memory._cdata not in gpu.graph.before:
                 gpu.graph.before[memory._cdata] = memory, memory.clone()
         result = function(*args, **kwargs)
-        made = fresh(result, args, kwargs)
+        made = fresh(result, given)
         gpu.operations[function.overloadpacket.__name__] += on_device
         for x in made if on_device else ():
             x.untyped_storage().on_device = True
         if gpu.graph is not None:
-            gpu.graph.steps.append((function, args, kwargs, made))
+            gpu.graph.steps.append((function, args, kwargs, given, made))
         return result
 
     def check(self, function, args, given):
@@ -220,7 +220,7 @@ def pretended_cuda():
         "is_bf16_supported": lambda including_emulation=True: (
             including_emulation or torch.cuda.get_device_capability()[0] >= 8
         ),
-        "mem_get_info": (2**34, 2**34), "memory_reserved": 2**20, "memory_allocated": 2**19,
+        "mem_get_info": (2**34, 2**35), "memory_reserved": 2**20, "memory_allocated": 2**19,
         "max_memory_allocated": 0, "get_rng_state": torch.ones(1), "set_rng_state": None,
         "graph_pool_handle": None, "graph": lambda graph, **_: graph.capture(),
         "is_current_stream_capturing": stream.is_capturing,

@@ -90,6 +90,8 @@ def test_longrope_ends_where_a_longer_row_would_change_the_others_of_its_batch()
     assert context_length(SimpleNamespace(config=config)) == 8
     del config.rope_parameters["rope_type"]
     assert context_length(SimpleNamespace(config=config)) == 64
+    assert context_length(SimpleNamespace(config=transformers.MptConfig(max_seq_len=64))) == 64
+    assert context_length(SimpleNamespace(config=transformers.BloomConfig())) is None
     of_text = transformers.Gemma3Config(text_config={"max_position_embeddings": 64})
     assert context_length(SimpleNamespace(config=of_text)) == 64, "it also reads pictures"
 

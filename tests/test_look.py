@@ -1,5 +1,6 @@
 """The page that tools/look.py makes of a run, in a browser too, and tokens.jsonl, its source."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import ppo
 import rloo
+from common import InputError
 from plumbing.run import token_texts
 from tools import look
 
@@ -64,7 +66,7 @@ def write(path, records):
 
 
 def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
-    folder, monkeypatch
+    folder, monkeypatch, capsys
 ):
     monkeypatch.setattr(look, "draw_curves", lambda folders, file: file.write(b"curves"))
     shutil.copytree(folder, other := folder.parent / "other" / folder.name)
@@ -74,11 +76,17 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     with (folder / "tokens.jsonl").open("ab") as file:
         file.write('{"step": 9, "split": "é'.encode()[:-1])
     look.main([str(other), str(folder), "--out", str(folder / "page.html")])
+    assert capsys.readouterr().out == f"{folder / 'page.html'}\n"
     data = (folder / "page.html").read_text().partition('type="application/json">')[2]
     data = json.loads(data.partition("</script>")[0])
     assert [run["name"] for run in data["runs"]] == [str(other), str(folder)]
     assert [run["lines"] for run in data["runs"]] == [lines_of(other / "tokens.jsonl"), lines]
     assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert look.curves_of([folder]) is None, "matplotlib isn't there"
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match=f"^{folder}/config.json: FileNotFoundError"):
+        look.page([folder])
 
 
 # --- In a browser ---
@@ -135,16 +143,16 @@ class Page:
         self.run(f"{script}arguments[0]).click()", name)
 
     def put(self, **values):
-        """Give controls of the page their values, as a hand does."""
+        """Give controls of the page their values, as a hand does. The first number beside a slider,
+        and number and classes of each token.
+        """
         script = "for (const [id, value] of Object.entries(arguments[0])) {"
         script += "const x = document.getElementById(id); x.value = value;"
         script += "x.dispatchEvent(new Event(x.localName === 'select' ? 'change' : 'input')) }"
-        self.run(script, values)
-
-    def tokens(self):
-        """Number and classes of each token."""
-        script = "return [...document.querySelectorAll('.t')].map((x) => [x.number, x.className])"
-        return zip(*self.run(script))
+        script += "return [document.querySelector('.loss output').textContent,"
+        script += "[...document.querySelectorAll('.t')].map((x) => [x.number, x.className])]"
+        shown, tokens = self.run(script, values)
+        return shown, *zip(*tokens)
 
 
 def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(folder, opened):
@@ -169,12 +177,13 @@ def test_in_a_browser_the_step_pulled_both_ways_comes_first_and_text_stays_text(
     lines = [line for line in lines_of(folder / "tokens.jsonl") if line["step"] == 2]
     styles = page.run("return [...document.querySelectorAll('.t')].map((x) => x.style.cssText)")
     for n, (line, i) in enumerate(itertools.product(lines, range(7))):
-        page.run("document.querySelectorAll('.t')[arguments[0]].click()", n)
         pairs = zip(line["old_logprobs"], line["new_logprobs"])
         line["change"] = [after - before for before, after in pairs]
         found = page.run(
+            "document.querySelectorAll('.t')[arguments[0]].click();"
             "return Object.fromEntries([...document.querySelectorAll('#inspector [data-key]')]"
-            ".map((x) => [x.dataset.key, x.textContent]))"
+            ".map((x) => [x.dataset.key, x.textContent]))",
+            n,
         )
         for name in [*NUMBERS, "change"]:
             assert float(found[name]) == pytest.approx(line[name][i], abs=1e-5)
@@ -216,9 +225,8 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
     push = 0.5 / (0.5**0.5 + 1e-4) / (3 * 7)
     texts = "not yet: all ratios are 1", "as recorded"
     for moved, first in (0, push), (1, None):  # what isn't recorded is needed for the ratio
-        page.put(moved=moved)
+        _, found, classes = page.put(moved=moved)
         assert page.texts(".loss output")[1] == texts[moved]
-        found, classes = page.tokens()
         assert found[0] == pytest.approx(first) and {*found[14:]} == {None}
         assert [x is None for x in found] == [" none" in x for x in classes]
         assert [x for x in classes if " none clipped" in x] == []
@@ -240,7 +248,7 @@ def test_scales_are_those_of_their_numbers_sums_are_right_and_a_kept_token_stays
         assert ("old logprobs—" in page.texts("#inspector tr")) == (token == 1)
         pushed = [x.split(",")[0] for x in page.texts("#inspector tr")]
         assert pushed[:2] == ["push by GRPO0.033667A 0.70701", "push by RLOO0.33333A 1"]
-        _, classes = page.tokens()
+        _, _, classes = page.put()
         kept = [i for i, x in enumerate(classes) if " kept" in x]
         assert kept == [1, 22], "in both columns"
     page.put(epsilon=0)
@@ -344,11 +352,10 @@ def test_the_push_of_each_loss_is_minus_its_gradient_by_autograd(folder, opened)
         page.put(slider=position)
         page.press(name)
         for moved, place in ((0, 8), (1, 4), (1, 8), (2.5, 4)):
-            page.put(moved=moved, epsilon=place)
-            clip_range = float(page.texts(".loss output")[0])
+            clip_range, found, classes = page.put(moved=moved, epsilon=place)
+            clip_range = float(clip_range)
             arguments = old + moved * (new - old), old, mask, clip_range
             push, clipped = (x[mask] for x in pushes_of(name, some, *arguments))
-            found, classes = page.tokens()
             # The 1.05 in the page's SAPO has the precision of float32.
             error = ((float64(found) - push).abs() / push.abs().clamp(min=1)).max()
             assert error < (1e-6 if name == "SAPO" else 1e-12), (moved, clip_range)

@@ -6,10 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from pretended_cuda import pretended_cuda
 from small import letter_tokenizer, rows_of, save_model, small_llama
 from tokenizers import processors
 from transformers import AutoModelForSequenceClassification as Classifier
-from transformers import BertConfig, BertForMaskedLM, GPT2Config
+from transformers import BertConfig, BertForMaskedLM, BloomConfig, GPT2Config
 
 from common import InputError
 from plumbing import preferences
@@ -18,7 +19,7 @@ from plumbing.preferences import RewardModel, load_classifier, sequence_scores, 
 from reward_model import load_pairs
 
 USER, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-TEMPLATE = "<eos>{% for m in messages %}x{{ m.content }}z{% endfor %}"
+TEMPLATE = "<eos>{% for m in messages %}{{ m.role[0] + m.content }}z{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -27,13 +28,14 @@ TEMPLATE = "<eos>{% for m in messages %}x{{ m.content }}z{% endfor %}"
         ("q", "a", None, "qa<eos>"),
         ("q", "a<eos>", TEMPLATE, "<eos>qa<eos>"),
         ("q", "", None, "q<eos>"),
+        ("q", "a", "no EOS", "qa"),
         (None, "qa", None, "qa<eos>"),
-        ([USER], [GOOD], TEMPLATE, "<eos>xqzxaz"),
-        ([USER], "a", TEMPLATE, "<eos>xqzxaz"),
-        (None, [USER, GOOD], TEMPLATE, "<eos>xqzxaz"),
+        ([USER], [GOOD], TEMPLATE, "<eos>uqzaaz"),
+        ([USER], "a", TEMPLATE, "<eos>uqzaaz"),
+        (None, [USER, GOOD], TEMPLATE, "<eos>uqzaaz"),
         # A turn that the prompt has begun is one turn.
-        ([USER, GOOD], [GOOD | {"content": "b"}], TEMPLATE, "<eos>xqzxabz"),
-        ([GOOD, USER], "b", TEMPLATE, "<eos>xazxqzxbz"),
+        ([USER, GOOD], [GOOD | {"content": "b"}], TEMPLATE, "<eos>uqzaabz"),
+        ([GOOD, USER], "b", TEMPLATE, "<eos>aazuqzabz"),
         # Without a template a line break is between them, which this tokenizer takes for a space.
         ([USER], [GOOD], None, "q a<eos>"),
     ],
@@ -42,7 +44,9 @@ def test_text_ends_with_one_eos_and_messages_as_their_template_does(
     prompt, completion, template, expected
 ):
     tokenizer = letter_tokenizer()
-    if template:  # BOS, here the same token, is in the template, and put in front of text
+    if template == "no EOS":
+        tokenizer.eos_token = None
+    elif template:  # BOS, here the same token, is in the template, and put in front of text
         tokenizer.chat_template, bos = template, [("<eos>", tokenizer.eos_token_id)]
         processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=bos)
         tokenizer._tokenizer.post_processor = processor
@@ -56,10 +60,12 @@ def pairs_of(tmp_path, rows, **flags):
     return load_pairs(config, small_llama(vocab_size=20), letter_tokenizer())
 
 
-def test_an_adapter_is_no_model_to_put_a_new_head_on(tmp_path):
+def test_what_can_not_take_a_new_head_is_named(tmp_path):
     add_adapter(small_llama(), 2).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is an adapter; give its base model, and --lora_r"):
-        load_classifier(str(tmp_path), new_head=True)
+    adapter, hub = "give its base model, and --lora_r", "^no/such: OSError: We couldn't"
+    for name, fault in (tmp_path, adapter), ("no/such", hub):
+        with pytest.raises(InputError, match=fault):
+            load_classifier(str(name), new_head=True)
 
 
 def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
@@ -101,10 +107,11 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_labels": 1}
 BERT = BertConfig(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **SIZES)
 BERT.initializer_range = 1.0  # or what padding adds to a score is lost in rounding
 GPT2 = GPT2Config(n_layer=1, n_head=2, n_positions=64, **SIZES)
+BLOOM = BloomConfig(n_layer=1, n_head=2, initializer_range=0.3, **SIZES)  # of any length
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [BERT, GPT2, small_llama(vocab_size=20).config])
+@pytest.mark.parametrize("config", [BERT, GPT2, BLOOM, small_llama(vocab_size=20).config])
 def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_path, monkeypatch):
     torch.manual_seed(0)
     config.num_labels = 1
@@ -116,19 +123,26 @@ def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_
     model.config.pad_token_id = 19  # EOS, as in many checkpoints
     folder = save_model(tmp_path / "m", model, letter_tokenizer())
     assert len({round(value, 5) for value in expected}) == 3
-    for max_tokens, num_passes in ((13, 3), (1024, 1)):
+    for max_tokens, num_passes in ((5, 5), (13, 3), (1024, 1)):
         monkeypatch.setattr(preferences, "sequence_scores", Mock(wraps=sequence_scores))
         found = RewardModel(folder, "cpu", max_tokens=max_tokens)(prompts, completions)
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert found == pytest.approx(expected, abs=1e-5) and {*map(type, found)} == {float}
         parts = [call.args[1] for call in preferences.sequence_scores.call_args_list]
         assert len(parts) == num_passes
-        assert max(len(rows) * max(map(len, rows)) for rows in parts) <= max_tokens
+        assert max(len(rows) * max(map(len, rows)) for rows in parts) <= max(6, max_tokens)
+    with pretended_cuda():
+        assert RewardModel(folder, "cuda")(prompts, completions) == pytest.approx(
+            expected, abs=1e-5
+        )
     # In bfloat16 a causal model is rounded but for its head, and BERT is not.
-    rounded = RewardModel(folder, "cpu", bf16=True)(prompts, completions)
+    judge = RewardModel(folder, "cpu", bf16=True)
+    assert len({p.dtype for p in judge.model.parameters()}) == (1 if config is BERT else 2)
+    rounded = judge(prompts, completions)
     assert (rounded == found) == (config is BERT)
     assert rounded == pytest.approx(expected, abs=0.1 * (max(expected) - min(expected)))
     rows = [[1, 2], [3, 4, 5]]
-    scores = sequence_scores(model, rows, bf16=True)
+    exact, scores = (sequence_scores(model, rows, bf16) for bf16 in (False, True))
+    assert torch.equal(exact, scores) == (config is BERT)
     assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
 
 
@@ -136,8 +150,10 @@ def test_a_text_that_the_reward_model_can_not_read_is_refused(tmp_path):
     folder = save_model(tmp_path / "m", Classifier.from_config(GPT2), letter_tokenizer())
     model = RewardModel(folder, "cpu")
     assert len(model(["a" * 60], ["bcd"])) == 1
-    with pytest.raises(InputError, match=r"reads 64 tokens, .* has 65 of them: lower"):
-        model(["a" * 60], ["bcde"])
+    long = "reads 64 tokens, .* has 65 of them: lower"
+    for completion, fault in ("bcde", long), ("\ud800", f"^--reward_model {folder}: TypeError"):
+        with pytest.raises(InputError, match=fault):
+            model(["a" * 60], [completion])
 
 
 TWO_LABELS = Classifier.from_config(GPT2Config(n_layer=1, n_head=2, **SIZES | {"num_labels": 2}))
@@ -146,5 +162,9 @@ TWO_LABELS = Classifier.from_config(GPT2Config(n_layer=1, n_head=2, **SIZES | {"
 @pytest.mark.parametrize("model", [BertForMaskedLM(BERT), TWO_LABELS], ids=["bert", "two labels"])
 def test_a_new_head_of_a_model_of_another_kind_starts_at_0_and_trains(model, tmp_path):
     folder = save_model(tmp_path / "m", model, letter_tokenizer())
-    scores = sequence_scores(load_classifier(folder, new_head=True), [[1, 2], [3, 4, 5]])
-    assert scores.tolist() == [0, 0] and scores.requires_grad
+    model = load_classifier(folder, new_head=True)
+    scores = sequence_scores(model, [[1, 2], [3, 4, 5]], bf16=False)
+    assert scores.tolist() == [0, 0]
+    scores.sum().backward()
+    [head] = (p for name, p in model.named_parameters() if p.shape == (1, 16))
+    assert head.grad.any(), "it isn't behind a layer of zeros"

@@ -1,5 +1,6 @@
 """The CUDA path on a pretended device: its runs equal those of the CPU."""
 
+import itertools
 import json
 import shutil
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from pretended_cuda import CUDA, Generator, pretended_cuda
-from small import computed, small_gpt2
+from pretended_cuda import CPU, CUDA, Generator, pretended_cuda
+from small import computed, small_gpt2, small_llama
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import grpo
@@ -66,7 +67,9 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
     assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
 
 
-def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate():
+def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate(
+    monkeypatch,
+):
     for capability, expected in (
         ((6, 0), None),  # P100
         ((7, 5), torch.float16),  # T4
@@ -76,12 +79,20 @@ def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_
         with pretended_cuda(), mock.patch.object(torch.cuda, "get_device_capability", of_device):
             assert models.fast_half(CUDA) is expected
             assert torch.cuda.is_bf16_supported(), "by emulation"
+    for has_avx512, has_amx in itertools.product((False, True), repeat=2):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda x=has_avx512: x)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda x=has_amx: x)
+        expected = torch.bfloat16 if has_avx512 or has_amx else None
+        assert models.fast_half(CPU) is expected and models.fast_half(torch.device("mps")) is None
 
 
-def test_tf32_is_for_the_head_of_a_run_in_bfloat16_alone():
-    for bf16 in (False, True, False):
-        models.set_up_training(SimpleNamespace(bf16=bf16))
-        assert torch.backends.cuda.matmul.allow_tf32 == bf16
+def test_tf32_is_for_the_head_of_a_run_in_bfloat16_and_a_gpu_keeps_its_fused_attention():
+    with pretended_cuda():
+        model = small_llama().to("cuda")
+        for bf16 in (False, True, False):
+            models.set_up_training(SimpleNamespace(bf16=bf16, gradient_checkpointing=False), model)
+            assert torch.backends.cuda.matmul.allow_tf32 == bf16
+            assert model.config._attn_implementation == "sdpa"
 
 
 def test_what_fails_within_a_capture_is_named_and_without_graphs_it_works(capsys):
@@ -119,7 +130,14 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
         models.pick_device(None)
     message = "--device cuda: RuntimeError: CUDA error: no kernel image is available"
     assert str(raised.value) == message
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    with pretended_cuda():
+        assert models.pick_device(None) == CUDA and not capsys.readouterr().out
+        torch.cuda.set_device.assert_called_once_with(CUDA)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(InputError, match="--device mps: "):
+        models.pick_device(None)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     for found, lines in ((None, 0), ("/usr/bin/nvidia-smi", 1)):
         monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
@@ -130,36 +148,46 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
 def test_a_micro_batch_that_does_not_fit_is_halved_and_config_json_keeps_it(
     make_job, monkeypatch, capsys
 ):
-    run, sizes, one_pass, has_bonus = make_job(ppo), [], models._one_pass, True
-    logprobs = models.completion_logprobs
+    run, sizes, states, one_pass, tested = make_job(ppo), [], [], models._one_pass, []
+    logprobs, values = (
+        mock.Mock(wraps=getattr(models, f"completion_{name}")) for name in ("logprobs", "values")
+    )
 
     def tried(config, trained, part):
-        sizes.append(len(part.finished))
+        sizes.append(len(part.finished)), states.append(torch.get_rng_state().tolist())
+        weights = [p for model in trained for p in model.parameters() if p.requires_grad]
+        assert gpu.operations.pop("empty_like") == 2 * len(weights), "for Adam"
+        kept = mock.call(2**34 // 5, dtype=torch.uint8, device=CUDA)  # by a Decoder
+        assert empty.call_args == kept and part.completion_mask.shape[1] == 6
         assert not part.attention_mask.all(), "a mask of padding takes memory"
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError
         one_pass(config, trained, part)
+        assert all(p.grad is not None for p in weights)
+        tested.extend(weights)
+        # With a bonus for the entropy more logits are kept.
+        options = {"bf16": True, "entropy_grad": config.entropy_coef > 0}
+        assert logprobs.call_args.kwargs == options and values.call_args.kwargs == {"bf16": True}
 
-    def scored(*args, entropy_grad, **options):
-        assert entropy_grad == has_bonus, "it would keep fewer logits than the run, or more"
-        return logprobs(*args, entropy_grad=entropy_grad, **options)
-
-    monkeypatch.setattr(models, "completion_logprobs", scored)
+    monkeypatch.setattr(models, "completion_logprobs", logprobs)
+    monkeypatch.setattr(models, "completion_values", values)
     monkeypatch.setattr(models, "_one_pass", tried)
     reset = mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda: sizes.append("reset"))
-    with pretended_cuda(), reset:
-        run(device="cuda", micro_batch_tokens=2 * (4 + 6), entropy_coef=0.1)
-        has_bonus = False
+    empty = mock.patch.object(torch, "empty", wraps=torch.empty)
+    with pretended_cuda() as gpu, reset, empty as empty:
+        flags = {"device": "cuda", "num_steps": 0, "num_generations": 2, "lora_r": 1, "bf16": True}
+        run(micro_batch_tokens=2 * (4 + 6), entropy_coef=0.1, **flags)
         assert "doesn't fit" not in capsys.readouterr().out
-        sizes.clear()
-        run(device="cuda", micro_batch_tokens=1000)
+        sizes.clear(), states.clear()
+        run(micro_batch_tokens=1000, **flags)
         monkeypatch.setattr(models, "_one_pass", mock.Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
-            run(device="cuda", output_dir=run.folder.parent / "none-fits")
-    kept = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
-    assert sizes == [8, 4, 2, "reset"]
-    assert kept == 2 * (4 + 6)  # the longest prompt, and max_new_tokens
-    assert f"--micro_batch_tokens 1000 doesn't fit: it is {kept} here" in capsys.readouterr().out
+            run(output_dir=run.folder.parent / "none-fits", **flags)
+    tokens = json.loads((run.folder / "config.json").read_text())["micro_batch_tokens"]
+    assert sizes == [8, 4, 2, "reset"] and states == states[:1] * 3
+    assert tokens == 2 * (4 + 6)  # the longest prompt, and max_new_tokens
+    assert "--micro_batch_tokens 1000 doesn't fit: it is 20 here" in capsys.readouterr().out
+    assert tested and all(p.grad is None for p in tested)
 
 
 def test_the_device_is_as_strict_as_a_real_one():

@@ -7,22 +7,24 @@ import re
 import subprocess
 import sys
 import typing
-from importlib import import_module
+from importlib import import_module, reload
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from small import letter_tokenizer, save_model, small_gpt2, small_llama
+from transformers import set_seed
 
-import grpo
 from common import InputError
 from plumbing.config import parse_flags
 from plumbing.models import TINY, load_policy, set_up_training
 from plumbing.run import run_main
-from tools import to_trl
+from tools import look, plot, to_trl
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,33 +38,30 @@ def fields(script, flags="", num_processes=1):
     return to_trl.fields_of(config_of(script, flags), num_processes, longest=6)
 
 
-SAME = "--temperature 0.7 --seed 5 --max_grad_norm 2 --bf16 --gradient_checkpointing"
+SAME = "--temperature 0.7 --seed 5 --max_grad_norm 2 --learning_rate 0.2 --gradient_checkpointing"
 SIZES = "--prompts_per_step 12 --num_generations 2 --num_mini_batches 3 --max_new_tokens 4"
 STEPS = "--num_steps 7 --num_epochs 2 --num_mini_batches 2 --save_every 5 --eval_every 4"
 LOSS = "--clip_range 0.1 --clip_range_high 0.3 --entropy_coef 0.5 --mask_truncated_completions"
 FIELDS = [  # (script, flags, the fields)
-    ("rloo", "--kl_coef 0.3 --clip_range 0.1", "beta: 0.3, epsilon: 0.1"),
-    ("rloo", SAME, "temperature: 0.7, seed: 5, bf16: true, gradient_checkpointing: true"),
-    (
-        "rloo",
-        f"{SAME} --learning_rate 0.2",
-        "max_grad_norm: 2, learning_rate: 0.2, adam_beta2: .95",
-    ),
+    ("rloo", "--kl_coef 0.3 --clip_range 0.1", "beta: 0.3, epsilon: 0.1, adam_beta2: .95"),
+    ("rloo", SAME, "temperature: 0.7, seed: 5, max_grad_norm: 2, learning_rate: 0.2"),
+    ("rloo", f"{SAME} --bf16", "bf16: true, gradient_checkpointing: true, report_to: none"),
     ("grpo", f"{STEPS} --warmup_steps 3", "max_steps: 28, num_iterations: 2, warmup_steps: 12"),
-    ("grpo", STEPS, "save_steps: 20, eval_steps: 16, logging_steps: 4"),
-    ("grpo", "--num_steps 4 --warmup_steps 9", "warmup_steps: 2"),
+    ("grpo", STEPS, "save_steps: 20, eval_steps: 16, logging_steps: 4, eval_on_start: true"),
+    ("grpo", "--num_steps 5 --warmup_steps 9", "warmup_steps: 2"),
     ("grpo", SIZES, "generation_batch_size: 24, max_completion_length: 4, num_generations: 2"),
-    ("grpo", "--eval_generations 3", "num_generations_eval: 3"),
+    ("grpo", f"{SIZES} --eval_generations 3", "num_generations_eval: 3"),
+    ("grpo", f"{SIZES} --eval_generations 3", "per_device_eval_batch_size: 24"),
     ("grpo", "--report_to tensorboard", "report_to: [tensorboard]"),
     ("grpo", "--scale_rewards batch", "scale_rewards: batch, loss_type: grpo"),
     ("grpo", LOSS, "epsilon: 0.1, epsilon_high: 0.3, entropy_coef: 0.5"),
     ("grpo", LOSS, "mask_truncated_completions: true, use_bias_correction_kl: false"),
     ("grpo", "--kl_estimator unbiased", "use_bias_correction_kl: true"),
     ("grpo", "--loss_type dr_grpo", "loss_type: dr_grpo, epsilon_high: null"),
-    ("grpo", "--loss_type gspo", "importance_sampling_level: sequence, loss_type: grpo"),
+    ("grpo", "--loss_type gspo", "importance_sampling_level: sequence, loss_type: grpo, seed: 0"),
     ("grpo", "--loss_type cispo", "loss_type: cispo, epsilon_high: 5"),
     # What TRL has nothing for.
-    ("grpo", "--stop a b --scale_rewards mean", "lost: [stop, scale_rewards]"),
+    ("grpo", "--stop a b --scale_rewards mean", "lost: [stop, scale_rewards], scale_rewards: none"),
     ("grpo", "--oversample 2 --entropy_coef 0.1", "lost: [oversample]"),
     ("rloo", "--stop a --entropy_coef 0.1", "lost: [stop, entropy_coef]"),
 ]
@@ -75,12 +74,6 @@ def test_a_flag_has_its_field_in_trl_or_is_named_as_lost(script, flags, expected
     assert {name: found[name] for name in expected} == expected
 
 
-def test_an_evaluation_takes_all_completions_of_its_prompts_at_once():
-    sizes = (fields("grpo", f"--eval_generations {k}") for k in (1, 3))
-    one, three = (x["per_device_eval_batch_size"] for x in sizes)
-    assert three == 3 * one
-
-
 @pytest.mark.parametrize(
     ("tokens", "processes", "expected"),
     [(4096, 1, (8, 1)), (4096, 2, (4, 1)), (30, 2, (2, 2)), (1, 2, (1, 4))],
@@ -88,7 +81,7 @@ def test_an_evaluation_takes_all_completions_of_its_prompts_at_once():
 def test_a_process_computes_its_share_of_a_minibatch_in_passes(tokens, processes, expected):
     found = fields("grpo", f"{SIZES} --micro_batch_tokens {tokens}", processes)  # rows of 10 tokens
     sizes = found["per_device_train_batch_size"], found["gradient_accumulation_steps"]
-    assert sizes == expected
+    assert str(sizes) == str(expected), "whole numbers"
     # TRL's own rule for an update: so many completions, over all processes.
     assert sizes[0] * sizes[1] * processes == found["generation_batch_size"] / 3
     with pytest.raises(InputError, match="into 3 minibatches on 5 processes"):
@@ -137,6 +130,18 @@ def test_what_trl_cannot_train_is_refused_in_one_line_with_what_to_use(
     assert end.value.code == 2 and text.count("\n") == 1 and words.format(script) in text
 
 
+@pytest.mark.parametrize("tool", [look, plot, to_trl])
+def test_a_tool_finds_the_program_wherever_it_is_started_and_its_help_is_its_head(
+    tool, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    reload(tool)
+    assert sys.path == [str(ROOT), "elsewhere"]
+    with pytest.raises(SystemExit):
+        tool.main(["--help"])
+    assert tool.__doc__.strip() in capsys.readouterr().out
+
+
 @pytest.mark.skipif(find_spec("verl") is None, reason="needs verl, for its names")
 def test_verl_knows_the_settings_that_the_page_names():
     folder = Path(find_spec("verl").origin).parent / "trainer" / "config"
@@ -169,27 +174,66 @@ def rank(completions, **columns):
 """
 
 
-@pytest.mark.parametrize("bf16", ["true", "false"])
-def test_trl_gets_the_weights_as_set_up_training_makes_them(bf16, tmp_path, monkeypatch):
+OF_GPT2 = "position ids, which GPT-2 needs where prompts are of unequal length"
+ALL = "--lora_r 2 --bf16 --overlong_buffer 1 --verifier numeric_match --stop x"
+STOP = "--stop ['x']"
+JOBS = [  # (script, model, longest prompts, flags, TRL's bf16, what TRL lacks, weights)
+    ("grpo", small_gpt2, (3, 5), ALL, True, [STOP, OF_GPT2], [1, 1, 0, 1]),
+    ("grpo", small_gpt2, (1, 1), "--lora_r 2 --disable_dropout false", False, [], [1]),
+    ("rloo", small_llama, (5, 3), "--bf16 --stop x --reward_weights 2", False, [STOP], [2]),
+]
+
+
+@pytest.mark.parametrize(("script", "make", "longest", "flags", "bf16", "lacks", "weights"), JOBS)
+def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_them(
+    script, make, longest, flags, bf16, lacks, weights, tmp_path, monkeypatch, capsys
+):
     """In bfloat16 they are spread: else TRL's first steps would be rounded away as well."""
     trl = pytest.importorskip("trl")
-    flags = f"--reward brevity --overlong_buffer 2 --num_eval_prompts 4 --output_dir {tmp_path}"
-    grpo.main(f"--device cpu --num_steps 0 {flags}".split())
-    monkeypatch.setattr(trl, "GRPOTrainer", trainer := mock.MagicMock())
-    to_trl.main([str(tmp_path), "--bf16", bf16, "--use_cpu"])
-    options = trainer.call_args.kwargs
-    assert len(options["reward_funcs"]) == 3, "the reward, the verifier for the log, the penalty"
-    assert options["args"].reward_weights == [1, 0, 1]
-    assert options["args"].output_dir == str(tmp_path / "trl")
-    assert len(options["eval_dataset"]) == 4 and options["processing_class"].eos_token
-    assert len(options["train_dataset"]) > 1000 and trainer().train.called
-    given = [*options["model"].parameters()]
-    config = config_of("grpo", f"--bf16 {bf16}")
+    model = save_model(tmp_path / "m", make(0.1, vocab_size=20), letter_tokenizer())
+    for name, length in zip(("prompts", "eval_prompts"), longest):
+        some = (1, 1), (length, "b")  # a column of JSON may hold numbers and texts
+        rows = [{"prompt": "x" * (n - 1) + " ", "answer": "1", "column": x} for n, x in some]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows * 2)))
+        flags += f" --{name} {tmp_path / name}"
+    sizes = "--num_eval_prompts 3 --prompts_per_step 6 --max_new_tokens 8 --micro_batch_tokens 25"
+    flags = f"--model {model} --bf16 false --reward brevity {sizes} {flags} --num_generations 2"
+    config, judge = config_of(script, flags), mock.MagicMock(__name__="judge")
+    monkeypatch.setattr("plumbing.data.RewardModel", lambda *_: judge)
+    has_judge = len(weights) > 1
+    more = {"script": script, "device": "cuda", "reward_model": "judge" if has_judge else None}
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config) | more))
+    monkeypatch.setattr(trl, f"{script.upper()}Trainer", trainer := mock.MagicMock())
+    given = f"--bf16 {bf16} --use_cpu --resume_from_checkpoint c".split()
+    to_trl.main([str(tmp_path), *given])
+    lines = capsys.readouterr().out.split("\n")[:-1]
+    assert [x for x in lines if x[:4] in ("", "not ")] == [f"not in TRL: {what}" for what in lacks]
+    options, call = trainer.call_args.kwargs, mock.call
+    settings, policy = options["args"], options["model"]
+    assert len(options["reward_funcs"]) == len(weights) and settings.reward_weights == weights
+    assert judge.model.to.mock_calls == [call(torch.device("cpu"))] * has_judge
+    assert settings.output_dir == str(tmp_path / "trl")
+    assert settings.per_device_train_batch_size == 25 // (max(longest) + 8)
+    assert (len(options["train_dataset"]), len(options["eval_dataset"])) == (8, 3)
+    assert options["processing_class"].eos_token
+    to_the_end = call.accelerator.wait_for_everyone(), call.accelerator.end_training()
+    expected = [call.train(resume_from_checkpoint="c"), call.save_model(), *to_the_end]
+    assert trainer().mock_calls == expected
+    set_seed(config.seed)
     expected, _ = load_policy(config)
-    origin = [p.clone() for p in expected.parameters()]
-    set_up_training(config, expected)
-    assert all(map(torch.equal, given, expected.parameters()))
-    assert all(map(torch.equal, given, origin)) == (bf16 == "false")
+    set_up_training(SimpleNamespace(bf16=bf16, gradient_checkpointing=False), expected)
+    if config.bf16 and config.lora_r:  # with the rest of the base: TRL decodes without autocast
+        expected.get_output_embeddings().bfloat16()
+    for p, q in zip(policy.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q) and p.dtype == q.dtype
+    dropout = {m.p for m in policy.modules() if isinstance(m, torch.nn.Dropout)}
+    assert dropout <= {0.0 if config.disable_dropout else 0.1}
+    monkeypatch.setenv("RANK", "1")  # of two processes that would say the same, one does
+    trainer.side_effect = ImportError("no vLLM")
+    for flags, fault in ("--num_generations 1", "TRL: ValueError"), ("", "TRL: ImportError: no v"):
+        with pytest.raises(InputError, match=fault):
+            to_trl.main([str(tmp_path), *given, *flags.split()])
+    assert "not in TRL" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
