@@ -193,7 +193,7 @@ def main(args: list[str] | None = None) -> None:
         orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
         for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-            num_tokens = mask[mini_batch].sum().clamp(min=1)
+            num_tokens = mask[mini_batch].sum()
             # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
             # its share of the loss to the gradient, so the sum doesn't depend on b.
             parts = micro_batches(

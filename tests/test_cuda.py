@@ -77,6 +77,7 @@ def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
         assert wrong < {None: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.02}[half]
         assert half or graph.tokens.tolist() == eager.tokens.tolist()
         found.append({**decoders[0].graphs})
+        assert decoders[0].mask.dtype == (half or torch.float32), "as attention takes it"
         for layer in decoders[0].cache.layers:  # as a row may leave it
             layer.keys.fill_(torch.nan), layer.values.fill_(torch.nan)
         for p in model.parameters() if number == 1 else ():
@@ -92,16 +93,17 @@ def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_sho
     model.model.half()  # as a frozen base model: the decoder shares it, and owns the head alone
     size = 2 * (2**15 + model.lm_head.weight.numel())  # the cache has 2**15 numbers
     decoder = Decoder(model, torch.float16)
-    for rows, length, free in ((3, 4, 9), (2, 4, 9), (2, 130, 9), (2, 4, 6), (2, 4, 4)):
-        free = free * size + torch.cuda.memory_allocated() - torch.cuda.memory_reserved()
+    for rows, length, free in ((3, 4, 9), (2, 4, 9), (2, 124, 9), (2, 4, 5.1), (2, 4, 4.9)):
+        free = int(free * size) + torch.cuda.memory_allocated() - torch.cuda.memory_reserved()
         options = OPTIONS | {"num_generations": 1, "max_new_tokens": length}
         options["eos_token_ids"] = list(range(VOCAB))  # all have ended when it looks, after eight
-        with mock.patch.object(torch.cuda, "mem_get_info", lambda free=free: (free, free)):
+        with mock.patch.object(torch.cuda, "mem_get_info", lambda free=free: (free, 2 * free)):
             rollout = sample(model, PROMPTS[:rows], PROMPTS[:rows] > 0, decoder=decoder, **options)
         assert rollout.completion_mask.sum(1).tolist() == [1] * rows and rollout.finished.all()
         assert decoder.column <= PROMPTS.shape[1] + 8
         graphs.append([graph for graph, _ in decoder.graphs.values()])
     assert len({graph for [graph] in graphs[:3]}) == 3 and graphs[2:] == [graphs[2], graphs[2], []]
+    assert decoder.model is decoder.cache is None
 
 
 def test_a_graph_keeps_rows_that_have_ended_and_looks_after_every_eighth_token(gpu):
@@ -116,6 +118,9 @@ def test_a_graph_keeps_rows_that_have_ended_and_looks_after_every_eighth_token(g
     rollout = sample(None, PROMPTS, PROMPTS > 0, stop=stop, decoder=decoder, **options)
     assert rollout.completion_mask.sum(1).tolist() == [3] + [10] * (len(PROMPTS) - 1)
     assert decoder.column == PROMPTS.shape[1] + 15
+    with pytest.raises(ZeroDivisionError), decoder:
+        raise ZeroDivisionError
+    assert not decoder.graphs, "an error may have left them half done"
 
 
 def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):

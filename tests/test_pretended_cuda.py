@@ -28,16 +28,22 @@ UPDATES = {  # of a step, and the flags for them
 
 
 @pytest.mark.parametrize("script", UPDATES, ids=lambda script: script.__name__)
-def test_between_the_phases_of_a_step_the_cache_is_cleared(script, make_job, monkeypatch):
+def test_micro_batches_are_tried_first_and_the_cache_is_cleared_between_the_phases_of_a_step(
+    script, make_job, monkeypatch
+):
     (updates, flags), order, sample, lap = UPDATES[script], [], script.sample, Run.lap
     spies = (script, "sample", sample), (script, "clear_cache", lambda: None), (Run, "lap", lap)
-    for place, name, function in spies:
+    for place, name, function in (*spies, (script, "fit_micro_batch", lambda *_: None)):
         spy = lambda *args, n=name, f=function, **options: order.append(n) or f(*args, **options)  # noqa: E731
         monkeypatch.setattr(place, name, spy)
     hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
     make_job(script)(**flags)
     hook.remove()
-    assert order == ["sample", "lap", "clear_cache", *(updates * ["update"]), "lap", "clear_cache"]
+    rollout, update = (
+        ["sample", "lap", "clear_cache"],
+        [*["update"] * updates, "lap", "clear_cache"],
+    )
+    assert order == ["fit_micro_batch", *rollout, *update]
 
 
 def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
