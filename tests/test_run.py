@@ -294,6 +294,42 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run,
 
 # --- Records ---
 
+PRINTED = """3 of the 3 held-out prompts are trained on as well.
+NAME: 0.0 M weights train on cpu, 29 prompts to train on, 3 held out
+It writes to run
+step 0: eval/reward #, greedy #
+  samples
+warning, step 0: #
+step 0: samples from training
+  samples
+step 1: eval/reward # (was #), greedy # (was #)
+  samples
+now: python tools/look.py run
+NAME 1/1 |#| #<#, reward #, kl #, length 4, # tok/s
+"""
+OF_PAIRS = """Fewer than ten prompts: none is held out, they are trained on and evaluated.
+NAME: 0.0 M weights train on cpu, 20 pairs to train on, 20 held out
+It writes to run
+step 0: eval/accuracy #, eval/loss #
+  samples
+step 1: eval/accuracy # (was #), eval/loss # (was #)
+  samples
+NAME 1/1 |#| #<#, loss #, accuracy #, # tok/s
+"""
+
+
+@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.__name__)
+def test_a_run_prints_what_it_does_and_its_bar_fits_into_80_columns(script, run, monkeypatch):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (80, 24))
+    texts = [run(*flags, script=script)[1] for flags in (["--num_steps", "1"], ["--resume", "run"])]
+    for warning in lines_of("run/warnings.jsonl"):
+        texts[0] = texts[0].replace(warning["text"], "#")
+    texts = [re.sub(r"(\n  .*)+", "\n  samples", text) for text in texts]
+    texts = [re.sub(r"-?\d+\.\d\d+|\d+(?= tok)|\d\d:\d\d|█+", "#", text) for text in texts]
+    expected = (OF_PAIRS if script is reward_model else PRINTED).replace("NAME", script.__name__)
+    assert texts[0] == expected
+    assert texts[1].endswith(f"\n{script.__name__} 1/1 |#| #<?\n"), "nothing is left to do"
+
 
 def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_seed(run):
     folder, files = whole(), contents(whole())
