@@ -1,5 +1,6 @@
 """Flags: how they are written, which values are taken, defaults, and those of a resumed run."""
 
+import hashlib
 import json
 import re
 import typing
@@ -14,6 +15,7 @@ from small import EMBEDDED, SCRIPTS
 import grpo
 import plumbing.config
 import reward_model
+import tasks
 from common import InputError
 from plumbing.config import find_folder, parse_flags
 
@@ -64,6 +66,22 @@ def test_every_number_has_the_default_that_the_pages_were_measured_with(script, 
     expected = dict(zip(words[::2], map(float, words[1::2])))
     assert {name: config[name] for name in expected} == expected
     assert config["task"] == {"tiny": "add", "tiny/cups": "cups"}.get(model, "sentiment")
+
+
+DATA = {"add": "e3268720918a4a0d", "cups": "5dc942676c84163f"}
+DATA |= {"sentiment": "1331e3c1297059e4", "pairs": "d0c6058fbbfa7b5a"}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_task_has_the_data_and_rewards_that_the_pages_were_measured_with(name):
+    """A hash of them: whoever changes what is drawn has to measure anew."""
+    if name == "pairs":
+        found = tasks.add_pairs()
+    else:
+        task = tasks.TASKS[name](chat=True)
+        found = task.train, task.heldout, task.about, task.rewards, task.verifier
+    text = re.sub(" at 0x[0-9a-f]+", "", repr(found))  # a function's address
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == DATA[name]
 
 
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
