@@ -252,9 +252,12 @@ def test_on_a_full_disk_a_resume_loses_nothing_and_a_start_leaves_nothing(run, m
         run()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file can grow
-    codes = [run("--resume", "run")[0], run("--output_dir", "new")[0]]
+    ends = [run("--resume", "run"), run("--output_dir", "new")]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert codes == [2, 2]
+    fault = "OSError: [Errno 27] File too large\n"
+    assert [code for code, _ in ends] == [2, 2]
+    assert ends[0][1].endswith(f"error: --resume run: {fault}")
+    assert ends[1][1].endswith(f"error: --output_dir new: {fault}")
     assert [run("--resume", "run")[0], run("--output_dir", "new")[0]] == [0, 0]
     assert_same_run("run", whole())
 
