@@ -88,6 +88,8 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
     adapter = (job.folder / "model").rename(job.folder.parent / "adapter")
     assert (adapter / "adapter_config.json").exists()
     assert not (adapter / "model.safetensors").exists()
+    saved = torch.load(job.folder / "checkpoint.pt")["weights"]
+    assert all("lora" in name or "value" in name for name in saved)
     second = job(model=adapter, **flags)
     assert second[0]["eval/reward"] == first[2]["eval/reward"] != first[0]["eval/reward"]
     assert abs(second[0]["objective/kl"]) < 1e-5 < abs(second[1]["objective/kl"])
