@@ -120,6 +120,7 @@ class Run:
         options = {"initial": first, "dynamic_ncols": True, "disable": last == 0}
         self.bar = tqdm(total=last, desc=self.config.script, bar_format=shape, **options)
         self._note_state(first)
+        due = range(self.config.save_every, last, self.config.save_every)
         for step in range(first, last):
             if step % self.config.eval_every == 0:
                 self._evaluate(step, evaluate)
@@ -127,7 +128,7 @@ class Run:
             yield step
             self.bar.update()
             self._note_state(step + 1)
-            if (step + 1) % self.config.save_every == 0 and step + 1 < last:
+            if step + 1 in due:
                 self.save()
         if last > 0:
             self.save()
@@ -241,7 +242,7 @@ class Run:
             digest.update(text.encode())
         models = [*self.models.values(), *getattr(self.data, "frozen_models", ())]
         for p in (p for model in models for p in model.parameters()):
-            few = p.detach().flatten()[-4:].bfloat16()  # under an adapter they may be stored so
+            few = p.flatten()[-4:].bfloat16()  # under an adapter they may be stored so
             digest.update(repr(few.tolist()).encode())
         return digest.hexdigest()
 

@@ -352,8 +352,9 @@ def test_a_run_prints_what_it_does_and_its_bar_fits_into_80_columns(script, run,
     texts = [run(*flags, script=script)[1] for flags in (["--num_steps", "1"], ["--resume", "run"])]
     line = lines_of("run/metrics.jsonl")[0]
     if script is not reward_model:  # which has no rollout
-        assert (line["time/rollout"], line["time/update"]) == (1, 4)
-    assert line["memory/peak_gb"] == 3 and not Path("run/curve.png").exists()
+        names = ("time/rollout", "time/update", "tokens_per_second", "memory/peak_gb")
+        assert [line[name] for name in names] == [1, 4, 16 / 5, 3]
+    assert not Path("run/curve.png").exists()
     for warning in lines_of("run/warnings.jsonl"):
         texts[0] = texts[0].replace(warning["text"], "#")
     texts = [re.sub(r"(\n  .*)+", "\n  samples", text) for text in texts]
@@ -370,8 +371,10 @@ def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_se
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
     lines = lines_of(folder / "metrics.jsonl")
+    assert lines[0]["memory/peak_gb"] is None, "a CPU's isn't known"
     assert [line["step"] for line in lines] == [*range(5)]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]
+    assert [line.get("episode") for line in lines] == [4, 8, 12, 16, None]
     assert len(lines_of(folder / "warnings.jsonl")) == 1, "once, and not at every step"
     for name, steps in (("samples", {0, 2, 4}), ("tokens", {0, 2})):  # those with an evaluation
         assert {line["step"] for line in lines_of(folder / f"{name}.jsonl")} == steps
