@@ -57,8 +57,8 @@ def test_at_step_0_the_kl_is_0_and_the_first_ratio_1_but_for_dropout_that_is_lef
     assert first["val/ratio_max_dev_first"] < 1e-5
     # A single update needs old log-probs then, which it does without where dropout is off.
     assert job(disable_dropout="false", **ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 1e-2
-    for line in lines_of(job.folder / "tokens.jsonl"):  # which a reader compares: without dropout
-        assert line["new_logprobs"] == pytest.approx(line["sampler_logprobs"], abs=1e-3)
+    for line in lines_of(job.folder / "tokens.jsonl"):  # computed without dropout
+        assert line["new_logprobs"] == pytest.approx(line["sampler_logprobs"], abs=0.05)
 
 
 @pytest.mark.parametrize(("job", "lora_r"), [(grpo, 2), (ppo, 0), (rloo, 0)], indirect=["job"])
