@@ -226,7 +226,9 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
     assert code == 130 and "The run ended in step 0; nothing is saved." in text
     assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
     assert not Path("run/model").exists()
+    Path("run/look.html").touch()
     assert run("--num_steps", "0")[0] == 0, "what has no step isn't in the way"
+    assert Path("run/look.html").exists(), "nothing is erased without --overwrite"
 
 
 @pytest.mark.parametrize(("flags", "codes"), [(FLAGS[:-2], [0, 0]), (FLAGS, [0, 2])])
@@ -376,8 +378,11 @@ def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_se
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]
     assert [line.get("episode") for line in lines] == [4, 8, 12, 16, None]
     assert len(lines_of(folder / "warnings.jsonl")) == 1, "once, and not at every step"
-    for name, steps in (("samples", {0, 2, 4}), ("tokens", {0, 2})):  # those with an evaluation
-        assert {line["step"] for line in lines_of(folder / f"{name}.jsonl")} == steps
+    for name, split, steps in (  # those with an evaluation
+        ("samples", "heldout", {0, 2, 4}), ("samples", "train", {0, 2}), ("tokens", "train", {0, 2})
+    ):  # fmt: skip
+        found = lines_of(folder / f"{name}.jsonl")
+        assert {line["step"] for line in found if line["split"] == split} == steps
 
 
 def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(run):
@@ -419,13 +424,15 @@ def test_half_a_surrogate_pair_in_a_text_ends_no_run_and_is_kept(run, monkeypatc
 
 def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
     tensorboard, wandb = Mock(), Mock()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: float("inf"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = ["--kl_coef", "0", "--num_steps", "2", "--report_to", "tensorboard", "wandb"]
     assert run(*flags)[0] == 0
     assert "kl" not in lines_of("run/tokens.jsonl")[0], "nobody has measured it"
     known = [{k: v for k, v in x.items() if v is not None} for x in lines_of("run/metrics.jsonl")]
-    assert [x.pop("step") for x in known] == [0, 1, 2] and "objective/kl" not in known[0]
+    assert [x.pop("step") for x in known] == [0, 1, 2]
+    assert not {"objective/kl", "memory/peak_gb"} & {*known[0]}, "JSON has no infinity"
     scalars = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
     assert scalars == [call(name, v, step) for step, x in enumerate(known) for name, v in x.items()]
     folder = Path("run").absolute()  # one writer for all steps
