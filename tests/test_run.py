@@ -224,6 +224,7 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
     monkeypatch.setattr(ppo, "sample", Mock(side_effect=KeyboardInterrupt))
     code, text = run("--overwrite")
     assert code == 130 and "The run ended in step 0; nothing is saved." in text
+    assert not Path("run/metrics.jsonl").exists(), "the folder is free again"
     assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
     assert not Path("run/model").exists()
     Path("run/look.html").touch()
