@@ -130,7 +130,7 @@ def parse_flags(
         for name, value in own.items():
             if name == "tiny" or value != own.get("tiny"):
                 shown += f" ({name}: {str(value).lower()})"
-        help = field.metadata["help"].replace("%", "%%") + shown
+        help = field.metadata["help"] + shown
         parser.add_argument(f"--{field.name}", help=help, **_argument(kinds[field.name]))
     given, unknown = parser.parse_known_args(args)
     if unknown:
@@ -237,7 +237,7 @@ def find_folder(config: TrainConfig) -> Path:
     path = Path(folder_of(config.model))
     model = path.resolve().name if path.is_dir() else config.model
     data = getattr(config, "pairs", None) or getattr(config, "prompts", None)
-    task = Path(data).stem if data else getattr(config, "task", "pairs")
+    task = Path(data).stem if data else config.task
     # `cups` is a model and a task, and once in the name is enough.
     name = "-".join(dict.fromkeys((config.script, model, task, f"s{config.seed}")))
     name = name.replace("/", "-").replace(":", "-")

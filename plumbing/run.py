@@ -92,7 +92,7 @@ class Run:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         settings = json.dumps({"script": config.script} | asdict(config), indent=2)
         new = self.folder / "config.json.new"  # on a full disk the old one is still there
-        new.write_text(settings + "\n", encoding="utf-8")
+        new.write_text(settings + "\n")
         new.replace(self.folder / "config.json")
         # Half a surrogate pair has no bytes: it is written as \ud800.
         options = {"encoding": "utf-8", "errors": "backslashreplace"}
@@ -103,8 +103,7 @@ class Run:
         """Leave the folder of a run without a step to the next one."""
         for file in self.files.values():  # Windows deletes no open file
             file.close()
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size == 0:
+        if (metrics := self.folder / "metrics.jsonl").stat().st_size == 0:
             metrics.unlink()
 
     def _note_move(self, *args: object) -> None:
@@ -121,6 +120,7 @@ class Run:
         options = {"initial": first, "dynamic_ncols": True, "disable": last == 0}
         self.bar = tqdm(total=last, desc=self.config.script, bar_format=shape, **options)
         self._note_state(first)
+        due = range(self.config.save_every, last, self.config.save_every)
         for step in range(first, last):
             if step % self.config.eval_every == 0:
                 self._evaluate(step, evaluate)
@@ -128,7 +128,7 @@ class Run:
             yield step
             self.bar.update()
             self._note_state(step + 1)
-            if (step + 1) % self.config.save_every == 0 and step + 1 < last:
+            if step + 1 in due:
                 self.save()
         if last > 0:
             self.save()
@@ -239,10 +239,10 @@ class Run:
         digest = hashlib.sha256()
         for row in (row for rows in (self.data.train, self.data.heldout) for row in rows):
             text = re.sub(" at 0x[0-9a-f]+", "", repr(row))  # a function's address
-            digest.update(text.encode(errors="replace"))
+            digest.update(text.encode())
         models = [*self.models.values(), *getattr(self.data, "frozen_models", ())]
         for p in (p for model in models for p in model.parameters()):
-            few = p.detach().flatten()[-4:].bfloat16()  # under an adapter they may be stored so
+            few = p.flatten()[-4:].bfloat16()  # under an adapter they may be stored so
             digest.update(repr(few.tolist()).encode())
         return digest.hexdigest()
 
@@ -313,12 +313,12 @@ class Run:
         """Save the state before the step that an error has ended, if the weights are still those;
         a line that says what is saved.
         """
+        self.bar.close()  # what is printed begins a line
         if not self.weights_moved and self.step not in (0, self.saved_step):
             try:
                 self.save()
             except Fault as e:
                 print(e, file=sys.stderr)
-        self.bar.close()
         ended = f"The run ended in step {self.step}"
         if self.saved_step is None:
             self._give_up()

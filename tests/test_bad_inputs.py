@@ -29,6 +29,7 @@ FILES = {
     "rewards.py": "number = 5",
     "exits.py": "raise SystemExit(0)",
     "a_run/config.json": json.dumps(SETTINGS),
+    "old_run/config.json": json.dumps(SETTINGS | {"clip": 0.2}),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
     "a_run/tokens.jsonl": "{}\n",
     "a_run/warnings.jsonl": "",
@@ -43,7 +44,7 @@ TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: --help lists them", ""),
-    ("ppo", "--scrip=1", "unknown flag --scrip=1: --help lists them", ""),
+    ("ppo", "--num_step=1", "unknown flag --num_step=1: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
     ("ppo", "--device cuda:99", "--device cuda:99: ", ""),
@@ -105,8 +106,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
     # Folders
-    ("ppo", "--output_dir a_run", "a_run already holds a run: --overwrite begins anew", ""),
-    ("ppo", f"{RUN} --output_dir rewards.py/new", "rewards.py/new: NotADirectoryError", TWO),
+    ("ppo", "--output_dir a_run --model no/where", "a_run already holds a run: --overwrite", ""),
+    ("ppo", f"{RUN} --output_dir rewards.py/new", "--output_dir rewards.py/new: NotADirect", TWO),
     *(
         ("ppo", f"{RUN} --output_dir {flags}", f"{words}: name another --output_dir", TWO)
         for more in ("", " --overwrite")
@@ -127,6 +128,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
     ("ppo", "--resume a_run --num_steps 8", "--num_steps and --output_dir can't change", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
+    ("ppo", "--resume old_run", "--resume old_run: TypeError: Config.__init__() got an unexp", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("plot", "nowhere", "nowhere/metrics.jsonl", ""),
     ("plot", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),

@@ -1,5 +1,6 @@
 """Flags: how they are written, which values are taken, defaults, and those of a resumed run."""
 
+import hashlib
 import json
 import re
 import typing
@@ -13,7 +14,9 @@ from small import EMBEDDED, SCRIPTS
 
 import grpo
 import plumbing.config
+import ppo
 import reward_model
+import tasks
 from common import InputError
 from plumbing.config import find_folder, parse_flags
 
@@ -24,11 +27,16 @@ def parse(script: str, flags: str) -> dict:
     return asdict(parse_flags(SCRIPTS[script].Config, "", EMBEDDED[script], flags.split()))
 
 
-def test_the_help_names_the_default_of_each_model_where_there_is_one(capsys):
+def test_the_help_has_the_docstring_and_the_default_of_each_model_where_there_is_one(capsys):
     with pytest.raises(SystemExit):
-        parse("ppo", "--help")
-    text = " ".join(capsys.readouterr().out.split())
+        parse_flags(ppo.Config, ppo.__doc__, EMBEDDED["ppo"], ["--help"])
+    text = capsys.readouterr().out
+    assert ppo.__doc__ in text
+    text = " ".join(text.split())
     for line in (
+        "--disable_dropout [BOOL] false shows what dropout does to the ratio (true) --lora_r N",
+        "--stop TEXT [TEXT ...] strings that end a completion, and belong to it --rollout_batch",
+        "--report_to {tensorboard,wandb} [{tensorboard,wandb} ...] tensorboard, wandb or both --re",
         "sentiment or one more of tasks.py (sentiment) (tiny: add) (tiny/cups: cups) --prompts",
         "which is lost --resume TEXT go on with the run in this folder, with its settings --save",
         "where the device is fast at it (tiny: false) --device",
@@ -64,6 +72,22 @@ def test_every_number_has_the_default_that_the_pages_were_measured_with(script, 
     expected = dict(zip(words[::2], map(float, words[1::2])))
     assert {name: config[name] for name in expected} == expected
     assert config["task"] == {"tiny": "add", "tiny/cups": "cups"}.get(model, "sentiment")
+
+
+DATA = {"add": "e3268720918a4a0d", "cups": "5dc942676c84163f"}
+DATA |= {"sentiment": "1331e3c1297059e4", "pairs": "d0c6058fbbfa7b5a"}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_task_has_the_data_and_rewards_that_the_pages_were_measured_with(name):
+    """A hash of them: whoever changes what is drawn has to measure anew."""
+    if name == "pairs":
+        found = tasks.add_pairs()
+    else:
+        task = tasks.TASKS[name](chat=True)
+        found = task.train, task.heldout, task.about, task.rewards, task.verifier
+    text = re.sub(" at 0x[0-9a-f]+", "", repr(found))  # a function's address
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == DATA[name]
 
 
 @pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
@@ -130,7 +154,7 @@ def test_half_precision_is_that_of_the_device_unless_it_is_given(half, monkeypat
         ("--model x/y --bf16 false", (False, None)),
         ("--model x/y --fp16 false", (is_bf16, False)),
         ("", (False, None)),  # the embedded model is too small to gain
-        ("--bf16 true", (True, None)),
+        ("--bf16 True", (True, None)),
         ("--model x/y --fp16 true", (False, True)),
     ):
         config = parse("ppo", flags)
@@ -153,6 +177,7 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
 
 def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = Path("runs/grpo-x-y-b-c-s0")
     Path(f"{folder}-2/model").mkdir(parents=True)
     folder.mkdir()
@@ -162,9 +187,14 @@ def test_the_default_folder_is_the_first_in_which_nothing_is_lost(tmp_path, monk
         assert str(find_folder(config)) == f"{folder}{end}"
         (folder / "metrics.jsonl").touch()  # the first one to make it has the folder
     (folder / "checkpoint.pt").touch()  # without one there is nothing to go on with
-    flags = "--model x/y --pairs data/my.jsonl".split()
-    pairs = parse_flags(reward_model.Config, "", {}, flags)
-    assert str(find_folder(pairs)) == "runs/reward_model-x-y-my-s0"
+    for script, flags, expected in (
+        (reward_model, "--model x/y --pairs data/my.jsonl", "runs/reward_model-x-y-my-s0"),
+        (reward_model, "--seed 1", "runs/reward_model-tiny-add-s1"),
+        (grpo, "--model .", f"runs/grpo-{tmp_path.name}-sentiment-s0"),
+        (grpo, "--output_dir ~/mine", f"{tmp_path}/mine"),
+    ):
+        config = parse_flags(script.Config, "", {}, flags.split())
+        assert str(find_folder(config)) == expected
     with pytest.raises(InputError, match=f"a run: --resume {folder} goes on with it, --overwrite"):
         parse("grpo", f"--output_dir {folder}")
     assert parse("grpo", "--model x/y --output_dir .")["output_dir"] == ".", "a name on the hub"

@@ -170,19 +170,6 @@ def test_the_commands_of_readme_run_in_its_order_in_one_folder_and_none_loses_an
     assert finished(plot, folders, capsys)[0] == 0
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_bar_fits_into_80_columns_and_a_run_with_tokens_ends_with_the_command_that_shows_them(
-    name, make_job, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (80, 24))
-    has_tokens = name != "reward_model"
-    (make_job(SCRIPTS[name]) if has_tokens else reward_model_job(tmp_path))()
-    out, errors = capsys.readouterr()
-    assert re.search(r"tok/s\W*\n$", errors), "the speed is the end of the bar"
-    look = [f"now: python tools/look.py {tmp_path / 'run'}"]
-    assert out.splitlines()[-1:] == look if has_tokens else "now:" not in out
-
-
 @pytest.mark.slow
 def test_what_readme_says_to_copy_is_all_that_a_script_needs_elsewhere(tmp_path):
     names = re.search("elsewhere, copy (.*?);", PAGES["README.md"], re.DOTALL)[1]

@@ -1,6 +1,7 @@
 """A run: what it leaves, what ends it, and that it goes on as if nothing had happened."""
 
 import functools
+import io
 import json
 import multiprocessing
 import os
@@ -121,6 +122,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(script, run, monkeypatch):
     # Each evaluation stands beside that of step 0, after the resume too.
     lines = [re.findall(r"^step \d: eval.*", text, re.M) for text in (expected, first, rest)]
     assert lines[0] == lines[1] + lines[2] and len(lines[0]) == 3
+    number = re.search(r" (\S+?),", lines[0][0])[1]
+    assert all(f" (was {number})," in line for line in lines[0][1:])
     assert run("--resume", "run", script=script)[0] == 0, "it is done, and may be asked again"
     assert_same_run("run", "expected")
 
@@ -132,11 +135,12 @@ ENDS = {  # what raises in which step, exit code, a part of what is said, where 
     "records": (Run, "_write", 3, SPACE, 1, "No space left", 2),
     "reward": (plumbing.data, "call_reward", 3, ValueError("verdict"), 1, "verdict", 3),
     "exit": (plumbing.data, "call_reward", 3, SystemExit(0), 1, "exit() was called", 3),
+    "early": (torch.optim.Optimizer, "state_dict", 4, FULL, 1, "is the disk full?", 2),
     "state": (torch, "save", 4, FULL, 1, "checkpoint.pt.new can't be written (pos", 2),
     # The checkpoint is written all the same.
     "model": (Run, "_write_model", 4, SPACE, 1, "model.new can't be written ([Errno 28]", 4),
 }
-FAILED = {"state": "checkpoint.pt", "model": "model/"}
+FAILED = {"early": "checkpoint.pt", "state": "checkpoint.pt", "model": "model/"}
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -151,7 +155,7 @@ def test_what_ends_a_run_says_what_is_saved_and_the_run_goes_on_from_there(end, 
             code, text = run("--resume", "run")
     assert code == expected and words in text
     assert ("Traceback" in text) == (end in ("reward", "records"))
-    assert re.search(rf"The run ended in step \d: --resume run goes on from step {step}\.\n", text)
+    assert re.search(rf"\nThe run ended in step \d: --resume run goes on from step {step}\.", text)
     left, kept = contents("run"), FAILED.get(end, ("checkpoint.pt", "model/"))
     assert {x for x in saved[-1].items() if x[0].startswith(kept)} <= left.items()
     assert not [name for name in left if ".new" in name]
@@ -167,7 +171,8 @@ def test_kill_9_and_half_a_line_lose_only_the_steps_since_the_checkpoint(run, mo
         process.join(300)
     assert process.exitcode == -signal.SIGKILL
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
-    for name in ("metrics", "samples", "tokens", "warnings"):
+    Path("run/warnings.jsonl").unlink()  # as if it were empty
+    for name in ("metrics", "samples", "tokens"):
         with Path(f"run/{name}.jsonl").open("ab") as file:
             file.write('{"step": 3, "é'.encode()[:-1])
     assert run("--resume", "run")[0] == 0
@@ -192,6 +197,9 @@ def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
         assert code == 2 and "the rows or the weights of a model aren't" in text, name
         assert contents("run") == before
         file.write_bytes(kept)
+    torch.save(Path("run"), "run/checkpoint.pt")
+    code, text = run("--resume", "run")
+    assert code == 2 and "UnpicklingError: Weights only" in text, "it could run anything"
 
 
 def test_rows_that_hold_a_function_are_the_same_in_the_next_process():
@@ -210,15 +218,18 @@ def test_overwrite_begins_anew_and_a_command_at_fault_loses_nothing(run, monkeyp
     before = contents("run")
     code, text = run("--overwrite", "--report_to", "wandb")
     assert code == 2 and "\nerror: --report_to wandb: ModuleNotFoundError" in text
-    assert contents("run") == before
+    assert contents("run") == before and "ended in step" not in text, "that was another run"
     assert run("--overwrite")[0] == 0
     assert_same_run("run", whole())
     monkeypatch.setattr(ppo, "sample", Mock(side_effect=KeyboardInterrupt))
     code, text = run("--overwrite")
     assert code == 130 and "The run ended in step 0; nothing is saved." in text
+    assert not Path("run/metrics.jsonl").exists(), "the folder is free again"
     assert run("--resume", "run")[0] == 2, "the checkpoint of the old run is gone"
     assert not Path("run/model").exists()
+    Path("run/look.html").touch()
     assert run("--num_steps", "0")[0] == 0, "what has no step isn't in the way"
+    assert Path("run/look.html").exists(), "nothing is erased without --overwrite"
 
 
 @pytest.mark.parametrize(("flags", "codes"), [(FLAGS[:-2], [0, 0]), (FLAGS, [0, 2])])
@@ -249,12 +260,17 @@ def test_two_runs_that_start_at_once_never_share_a_folder(flags, codes, run, mon
 def test_on_a_full_disk_a_resume_loses_nothing_and_a_start_leaves_nothing(run, monkeypatch):
     with monkeypatch.context() as patch:
         fails(patch, ppo, "policy_loss", 3, KeyboardInterrupt())
-        run()
+        fails(patch, torch, "save", 3, FULL)
+        text = run()[1]
+    assert "is the disk full?\nThe run ended in step 3: --resume run goes on from step 2." in text
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file can grow
-    codes = [run("--resume", "run")[0], run("--output_dir", "new")[0]]
+    ends = [run("--resume", "run"), run("--output_dir", "new")]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert codes == [2, 2]
+    fault = "OSError: [Errno 27] File too large\n"
+    assert [code for code, _ in ends] == [2, 2]
+    assert ends[0][1].endswith(f"error: --resume run: {fault}")
+    assert ends[1][1].endswith(f"error: --output_dir new: {fault}")
     assert [run("--resume", "run")[0], run("--output_dir", "new")[0]] == [0, 0]
     assert_same_run("run", whole())
 
@@ -279,20 +295,76 @@ def test_memory_that_is_missing_in_whatever_words_is_one_line_that_says_what_hel
         run_main(lambda: 1 / 0)
 
 
-def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(run, monkeypatch):
+def test_a_character_that_the_terminal_lacks_is_shown_as_its_number(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # a notebook's can't be told
+    run_main(lambda: print("é", flush=True))
+    assert terminal.buffer.getvalue() == b"\\xe9\n"
+
+
+@pytest.mark.parametrize(("flags", "at", "is_refused"), [([], 0, 1), ([], 1, 0), (DROPOUT, 0, 0)])
+def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(
+    flags, at, is_refused, run, monkeypatch
+):
     sample = ppo.sample
 
-    def otherwise(*args, **options):  # by 1 nat per token
+    def otherwise(*args, **options):  # by 0.8 nats per token
         rollout = sample(*args, **options)
-        return replace(rollout, logprobs=rollout.logprobs - rollout.completion_mask.float())
+        by = 0.8 * (Run.active.step == at)
+        return replace(rollout, logprobs=rollout.logprobs - by * rollout.completion_mask)
 
     monkeypatch.setattr(ppo, "sample", otherwise)
-    code, text = run()
-    assert code == 1 and "sampling and training differ by 0.72 nats per token" in text
-    assert "--model small-gpt2 can't be trained here" in text
+    code, text = run("--num_steps", "2", *flags)
+    fault = "sampling and training differ by 0.43 nats per token, beyond rounding: --model small-"
+    assert code == is_refused == (f"{fault}gpt2 can't be trained here" in text)
 
 
 # --- Records ---
+
+PRINTED = """3 of the 3 held-out prompts are trained on as well.
+NAME: 0.0 M weights train on cpu, 29 prompts to train on, 3 held out
+It writes to run
+step 0: eval/reward #, greedy #
+  samples
+warning, step 0: #
+step 0: samples from training
+  samples
+step 1: eval/reward # (was #), greedy # (was #)
+  samples
+now: python tools/look.py run
+NAME 1/1 |#| #<#, reward #, kl #, length 4, # tok/s
+"""
+OF_PAIRS = """Fewer than ten prompts: none is held out, they are trained on and evaluated.
+NAME: 0.0 M weights train on cpu, 20 pairs to train on, 20 held out
+It writes to run
+step 0: eval/accuracy #, eval/loss #
+  samples
+step 1: eval/accuracy # (was #), eval/loss # (was #)
+  samples
+NAME 1/1 |#| #<#, loss #, accuracy #, # tok/s
+"""
+
+
+@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.__name__)
+def test_a_run_prints_what_it_does_and_its_bar_fits_into_80_columns(script, run, monkeypatch):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (80, 24))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("time.perf_counter", map(float, (2, 3, 7)).__next__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
+    texts = [run(*flags, script=script)[1] for flags in (["--num_steps", "1"], ["--resume", "run"])]
+    line = lines_of("run/metrics.jsonl")[0]
+    if script is not reward_model:  # which has no rollout
+        names = ("time/rollout", "time/update", "tokens_per_second", "memory/peak_gb")
+        assert [line[name] for name in names] == [1, 4, 16 / 5, 3]
+    assert not Path("run/curve.png").exists()
+    for warning in lines_of("run/warnings.jsonl"):
+        texts[0] = texts[0].replace(warning["text"], "#")
+    texts = [re.sub(r"(\n  .*)+", "\n  samples", text) for text in texts]
+    texts = [re.sub(r"-?\d+\.\d\d+|\d+(?= tok)|\d\d:\d\d|█+", "#", text) for text in texts]
+    expected = (OF_PAIRS if script is reward_model else PRINTED).replace("NAME", script.__name__)
+    assert texts[0] == expected
+    assert texts[1].endswith(f"\n{script.__name__} 1/1 |#| #<?\n"), "nothing is left to do"
 
 
 def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_seed(run):
@@ -301,9 +373,17 @@ def test_a_run_leaves_its_files_in_a_folder_named_after_script_model_task_and_se
     assert {path.name for path in folder.iterdir()} <= {*MADE}, "--overwrite takes them away"
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
-    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [*range(5)]
-    for name, steps in (("samples", {0, 2, 4}), ("tokens", {0, 2})):  # those with an evaluation
-        assert {line["step"] for line in lines_of(folder / f"{name}.jsonl")} == steps
+    lines = lines_of(folder / "metrics.jsonl")
+    assert lines[0]["memory/peak_gb"] is None, "a CPU's isn't known"
+    assert [line["step"] for line in lines] == [*range(5)]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 4]
+    assert [line.get("episode") for line in lines] == [4, 8, 12, 16, None]
+    assert len(lines_of(folder / "warnings.jsonl")) == 1, "once, and not at every step"
+    for name, split, steps in (  # those with an evaluation
+        ("samples", "heldout", {0, 2, 4}), ("samples", "train", {0, 2}), ("tokens", "train", {0, 2})
+    ):  # fmt: skip
+        found = lines_of(folder / f"{name}.jsonl")
+        assert {line["step"] for line in found if line["split"] == split} == steps
 
 
 def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_and_stops(run):
@@ -313,45 +393,53 @@ def test_without_steps_a_run_evaluates_shows_twenty_samples_with_their_scores_an
     assert not Path("run/model").exists()
     shown = re.findall(r"^  ( ?-?\d\.\d\d)  (.*) ->", text, re.M)
     assert shown == [(f"{x['score']:5.2f}", x["prompt"]) for x in samples[:20]]
-    assert run("--num_steps", "1")[0] == 2
-    assert run("--num_steps", "1", "--overwrite")[0] == 0
 
 
 def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_printed(run):
     reward = "def spread(prompts, **columns): return [None, *map(len, prompts[1:])]"
     Path("reward.py").write_text(reward)
-    flags = "--num_steps 1 --prompts_per_step 4".split()
+    flags = "--num_steps 1 --prompts_per_step 5 --eval_prompts prompts.jsonl".split()
+    flags += ["--num_eval_prompts", "6"]
     code, text = run(*flags, script=grpo)
     samples = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
-    assert code == 0 and len(samples) == 8 and len({x["prompt"] for x in samples}) == 4
+    assert code == 0 and len(samples) == 10 and len({x["prompt"] for x in samples}) == 5
     scores = [x["score"] for x in samples]  # JSON has no NaN
     assert scores == [None] + [len(x["prompt"]) for x in samples[1:]]
     shown = text.split("step 0: samples from training\n")[1].split("\n")
-    for line, sample in zip(shown[1:4], samples[2::2], strict=True):  # one of each prompt's two
+    for line, sample in zip(shown[1:4], samples[2:8:2], strict=True):  # one of each prompt's two
         assert line.startswith(f"  {sample['score']:5.2f}  {sample['prompt']}")
-    assert [line[:2] == "  " for line in shown[:5]] == [True] * 4 + [False]
+    for lines in (shown, text.split("step 0: eval/")[1].split("\n")[1:]):
+        assert [line[:2] == "  " for line in lines[:5]] == [True] * 4 + [False]
     code, text = run(*flags, "--overwrite", script=ppo)
     assert code == 2 and "a reward is None, and this algorithm needs one" in text
 
 
 def test_half_a_surrogate_pair_in_a_text_ends_no_run_and_is_kept(run, monkeypatch):
-    monkeypatch.setattr(plumbing.data, "decode", lambda _, x, ids: ["\ud83d"] * len(x.tokens))
+    monkeypatch.setattr(plumbing.data, "decode", lambda _, x, ids: ["é\ud83d"] * len(x.tokens))
     assert run("--num_steps", "1")[0] == 0
     assert run("--resume", "run")[0] == 0  # it reads the records and writes them again
     lines = read_lines(Path("run/samples.jsonl"))
-    assert {line["completion"] for line in lines} == {"\ud83d"}
+    assert {line["completion"] for line in lines} == {"é\ud83d"}
+    assert "é" in Path("run/samples.jsonl").read_text(encoding="utf-8"), "people read it too"
 
 
 def test_trackers_get_every_known_metric_of_every_step(run, monkeypatch):
     tensorboard, wandb = Mock(), Mock()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: float("inf"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = ["--kl_coef", "0", "--num_steps", "2", "--report_to", "tensorboard", "wandb"]
     assert run(*flags)[0] == 0
     assert "kl" not in lines_of("run/tokens.jsonl")[0], "nobody has measured it"
     known = [{k: v for k, v in x.items() if v is not None} for x in lines_of("run/metrics.jsonl")]
-    assert [x.pop("step") for x in known] == [0, 1, 2] and "objective/kl" not in known[0]
+    assert [x.pop("step") for x in known] == [0, 1, 2]
+    assert not {"objective/kl", "memory/peak_gb"} & {*known[0]}, "JSON has no infinity"
     scalars = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
     assert scalars == [call(name, v, step) for step, x in enumerate(known) for name, v in x.items()]
+    folder = Path("run").absolute()  # one writer for all steps
+    assert tensorboard.SummaryWriter.call_args_list == [call(str(folder / "tensorboard"))]
+    settings = json.loads(Path("run/config.json").read_text())
+    del settings["script"]
+    assert wandb.init.call_args == call(project="plainrlhf", name="run", config=settings)
     logged = wandb.init.return_value.log.call_args_list
     assert logged == [call(x, step=step) for step, x in enumerate(known)]
