@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the bugs")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # or a fork tries the network
     os.chdir(REPOSITORY)
     texts = {file: Path(file).read_text(encoding="utf-8") for file in options.files}
     chosen = []
