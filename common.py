@@ -322,7 +322,7 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     # are repeated: by index_select, which adds up their gradients in the same order in every run.
     prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts], device=tokens.device)
     first_row = torch.tensor([prompts.index(prompt) for prompt in distinct], device=tokens.device)
-    cache = DynamicCache()
+    cache = DynamicCache(config=backbone.config)  # some layers keep more than keys and values
     last = states(tokens[first_row, :P], mask[first_row, :P], cache)[:, -1:]
     last = last.index_select(0, prompt_of_row)
     if t == 1:

@@ -73,7 +73,7 @@ def generate(
     uniforms = torch.rand(max_new_tokens, len(mask) * G, generator=generator, device=device)
     with evaluating(model):
         # Read each prompt once; keys and values are then copied for its completions.
-        cache = DynamicCache()
+        cache = DynamicCache(config=without_windows(model))  # some layers keep more than K and V
         inputs = model_inputs(model, prompt_ids, mask, cache, logits_to_keep=1)
         logits = model(**inputs).logits[:, -1].repeat_interleave(G, dim=0)  # (B, V)
         cache.batch_repeat_interleave(G)

@@ -294,7 +294,8 @@ def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> R
     tokens = torch.cat([prompts.repeat_interleave(G, dim=0), completions], dim=1).to(policy.device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, 0] = False  # padding: attention takes a mask for it, and with that more memory
-    rollout = Rollout(tokens, mask, mask[:, -T:], mask[:, -T:].float(), mask[:, -1])
+    completion_mask = mask[:, -T:]  # in the place of the log-probs too, which nobody reads
+    rollout = Rollout(tokens, mask, completion_mask, completion_mask, mask[:, -1])
     return micro_batches(rollout, max_tokens=config.micro_batch_tokens)[0][1]
 
 

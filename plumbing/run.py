@@ -103,7 +103,8 @@ class Run:
         """Leave the folder of a run without a step to the next one."""
         for file in self.files.values():  # Windows deletes no open file
             file.close()
-        if (metrics := self.folder / "metrics.jsonl").stat().st_size == 0:
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size == 0:  # somebody may have deleted the folder
             metrics.unlink()
 
     def _note_move(self, *args: object) -> None:

@@ -50,8 +50,9 @@ PAIRS = """Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, BitO
 any all, amin amax, argmin argmax, minimum maximum""".split(",")
 OTHER = {x: y for pair in PAIRS for x, y in (pair.split(), pair.split()[::-1])}
 OTHER |= {"FloorDiv": "Div", "Mod": "FloorDiv", "Pow": "Mult"}
-# Keywords: texts, guards, and speed.
+# Keywords: texts, guards, speed, and the look of a picture.
 SILENT = "help usage bar_format strict fused non_blocking use_cache".split()
+SILENT += "figsize fontsize alpha lw frameon dpi layout xlabel".split()
 
 
 class Bug(NamedTuple):
@@ -136,7 +137,7 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
                         inner = f"{where}.{node.name}".strip(".")
                     elif hasattr(node, "body"):
                         end = node.body[0].lineno
-                    if lines or isinstance(node, ast.FunctionDef):  # its first line is an import's
+                    if lines or isinstance(node, ast.FunctionDef):  # the import runs its first line
                         own = range(node.lineno if lines else node.body[0].lineno, end)
                 right = ast.unparse(its).splitlines()
                 old = ast.unparse(node).partition("\n")[0]
@@ -191,10 +192,10 @@ class Recorder:
         self.seconds, self.failed = {}, []
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        for module in modules_below(str(REPOSITORY)):  # what is in a cache would not run
+        for module in modules_below(str(REPOSITORY)):  # else what is cached would not run again
             for x in [*vars(sys.modules[module]).values()]:
                 getattr(x, "cache_clear", int)()
-        self.coverage.switch_context(nodeid.partition("::")[0])  # one test makes all its fixtures
+        self.coverage.switch_context(nodeid.partition("::")[0])  # a fixture may be for all
         self.seconds[nodeid] = -time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
@@ -302,7 +303,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the bugs")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # or a fork tries the network
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # else a fork tries the network
+    os.environ["COVERAGE_CORE"] = "ctrace"  # Python 3.14's default can't tell the tests apart
     os.chdir(REPOSITORY)
     texts = {file: Path(file).read_text(encoding="utf-8") for file in options.files}
     chosen = []

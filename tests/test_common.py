@@ -286,13 +286,11 @@ def test_a_fresh_value_model_predicts_exactly_0_and_trains_weights_of_its_own(ma
     assert ValueModel.on_backbone_of(origin.bfloat16()).head.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "forward", [lambda input_ids, cache: 0, lambda input_ids, past_key_values: 0]
-)
-def test_a_model_gets_what_its_forward_takes_and_the_cache_under_its_name(forward):
-    tokens, mask = torch.ones(2, 3), torch.ones(2, 3).bool()
-    given = model_inputs(SimpleNamespace(forward=forward), tokens, mask, "kept", logits_to_keep=1)
-    assert given == {"input_ids": tokens, forward.__code__.co_varnames[1]: "kept"}
+def test_the_cache_goes_by_the_name_that_the_forward_of_a_model_has_for_it():
+    x, of_old = torch.ones(2, 3), lambda past_key_values: 0
+    for forward, name in ((lambda cache: 0, "cache"), (of_old, "past_key_values")):
+        given = model_inputs(SimpleNamespace(forward=forward), x, x, "kept", logits_to_keep=1)
+        assert given == {name: "kept"}, "what it doesn't take is left out"
 
 
 def test_of_a_model_that_also_reads_pictures_the_config_for_text_counts():
@@ -307,11 +305,10 @@ def test_of_a_model_that_also_reads_pictures_the_config_for_text_counts():
 
 
 @pytest.mark.problem("schedule", 2)
-@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (60, 1), (60, 0), (8, 10)])
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(40, 10), (60, 1), (60, 0)])
 def test_the_rate_rises_in_equal_steps_and_then_falls_towards_0(num_steps, warmup_steps):
-    found = [schedule(step, num_steps, warmup_steps) for step in range(num_steps)]
-    warmup_steps = min(warmup_steps, num_steps // 2)
     rise, rest = [(i + 1) / warmup_steps for i in range(warmup_steps)], num_steps - warmup_steps
+    found = [schedule(step, num_steps, warmup_steps) for step in range(num_steps)]
     assert found == pytest.approx([*rise, *(1 - i / rest for i in range(rest))])
 
 
@@ -319,7 +316,8 @@ def test_the_rate_rises_in_equal_steps_and_then_falls_towards_0(num_steps, warmu
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 19])
 def test_a_run_that_is_shorter_than_its_warm_up_reaches_the_full_rate_too(num_steps):
     found = [schedule(step, num_steps, 10) for step in range(num_steps)]
-    assert max(found) == 1 and min(found) > 0 and found.index(1) <= num_steps // 2
+    assert max(found) == 1 and min(found) > 0
+    assert found.index(1) == max(0, num_steps // 2 - 1), "the rise takes half of the steps"
 
 
 # --- Log-probs and values of completions, in micro-batches ---

@@ -159,7 +159,7 @@ def test_a_template_that_opens_no_assistants_turn_is_named(tmp_path, capsys):
 
 
 def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path, monkeypatch):
-    """Of three prompts the longest in tokens is not that in letters, nor last in the alphabet."""
+    """The prompt with the most tokens is neither the one with the most letters nor the last one."""
     good = [{"prompt": "é" * 1020, "answer": 1}]
     long = [{"prompt": x, "answer": 1} for x in ("ü", "é" * 1020 + "a", "x" * 1500)]
     for bad, fault in (

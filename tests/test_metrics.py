@@ -54,7 +54,7 @@ def test_the_largest_deviation_is_that_of_the_first_minibatch_and_no_graph_is_ke
 
 
 def test_a_mean_is_added_up_in_float32_and_that_of_nothing_is_0():
-    totals, ones = Totals(), torch.ones(1001, dtype=torch.bfloat16)  # which has no 1001
+    totals, ones = Totals(), torch.ones(1001, dtype=torch.bfloat16)  # which can't hold 1001
     totals.add("ones", ones), totals.add("none", ones, ones < 1)
     assert totals.results() == {"ones": 1, "none": 0}
 
@@ -204,7 +204,7 @@ def test_of_k_completions_each_metric_is_what_its_definition_says():
     assert found.headline == ["eval/reward", "eval/accuracy", "eval/pass_at_k"]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:.*degrees of freedom")
 def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown():
     # "x" comes first; of its two verdicts one is missing.
     found, texts = evaluated(
@@ -261,8 +261,8 @@ def test_the_headline_names_each_number_beside_that_of_step_0_and_the_bar_those_
 def drawn(tmp_path, monkeypatch):
     """drawn({name of a run: its lines}): what tools/plot.py draws, (Axes of each panel, file)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "of_a_notebook")  # matplotlib could not be imported with it
-    save = lambda figure, file, dpi: found.append((figure.axes, f"{file}, {dpi}"))  # noqa: E731
+    monkeypatch.setenv("MPLBACKEND", "of_a_notebook")  # matplotlib can't be imported with it
+    save = lambda figure, file, **options: found.append((figure.axes, str(file)))  # noqa: E731
     monkeypatch.setattr(Figure, "savefig", save)
     found = []
 
@@ -281,20 +281,15 @@ def drawn(tmp_path, monkeypatch):
 def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(drawn):
     seeds = {"ppo-add-s0": 0, "ppo-add-s11": 11, "grpo-add-s0": 0, "grpo-2-add-s0": 0}
     runs = {x: [{"step": i, "objective/scores": i + n} for i in range(4)] for x, n in seeds.items()}
-    (axes, *others), file = drawn({f"runs/{name}": lines for name, lines in runs.items()})
-    assert file == "curves.png, 100" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
+    (axes, *_), file = drawn({f"runs/{name}": lines for name, lines in runs.items()})
+    assert file == "curves.png" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
     assert list(axes.lines[1].get_ydata()) == [11, 12, 13, 14]
     *colours, other = [line.get_color() for line in axes.lines]
     assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
-    texts = (legend := axes.get_legend()).get_texts()
-    assert [text.get_text() for text in texts] == ["ppo-add", "grpo-add", "grpo-2-add"]
-    assert not legend.get_frame_on() and not any(x.get_legend() for x in others), "one for all"
-    sizes = [axes.title.get_size(), texts[0].get_size(), axes.lines[0].get_linewidth()]
-    assert [*axes.figure.get_size_inches(), *sizes] == [12, 6.2, 10, 8, 1.4]
-    assert axes.xaxis.get_gridlines()[0].get_alpha() == 0.25 and axes.get_xlabel() == "step"
-    assert axes.figure.get_layout_engine(), "else texts lie one on the other"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
     (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "--output", "x.svg")
-    assert file == "x.svg, 100" and len({line.get_color() for line in axes.lines}) == 2, "same name"
+    assert file == "x.svg" and len({line.get_color() for line in axes.lines}) == 2, "of one name"
 
 
 PAIRS, SCORES = {"loss/pairs": 0.7}, {"objective/scores": 1.0}
@@ -317,8 +312,7 @@ def test_panels_are_those_of_the_kind_of_run_and_a_curve_has_the_steps_that_know
     """Steps 0 and 2 have an evaluation, step 1 has none."""
     lines = [[{"step": 0} | x, {"step": 1}, {"step": 2} | x] if x else [] for x in runs]
     axes, _ = drawn({str(n): x for n, x in enumerate(lines)})
-    places = [(x.get_title(), x.get_subplotspec().get_geometry()) for x in axes]
-    assert places == [(title, (2, 3, i, i)) for i, title in enumerate(panels)]
+    assert [x.get_title() for x in axes] == [*panels]
     found = [line for x in axes if x.get_title().startswith("held out") for line in x.lines]
     assert {x.get_linestyle(): list(x.get_ydata()) for x in found} == curves
     assert {tuple(x.get_xdata()) for x in found} <= {(0, 2)}

@@ -62,7 +62,7 @@ def pairs_of(tmp_path, rows, **flags):
 
 def test_what_can_not_take_a_new_head_is_named(tmp_path):
     add_adapter(small_llama(), 2).save_pretrained(tmp_path)
-    adapter, hub = "give its base model, and --lora_r", "^no/such: OSError: We couldn't"
+    adapter, hub = "give its base model, and --lora_r", "^no/such: OSError"
     for name, fault in (tmp_path, adapter), ("no/such", hub):
         with pytest.raises(InputError, match=fault):
             load_classifier(str(name), new_head=True)
@@ -107,7 +107,7 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_labels": 1}
 BERT = BertConfig(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **SIZES)
 BERT.initializer_range = 1.0  # or what padding adds to a score is lost in rounding
 GPT2 = GPT2Config(n_layer=1, n_head=2, n_positions=64, **SIZES)
-BLOOM = BloomConfig(n_layer=1, n_head=2, initializer_range=0.3, **SIZES)  # of any length
+BLOOM = BloomConfig(n_layer=1, n_head=2, initializer_range=0.3, **SIZES)  # it has no context limit
 
 
 @torch.no_grad()
@@ -131,9 +131,8 @@ def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_
         assert len(parts) == num_passes
         assert max(len(rows) * max(map(len, rows)) for rows in parts) <= max(6, max_tokens)
     with pretended_cuda():
-        assert RewardModel(folder, "cuda")(prompts, completions) == pytest.approx(
-            expected, abs=1e-5
-        )
+        on_gpu = RewardModel(folder, "cuda")(prompts, completions)
+    assert on_gpu == pytest.approx(expected, abs=1e-5)
     # In bfloat16 a causal model is rounded but for its head, and BERT is not.
     judge = RewardModel(folder, "cpu", bf16=True)
     assert len({p.dtype for p in judge.model.parameters()}) == (1 if config is BERT else 2)
@@ -151,7 +150,7 @@ def test_a_text_that_the_reward_model_can_not_read_is_refused(tmp_path):
     model = RewardModel(folder, "cpu")
     assert len(model(["a" * 60], ["bcd"])) == 1
     long = "reads 64 tokens, .* has 65 of them: lower"
-    for completion, fault in ("bcde", long), ("\ud800", f"^--reward_model {folder}: TypeError"):
+    for completion, fault in ("bcde", long), ("\ud800", "^--reward_model "):
         with pytest.raises(InputError, match=fault):
             model(["a" * 60], [completion])
 
@@ -166,5 +165,5 @@ def test_a_new_head_of_a_model_of_another_kind_starts_at_0_and_trains(model, tmp
     scores = sequence_scores(model, [[1, 2], [3, 4, 5]], bf16=False)
     assert scores.tolist() == [0, 0]
     scores.sum().backward()
-    [head] = (p for name, p in model.named_parameters() if p.shape == (1, 16))
-    assert head.grad.any(), "it isn't behind a layer of zeros"
+    [head] = (p for p in model.parameters() if p.shape == (1, 16))
+    assert head.grad.any(), "the head gets a gradient: what it reads isn't all 0"

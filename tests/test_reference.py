@@ -62,9 +62,7 @@ def test_a_named_model_is_frozen_and_its_dropout_is_off():
         assert ref is named and not ref.training and not names_of_trained(ref)
 
 
-def test_a_named_model_has_no_adapter_and_the_attention_of_the_policy_which_rounds_as_it_does(
-    monkeypatch,
-):
+def test_a_named_model_has_no_adapter_and_the_same_kind_of_attention_as_the_policy(monkeypatch):
     config = Config(model="tiny", reference="tiny", bf16=True, lora_r=2, device="cpu")
     policy, tokenizer = load_policy(config)
     models.set_up_training(config, policy)
@@ -75,7 +73,7 @@ def test_a_named_model_has_no_adapter_and_the_attention_of_the_policy_which_roun
         assert task.frozen_models.pop() is named and not hasattr(named, "peft_config")
         assert {model.config._attn_implementation for model in (policy, named)} == {"eager"}
     monkeypatch.setattr(models, "context_length", lambda model: limit - 1)
-    with pytest.raises(InputError, match="a prompt of 2 tokens and 24 new ones don't fit into"):
+    with pytest.raises(InputError, match=r"2 tokens and .* new ones don't fit into"):
         models.load_reference(config, task)
 
 
@@ -92,7 +90,7 @@ def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     policy = train(small_llama())
     policy = get_peft_model(policy, LoraConfig(r=4, **adapter)) if adapter else policy
     for name, p in policy.named_parameters():
-        p.data[:1] *= "lora_B" not in name  # some numbers of B may well be 0
+        p.data[:1] *= "lora_B" not in name  # a trained B may contain zeros
     before, trained = logprobs(policy), names_of_trained(policy)
     ref = reference(policy.train(), kl_coef=0.1)
     assert policy.training
@@ -161,7 +159,7 @@ def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp
     """A step of AdamW at 1e-6 is lost in bfloat16 weights (NVIDIA-NeMo/Automodel#3444: at 6e-6)."""
     saved = small_llama(vocab_size=20).bfloat16()
     save_model(tmp_path, saved, letter_tokenizer())
-    monkeypatch.setitem(sys.modules, "peft", None)  # which not everybody has
+    monkeypatch.setitem(sys.modules, "peft", None)  # it is optional
     policy = loaded(tmp_path, bf16=True)
     assert type(policy.model.norm) is nn.RMSNorm, "PyTorch's own is six times as fast"
     for p, q in zip(policy.parameters(), saved.parameters(), strict=True):
@@ -263,9 +261,7 @@ def test_under_an_adapter_the_base_is_in_bfloat16_where_the_run_computes_in_it(m
     assert {p.dtype for p in loaded(tmp_path, lora_r=4).parameters()} == {torch.float32}
 
 
-def test_an_adapter_goes_on_training_and_has_a_tokenizer_of_its_own_or_its_bases(
-    tmp_path, monkeypatch
-):
+def test_an_adapter_trains_on_with_its_own_tokenizer_or_that_of_its_base(tmp_path, monkeypatch):
     base, folder = save_model(tmp_path / "base", small_llama(), letter_tokenizer()), tmp_path / "a"
     monkeypatch.chdir(tmp_path)
     policy = train(loaded("base", lora_r=2))
@@ -279,8 +275,8 @@ def test_an_adapter_goes_on_training_and_has_a_tokenizer_of_its_own_or_its_bases
     own.add_tokens(["<more>"])
     own.save_pretrained(folder)
     assert len(load_tokenizer(str(folder), base)) == 21
-    # For GPT-2 transformers makes up an empty one.
-    for make, fault in (small_gpt2, "/n: has no tokenizer files"), (small_llama, "/n: ValueError"):
+    # Without files transformers makes up an empty tokenizer for GPT-2, and fails for Llama.
+    for make, fault in (small_gpt2, "has no tokenizer files"), (small_llama, "^the tokenizer of "):
         make().save_pretrained(tmp_path / "n")
         with pytest.raises(InputError, match=fault):
             load_tokenizer(str(tmp_path / "n"))
@@ -310,11 +306,8 @@ def test_weights_that_the_model_does_not_take_or_lacks_are_named(tmp_path, capsy
         file.write_text(text.replace(layers + "2", layers + "3"))
         with pytest.raises(InputError, match=r"m: is no .*, its checkpoint has no model.layers.2"):
             load()
-    torch.save({}, tmp_path / "m" / "pytorch_model.bin")  # which may run anything when it is read
+    torch.save({}, tmp_path / "m" / "pytorch_model.bin")  # a pickle can run any code when loaded
     (tmp_path / "m" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="no file named model"):
-        load_policy(config)
-    file.write_text("{")
     config.lora_r = 1
-    with pytest.raises(InputError, match=f"^--model {name} --lora_r 1: OSError"):
+    with pytest.raises(InputError, match=r"^--model .*m --lora_r 1: OSError"):
         load_policy(config)

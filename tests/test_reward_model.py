@@ -133,7 +133,7 @@ def test_a_new_head_starts_at_0_and_learns_the_preference(job, tmp_path):
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
 
 
-@pytest.mark.filterwarnings("error:Already found a .peft_config. attribute")  # as if put on twice
+@pytest.mark.filterwarnings("error:Already found a .peft_config. attribute")  # else peft finds two
 @pytest.mark.parametrize("flags", [{"disable_dropout": "false"}, {"lora_r": 1}])
 def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, job, tmp_path):
     metrics = job(**flags)

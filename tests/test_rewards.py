@@ -72,8 +72,6 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
     for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
         scores = scored(first, second, weights=weights)
         assert scores[:3] == expected and scores[3] != scores[3]
-    with pytest.raises(InputError, match="a reward is None, and this algorithm needs one"):
-        scored(first, allow_none=False)
     known = lambda completions: [0.0, 0.0, 2.0, 2.0]  # noqa: E731
     assert scored(first, known, allow_none=False) == [1, 1, 2, 2]
 
@@ -110,12 +108,6 @@ def test_the_text_that_is_scored_ends_before_eos_and_padding():
 
 
 # --- By name, from a file, a model ---
-
-
-def test_a_reward_is_ready_made_or_a_function_of_a_file_of_python():
-    known = "write a reward as FILE.py:FUNCTION, or choose from exact_match, numeric_match, brevity"
-    with pytest.raises(InputError, match=f"^my.txt:f: {known}, sentiment$"):
-        load_reward("my.txt:f", REWARDS)
 
 
 def test_ready_made_rewards_read_text_or_messages():
@@ -257,9 +249,8 @@ def test_no_held_out_sum_is_trained_on_not_even_mirrored():
     assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
 
 
-def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings(capsys):
+def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
     task = task_of(task="sentiment")
-    assert capsys.readouterr().out == ""
     texts = ["a great, GREAT film", "boring and bad", "good " * 10, "bad " * 10, "greatly"]
     assert task.rewards[0](texts) == [2, -2, 3, -3, 0]
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]

@@ -131,14 +131,11 @@ def test_what_trl_cannot_train_is_refused_in_one_line_with_what_to_use(
 
 
 @pytest.mark.parametrize("tool", [look, plot, to_trl])
-def test_a_tool_finds_the_program_wherever_it_is_started_and_its_help_is_its_head(
-    tool, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "path", ["elsewhere"])
-    reload(tool)
-    assert sys.path == [str(ROOT), "elsewhere"]
+def test_a_tool_runs_from_any_folder_and_its_help_is_its_docstring(tool, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", ["elsewhere", *sys.path])
     with pytest.raises(SystemExit):
-        tool.main(["--help"])
+        reload(tool).main(["--help"])
+    assert sys.path[:2] == [str(ROOT), "elsewhere"]
     assert tool.__doc__.strip() in capsys.readouterr().out
 
 
@@ -206,23 +203,21 @@ def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_t
     monkeypatch.setattr(trl, f"{script.upper()}Trainer", trainer := mock.MagicMock())
     given = f"--bf16 {bf16} --use_cpu --resume_from_checkpoint c".split()
     to_trl.main([str(tmp_path), *given])
-    lines = capsys.readouterr().out.split("\n")[:-1]
-    assert [x for x in lines if x[:4] in ("", "not ")] == [f"not in TRL: {what}" for what in lacks]
-    options, call = trainer.call_args.kwargs, mock.call
+    assert re.findall(r"^not in TRL: (.*)", capsys.readouterr().out, re.M) == lacks
+    options = trainer.call_args.kwargs
     settings, policy = options["args"], options["model"]
     assert len(options["reward_funcs"]) == len(weights) and settings.reward_weights == weights
-    assert judge.model.to.mock_calls == [call(torch.device("cpu"))] * has_judge
+    assert judge.model.to.mock_calls == [mock.call(torch.device("cpu"))] * has_judge
     assert settings.output_dir == str(tmp_path / "trl")
     assert settings.per_device_train_batch_size == 25 // (max(longest) + 8)
     assert (len(options["train_dataset"]), len(options["eval_dataset"])) == (8, 3)
     assert options["processing_class"].eos_token
-    to_the_end = call.accelerator.wait_for_everyone(), call.accelerator.end_training()
-    expected = [call.train(resume_from_checkpoint="c"), call.save_model(), *to_the_end]
-    assert trainer().mock_calls == expected
+    trainer().train.assert_called_once_with(resume_from_checkpoint="c")
+    trainer().save_model.assert_called_once_with()
     set_seed(config.seed)
     expected, _ = load_policy(config)
     set_up_training(SimpleNamespace(bf16=bf16, gradient_checkpointing=False), expected)
-    if config.bf16 and config.lora_r:  # with the rest of the base: TRL decodes without autocast
+    if config.bf16 and config.lora_r:  # the head as well: TRL decodes without autocast
         expected.get_output_embeddings().bfloat16()
     for p, q in zip(policy.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q) and p.dtype == q.dtype
@@ -230,9 +225,8 @@ def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_t
     assert dropout <= {0.0 if config.disable_dropout else 0.1}
     monkeypatch.setenv("RANK", "1")  # of two processes that would say the same, one does
     trainer.side_effect = ImportError("no vLLM")
-    for flags, fault in ("--num_generations 1", "TRL: ValueError"), ("", "TRL: ImportError: no v"):
-        with pytest.raises(InputError, match=fault):
-            to_trl.main([str(tmp_path), *given, *flags.split()])
+    with pytest.raises(InputError, match="TRL: ImportError: no vLLM"):
+        to_trl.main([str(tmp_path), *given])
     assert "not in TRL" not in capsys.readouterr().out
 
 
