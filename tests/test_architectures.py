@@ -18,6 +18,12 @@ SIZES = {"hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 3, "he
 SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZES |= {"rms_norm_eps": 0.03}
 WINDOW = {"sliding_window": 5}  # shorter than the longest prompt
+DEEPSEEK = SIZES | {  # its cache also keeps what picks the tokens to attend to
+    "num_key_value_heads": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2,
+    "index_head_dim": 16, "index_topk": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
 FAMILIES = {
     "GPT2": {"n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 6},
     "Llama": SIZES | {"tie_word_embeddings": True},
@@ -29,24 +35,7 @@ FAMILIES = {
     "Gemma3Text": SIZES | WINDOW | {"sliding_window_pattern": 2},
     "Qwen3Moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "Cohere": SIZES | {"logit_scale": 0.3},
-    "DeepseekV32": SIZES
-    | {  # its cache also keeps what picks the tokens to attend to
-        "num_key_value_heads": 6,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_topk": 64,
-        "first_k_dense_replace": 1,
-    },
+    "DeepseekV32": DEEPSEEK,
     "Granite": SIZES | {"logits_scaling": 2.0, "residual_multiplier": 0.5},
 }
 FUSED = ["GPT2", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"]
