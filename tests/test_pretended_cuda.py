@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from pretended_cuda import CPU, CUDA, Generator, pretended_cuda
-from small import computed, small_gpt2, small_llama
+from small import computed, reward_model_job, small_gpt2, small_llama
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import grpo
@@ -66,6 +66,13 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
         line.pop("val/sampler_kl", None), line.pop("objective/entropy", None)
     assert (lines, (run.folder / "samples.jsonl").read_text()) == expected
     assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
+
+
+def test_a_run_of_a_reward_model_on_the_device_equals_one_on_the_cpu(tmp_path):
+    job = reward_model_job(tmp_path)
+    expected = computed(job(num_steps=2))
+    with pretended_cuda():
+        assert computed(job(num_steps=2, device="cuda")) == expected
 
 
 def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate(

@@ -8,8 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from pretended_cuda import pretended_cuda
-from small import computed, letter_tokenizer, lines_of, reward_model_job, rows_of, save_model
+from small import letter_tokenizer, lines_of, reward_model_job, rows_of, save_model
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification as Classifier
 
@@ -148,12 +147,6 @@ def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, 
         more = job(model=tmp_path / "run" / "model", output_dir=tmp_path / "more", **flags)
         assert more[0]["eval/loss"] == pytest.approx(metrics[-1]["eval/loss"], abs=1e-6)
         assert job()[1]["loss/pairs"] != metrics[1]["loss/pairs"], "dropout was on"
-
-
-def test_a_run_on_a_gpu_equals_one_on_the_cpu(job):
-    expected = computed(job(num_steps=2))
-    with pretended_cuda():
-        assert computed(job(num_steps=2, device="cuda")) == expected
 
 
 def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job, tmp_path):
