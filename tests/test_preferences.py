@@ -131,8 +131,9 @@ def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_
         assert len(parts) == num_passes
         assert max(len(rows) * max(map(len, rows)) for rows in parts) <= max(6, max_tokens)
     with pretended_cuda():
-        on_gpu = RewardModel(folder, "cuda")(prompts, completions)
-    assert on_gpu == pytest.approx(expected, abs=1e-5)
+        judge = RewardModel(folder, "cuda")
+        assert judge.model.device.type == "cuda"
+        assert judge(prompts, completions) == pytest.approx(expected, abs=1e-5)
     # In bfloat16 a causal model is rounded but for its head, and BERT is not.
     judge = RewardModel(folder, "cpu", bf16=True)
     assert len({p.dtype for p in judge.model.parameters()}) == (1 if config is BERT else 2)
