@@ -101,6 +101,7 @@ class Job:
             self.models = [policy, *self.values]
             self.before.append(copy.deepcopy(self.models))
             rollout = sample(policy, *args, **kwargs)
+            torch.rand(1)  # other draws change no order of rows
             self.rollouts.append(rollout)
             return replace(rollout, logprobs=rollout.logprobs + NOISE)
 
