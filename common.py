@@ -406,8 +406,8 @@ def micro_batches(
 
     The longest completions come first: a part is as wide as its longest row, and padding costs as
     much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
-    `wanted` (B,) is False are left out. If no other row is there, one of them stays: the optimiser
-    needs a gradient to make its step, and that of such a row is 0.
+    `wanted`, (B,) bool, is False are left out. If no other row is there, one of them stays: the
+    optimiser needs a gradient to make its step, and that of such a row is 0.
     """
     lengths = rollout.completion_mask.sum(1).cpu()  # (B,)
     rows = torch.arange(len(lengths)) if rows is None else rows

@@ -33,7 +33,7 @@ def flag(default: Any, help: str, *, least: float | None = None, most: float = m
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TrainConfig:
     """The flags of all that trains. A script gives its name, and `num_steps`, `learning_rate` and
     `eval_every`.
@@ -62,7 +62,7 @@ class TrainConfig:
         """Check what depends on more than one flag. Raises InputError."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RunConfig(TrainConfig):
     """The flags that ppo.py, grpo.py and rloo.py share. A script adds `prompts_per_step`,
     `num_generations` and `kl_coef`.
