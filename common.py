@@ -1,4 +1,4 @@
-"""What PPO, GRPO and RLOO share: masks, log-probs, KL, GAE, dropout, the value head, the reference.
+"""The mathematics that PPO, GRPO and RLOO share: masks, log-probs, KL, GAE, dropout, the reference.
 
 Every mathematical function is pure. A mask may be bool, or 0 and 1. Elements off the mask have no
 influence, even if they are NaN. This file imports no other file of the project.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
 
 # --- The rollout ---
 
@@ -120,11 +118,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def token_entropy(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) in nats: (..., V) -> (...)."""
-    return entropy_of(at_least_float32(logits).log_softmax(-1))
-
-
-def entropy_of(logprobs: Tensor) -> Tensor:
-    """Entropy in nats of distributions with these log-probs: (..., V) -> (...)."""
+    logprobs = at_least_float32(logits).log_softmax(-1)
     # A token of probability 0 must add 0, and 0 * -inf is NaN.
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
@@ -167,22 +161,6 @@ def policy_ratio(log_ratio: Tensor) -> Tensor:
     return (log_ratio - excess).exp()
 
 
-def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """pi / pi_old of each token: each (B, T) -> (B, T), 1 off the mask.
-
-    At level "sequence" a completion has one ratio, the geometric mean over its tokens: GSPO, Zheng
-    et al. 2025 (arXiv 2507.18071) eq. 7. It is repeated at each token, so that the caller clips and
-    averages it as it does the ratios of tokens. Raises ValueError for another level.
-    """
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0)
-    if level == "sequence":
-        mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
-        log_ratio = mean.masked_fill(~mask.bool(), 0)  # (B, 1) -> (B, T)
-    elif level != "token":
-        raise ValueError(f"unknown level {level!r}: choose token or sequence")
-    return policy_ratio(log_ratio)
-
-
 # --- Advantages ---
 
 
@@ -219,222 +197,10 @@ def is_flat(groups: Tensor) -> Tensor:
     return lowest >= highest
 
 
-# --- The forward pass that trains: log-probs and values of completions ---
-
-CHUNK = 2**25  # logits at a time: 128 MB in float32
-# PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
-# (pytorch/pytorch#196678); on a B200 it decodes wrongly (pytorch/pytorch#193893).
-torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def completion_logprobs(
-    model: nn.Module,
-    rollout: Rollout,
-    temperature: float,
-    *,
-    bf16: bool = False,
-    entropy: bool = True,
-    entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature: (B, T).
-
-    The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask.
-    Without `entropy` the second is None: it costs more than the log-probs. The logits are divided
-    by the temperature because the tokens were drawn from that distribution. bf16: the model runs
-    under autocast.
-    """
-    model, mask = base_model(model), rollout.completion_mask.bool()
-    device, head = rollout.tokens.device.type, model.get_output_embeddings()
-    with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        states = completion_states(model.base_model, rollout)  # (B, t, D)
-    # Without padding: n tokens, each with the state from which it is predicted.
-    tokens = rollout.tokens[:, -mask.shape[1] :][mask]  # (n,)
-    states = states[mask[:, : states.shape[1]]]  # (n, D)
-
-    def score(states: Tensor, tokens: Tensor) -> Tensor:
-        # In float32: logits rounded to bfloat16 put log-probs .002 nats off, and some of them .1.
-        logits = at_least_float32(logits_from(model, states.to(head.weight.dtype)))
-        logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)  # (n, V)
-        chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        if not entropy:
-            return chosen.unsqueeze(0)
-        return torch.stack([chosen, entropy_of(logprobs if entropy_grad else logprobs.detach())])
-
-    # All logits (n, V) would be the largest tensor of all, so make them for a chunk of tokens at a
-    # time. On CUDA a chunk takes at most an eighth of the card's memory, at 20 bytes a logit. It is
-    # a share of the whole card, not of what is free, so that a resumed run cuts and rounds in the
-    # same way. For the backward pass five chunks are kept, or one with `entropy_grad`; the others
-    # make their logits again.
-    num_logits = torch.cuda.mem_get_info()[1] // 160 if states.is_cuda else CHUNK
-    size = num_logits // head.weight.shape[0]
-    chunks = list(zip(states.split(size), tokens.split(size)))
-    num_kept = 1 if entropy_grad else 5
-    scores = [score(*chunk) for chunk in chunks[:num_kept]]
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    scores += [checkpoint(score, *chunk, **options) for chunk in chunks[num_kept:]]
-    scores = torch.cat(scores, dim=1)  # (2, n)
-    padded = scores.new_zeros(len(scores), *mask.shape)
-    padded[:, mask] = scores
-    return padded[0], padded[1] if entropy else None
-
-
-def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool = False) -> Tensor:
-    """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with gradient.
-
-    It stands where the logits of token t stand. One position to the right V would know the action.
-    """
-    mask = rollout.completion_mask.bool()
-    with torch.autocast(rollout.tokens.device.type, torch.bfloat16, enabled=bf16):
-        values = value_model.values(completion_states(value_model.backbone, rollout))  # (B, t)
-    values = nn.functional.pad(values, (0, mask.shape[1] - values.shape[1]))
-    return values.masked_fill(~mask, 0)
-
-
-def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
-    """Last hidden states (B, t, D), with gradient, from which the first t completion tokens are
-    predicted. t is the longest completion.
-    """
-    # Columns that are padding in every row are skipped, on either side.
-    first = rollout.attention_mask.long().argmax(1).min()
-    longest = rollout.completion_mask.sum(1).max()
-    first, t = torch.stack([first, longest]).tolist()
-    end = rollout.tokens.shape[1] - rollout.completion_mask.shape[1] + t
-    # The shift by one: the state at position i predicts token i + 1. So the states are those of
-    # [:, P-1:-1], and the last column isn't read.
-    tokens, mask = rollout.tokens[:, first : end - 1], rollout.attention_mask[:, first : end - 1]
-    P = end - first - t
-
-    def states(tokens: Tensor, mask: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        inputs = model_inputs(backbone, tokens, mask, cache)
-        return backbone(**inputs).last_hidden_state
-
-    # Gradient checkpointing allows no cache. On CUDA one pass is faster than two shorter ones.
-    modules = backbone.modules() if backbone.training else ()
-    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in modules)
-    if checkpointed or tokens.is_cuda:
-        return states(tokens, mask)[:, P - 1 :]
-    prompts = [tuple(row) for row in torch.where(mask.bool(), tokens, -1)[:, :P].tolist()]
-    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-    if len(distinct) == len(prompts):
-        return states(tokens, mask)[:, P - 1 :]
-
-    # A prompt is read once for all its completions: its keys and values, which carry the gradient,
-    # are repeated: by index_select, which adds up their gradients in the same order in every run.
-    prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts], device=tokens.device)
-    first_row = torch.tensor([prompts.index(prompt) for prompt in distinct], device=tokens.device)
-    cache = DynamicCache(config=backbone.config)  # some layers keep more than keys and values
-    last = states(tokens[first_row, :P], mask[first_row, :P], cache)[:, -1:]
-    last = last.index_select(0, prompt_of_row)
-    if t == 1:
-        return last
-    cache.reorder_cache(prompt_of_row)
-    return torch.cat([last, states(tokens[:, P:], mask, cache)], dim=1)
-
-
-def model_inputs(
-    model: nn.Module,
-    tokens: Tensor,
-    mask: Tensor | dict[str, Tensor],
-    cache: Any = None,
-    position_ids: Tensor | None = None,
-    **options: object,
-) -> dict[str, object]:
-    """Arguments for a forward pass over tokens (B, L): those that the model's forward takes. The
-    attention mask (B, C+L) also covers the C tokens in a cache of keys and values.
-
-    Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions: 34 nats
-    off in huggingface/trl#6800.
-    """
-    if position_ids is None:
-        position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        mask = mask.long()
-    options |= {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
-    accepted = inspect.signature(base_model(model).forward).parameters
-    name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
-    options |= {name: cache, "use_cache": cache is not None}
-    return {name: x for name, x in options.items() if name in accepted}
-
-
-def logits_from(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V)."""
-    config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(states)
-    if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
-        logits = logits * scale
-    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits = logits / scale
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-        logits = cap * torch.tanh(logits / cap)
-    return logits
-
-
-def rollout_logprobs(model: nn.Module, rollout: Rollout, config: Any) -> Tensor:
-    """completion_logprobs of a whole rollout without gradient: (B, T)."""
-    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": False}
-    return _over_rollout(
-        lambda part: completion_logprobs(model, part, **options)[0], rollout, config
-    )
-
-
-def rollout_values(value_model: ValueModel, rollout: Rollout, config: Any) -> Tensor:
-    """completion_values of a whole rollout without gradient: (B, T)."""
-    return _over_rollout(
-        lambda part: completion_values(value_model, part, bf16=config.bf16), rollout, config
-    )
-
-
-@torch.no_grad()
-def _over_rollout(forward: Callable[[Rollout], Tensor], rollout: Rollout, config: Any) -> Tensor:
-    """forward(part) -> (b, T) in micro-batches, put together in the rollout's order: (B, T)."""
-    parts = micro_batches(rollout, max_tokens=config.micro_batch_tokens)
-    found = torch.cat([forward(part) for _, part in parts])
-    return found[torch.cat([rows for rows, _ in parts]).argsort()]
-
-
-def micro_batches(
-    rollout: Rollout,
-    rows: Tensor | None = None,
-    wanted: Tensor | None = None,
-    *,
-    max_tokens: int,
-) -> list[tuple[Tensor, Rollout]]:
-    """Cut `rows` (n,) of a rollout, default all, into parts of at most max_tokens tokens, padding
-    included: pairs of the rows (b,), on the CPU, and the rollout of these rows. A single row may be
-    longer. Tokens are counted as completion_states reads them: on a CPU a prompt that several rows
-    of a part share counts once, on CUDA it counts for each row. (Gradient checkpointing reads it
-    for each row on a CPU too, but keeps far less of it.)
-
-    The longest completions come first: a part is as wide as its longest row, and padding costs as
-    much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
-    `wanted`, (B,) bool, is False are left out. If no other row is there, one of them stays: the
-    optimiser needs a gradient to make its step, and that of such a row is 0.
-    """
-    lengths = rollout.completion_mask.sum(1).cpu()  # (B,)
-    rows = torch.arange(len(lengths)) if rows is None else rows
-    if wanted is not None:
-        wanted = wanted.cpu()[rows]
-        rows = rows[wanted] if wanted.any() else rows[:1]
-    rows = rows[lengths[rows].argsort(descending=True, stable=True)]
-    P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
-    prompts = range(len(lengths))  # on CUDA each its own
-    if not rollout.tokens.is_cuda:
-        prompts = [tuple(row) for row in rollout.tokens[:, :P].tolist()]
-    parts, distinct, longest = [[]], set(), 0
-    for row in rows.tolist():
-        num_tokens = len(distinct | {prompts[row]}) * P + (len(parts[-1]) + 1) * longest
-        if parts[-1] and num_tokens > max_tokens:
-            parts.append([])
-        if not parts[-1]:
-            distinct, longest = set(), int(lengths[row])
-        parts[-1].append(row)
-        distinct.add(prompts[row])
-    return [(part, rollout[part.to(rollout.tokens.device)]) for part in map(torch.tensor, parts)]
-
-
 # --- Models ---
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
+def base_model(model: nn.Module) -> nn.Module:
     """The transformers model itself, under the wrapper that peft puts around it for an adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -478,57 +244,27 @@ def _zero_noise(record: object) -> int:
     return len(names)
 
 
-class ValueModel(nn.Module):
-    """A transformer backbone with a scalar head that starts at 0: V = 0 at step 0."""
-
-    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = nn.Linear(hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    @classmethod
-    def on_backbone_of(cls, model: PreTrainedModel) -> ValueModel:
-        """A value model on a copy of the backbone of `model`. Where this has an adapter, the copy
-        trains an adapter as well, over the same frozen weights.
-        """
-        backbone = copy_of(base_model(model).base_model)
-        config = model.config.get_text_config()
-        # OPT projects its output to another width.
-        width = getattr(config, "word_embed_proj_dim", config.hidden_size)
-        found = cls(backbone, width)
-        found.head.to(model.device, torch.promote_types(model.dtype, torch.float32))
-        return found
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """Last hidden states (..., D) -> values (...)."""
-        # In bfloat16 a value would have three digits, and advantages are differences of values.
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
-
-
 def reference(
     policy: nn.Module, kl_coef: float, named: nn.Module | None = None
-) -> contextlib.AbstractContextManager:
-    """The reference model that the KL is measured against: the one place that decides it.
+) -> Callable[[], contextlib.AbstractContextManager]:
+    """Decide which reference model the KL is measured against; this is the one place that does.
 
-    Use it as `with ref as ref_model:`, as often as needed. ref_model is None where kl_coef is 0;
+    Use it as `with ref() as ref_model:`, as often as needed. ref_model is None where kl_coef is 0;
     else the `named` model, if there is one; else the policy with its adapter off, if the adapter is
     new; else a copy of the policy, which shares the weights that don't train. It is in evaluation
     mode, and frozen: nothing in the named model or in the copy trains.
     """
     if kl_coef == 0:
-        return contextlib.nullcontext(None)
+        return contextlib.nullcontext
     # The model that --reference names, if it names one.
     if named is not None:
-        return contextlib.nullcontext(named.eval().requires_grad_(False))
+        return partial(contextlib.nullcontext, named.eval().requires_grad_(False))
     # A new LoRA adapter: the reference is the policy without it, which needs no memory.
     if has_new_adapter(policy):
-        return AdapterOff(policy)
+        return partial(adapter_off, policy)
     # Else a frozen copy, taken after dropout is off: of all weights, or of a trained adapter alone.
     # A reload by name would miss any change made in memory, and the KL at step 0 would not be 0.
-    return contextlib.nullcontext(copy_of(policy).eval().requires_grad_(False))
+    return partial(contextlib.nullcontext, copy_of(policy).eval().requires_grad_(False))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -547,18 +283,11 @@ def has_new_adapter(policy: nn.Module) -> bool:
     return bool(matrices_a) and not any(p.any() for name, p in trained if name not in matrices_a)
 
 
-class AdapterOff:
-    """`with AdapterOff(policy) as ref_model:` the policy without its adapter and dropout."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        self.policy, self.stack = policy, contextlib.ExitStack()
-
-    def __enter__(self) -> nn.Module:
-        self.stack.enter_context(self.policy.disable_adapter())
-        return self.stack.enter_context(evaluating(self.policy))
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
+@contextlib.contextmanager
+def adapter_off(policy: nn.Module) -> Iterator[nn.Module]:
+    """The policy without its adapter and dropout, and back."""
+    with policy.disable_adapter(), evaluating(policy):
+        yield policy
 
 
 @contextlib.contextmanager
@@ -599,31 +328,3 @@ def clear_cache() -> None:
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
         torch.mps.empty_cache()
-
-
-# --- Errors ---
-
-
-class InputError(ValueError):
-    """The user's input is at fault: one line that says what, where and what to do. Exit code 2."""
-
-
-class Fault(Exception):
-    """The run can't go on: one line that says what happened and what helps. Exit code 1."""
-
-
-@contextlib.contextmanager
-def blame(what: str) -> Iterator[None]:
-    """`with blame("--model gpt2"):` what a library raises here, while it reads what the user gave,
-    becomes an InputError of one line.
-    """
-    try:
-        yield
-    except (InputError, Fault, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as e:  # transformers, peft and datasets raise anything
-        # A first line that ends in a colon only announces the reason.
-        reason = " ".join(str(e).split()) if ":\n" in str(e)[:200] else str(e).split("\n")[0]
-        if isinstance(e, ModuleNotFoundError):
-            reason += f": pip install {e.name}"
-        raise InputError(f"{what}: {type(e).__name__}: {reason[:300]}") from e

@@ -33,22 +33,20 @@ from torch import Tensor
 
 import tasks
 from common import (
-    InputError,
     at_least_float32,
     clear_cache,
-    completion_logprobs,
     disable_dropout,
-    importance_ratio,
     is_flat,
     kl_estimate,
     masked_mean,
-    micro_batches,
+    policy_ratio,
     reference,
-    rollout_logprobs,
     set_learning_rate,
 )
-from plumbing.config import RunConfig, flag, parse_flags
+from forward import completion_logprobs, micro_batches, rollout_logprobs
+from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
+from plumbing.errors import InputError
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
 from plumbing.run import Run, run_main
@@ -74,6 +72,7 @@ class Config(RunConfig):
     scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
         "group", "advantages over the std of group, batch, none; or the group's mean"
     )
+    entropy_coef: float = flag(0.0, "weight of a bonus for the mean entropy of a token", least=0)
     clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
     oversample: int = flag(1, "times the prompts are drawn, to keep groups that aren't flat")
     overlong_buffer: int = flag(0, "penalised tokens before the length limit", least=0)
@@ -81,21 +80,14 @@ class Config(RunConfig):
 
 
 # The embedded models' own defaults. They are small and have a single job: so they take large steps.
-TINY = {
-    "task": "add",
-    "max_new_tokens": 5,
+TINY = SUMS | {
     "num_steps": 180,
     "prompts_per_step": 32,
     "kl_coef": 0.01,
     "learning_rate": 8e-4,
-    "micro_batch_tokens": 16384,
-    "rollout_batch_size": 256,
     "eval_every": 30,
-    "num_eval_prompts": 1024,
-    "bf16": False,
 }
-CUPS = TINY | {"task": "cups", "max_new_tokens": 16, "num_steps": 60, "learning_rate": 1e-3}
-CUPS |= {"eval_every": 5, "num_eval_prompts": 512}
+CUPS = TINY | SWAPS | {"num_steps": 60, "eval_every": 5}
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
@@ -134,12 +126,6 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     return centred.nan_to_num(0).flatten()
 
 
-def loss_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, loss_type: str) -> Tensor:
-    """pi / pi_old as the loss takes it, of a token or of its whole completion: (B, T) -> (B, T)."""
-    level = "sequence" if loss_type == "gspo" else "token"  # [4] eq. 7
-    return importance_ratio(logprobs, old_logprobs, mask, level)
-
-
 def grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -156,21 +142,25 @@ def grpo_loss(
     kl_estimator: str = "k3",
     num_rows: int | None = None,
     num_tokens: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What these rows add to the loss of the minibatch, and at which tokens the clip decides it.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these rows add to the loss of the minibatch, the ratios, and where the clip decides.
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
     exact gradient; num_tokens likewise. A row may have no tokens, and so may the whole minibatch:
     its loss is 0. In "cispo" the bound decides where the ratio is above it and the advantage isn't
-    0. Returns (scalar, clipped (B, T)). Raises ValueError for another loss_type, and for "dr_grpo"
-    without max_new_tokens. A kl_coef other than 0 needs ref_logprobs.
+    0. Returns (scalar, ratio (B, T), clipped (B, T)). Raises ValueError for another loss_type, and
+    for "dr_grpo" without max_new_tokens. A kl_coef other than 0 needs ref_logprobs.
     """
     # Make the loss of each token. A score judges the whole completion and nobody knows which token
     # earned it, so each of its tokens gets the completion's advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)
     logprobs = logprobs.masked_fill(~mask, 0)
-    ratio = loss_ratio(logprobs, old_logprobs, mask, loss_type)  # (B, T)
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0)
+    ratio = of_tokens = policy_ratio(log_ratio)  # (B, T)
+    if loss_type == "gspo":  # [4] eq. 7: a completion has one, the geometric mean over its tokens
+        mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
+        ratio = policy_ratio(mean.masked_fill(~mask, 0))  # (B, 1) -> (B, T)
     high = clip_range if clip_range_high is None else clip_range_high  # [3] eq. 10
     unclipped_loss = -A * ratio  # [1] eq. 3
     clipped_loss = -A * ratio.clamp(1 - clip_range, 1 + high)
@@ -182,7 +172,7 @@ def grpo_loss(
         kl = kl_estimate(logprobs, ref_logprobs, "k3")  # [1] eq. 4
         # arXiv 2512.02556. The ratio matters even where it is 1, because it has a gradient.
         if kl_estimator == "unbiased":
-            kl = kl * importance_ratio(logprobs, old_logprobs, mask, "token")
+            kl = kl * of_tokens
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
 
@@ -192,15 +182,15 @@ def grpo_loss(
     num_tokens = mask.sum() if num_tokens is None else torch.as_tensor(num_tokens)
     # Each completion counts the same: [1] eq. 3, [4] eq. 5.
     if loss_type in ("grpo", "gspo"):
-        return masked_mean(loss, mask, dim=1).sum() / num_rows, clipped
+        return masked_mean(loss, mask, dim=1).sum() / num_rows, ratio, clipped
     # Each token counts the same: [3] eq. 12, [5] eq. 4.
     if loss_type in ("dapo", "cispo"):
-        return loss.sum() / num_tokens.clamp(min=1), clipped
+        return loss.sum() / num_tokens.clamp(min=1), ratio, clipped
     if loss_type != "dr_grpo" or max_new_tokens is None:
         known = "grpo, dapo, dr_grpo (it needs max_new_tokens), gspo or cispo"
         raise ValueError(f"loss_type {loss_type!r}: choose {known}")
     # Divide by a constant: [2] section 3.2.
-    return loss.sum() / (num_rows * max_new_tokens), clipped
+    return loss.sum() / (num_rows * max_new_tokens), ratio, clipped
 
 
 def overlong_penalty(mask: Tensor, buffer: int) -> Tensor:
@@ -250,7 +240,13 @@ def main(args: list[str] | None = None) -> None:
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N * config.oversample)
-        rollout = sample(policy, *task.encode(prompts), **sampling)
+        rollout = sample(
+            policy,
+            *task.encode(prompts),
+            num_generations=G,
+            temperature=config.temperature,
+            **sampling,
+        )
         num_drawn = rollout.completion_mask.sum()  # tokens; some groups may be left out below
 
         # 2. Score the text of each completion. A reward that is None is NaN here.
@@ -267,11 +263,13 @@ def main(args: list[str] | None = None) -> None:
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding
         #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
-        if not single_update:
+        if single_update:
+            old_logprobs = torch.full_like(rollout.logprobs, torch.nan)  # the update fills it
+        else:
             old_logprobs = rollout_logprobs(policy, rollout, config)
         ref_logprobs = None
         if config.kl_coef > 0:
-            with ref as ref_model:
+            with ref() as ref_model:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
         # 4. Compare each score with those of the same prompt's completions: the advantage.
@@ -285,53 +283,49 @@ def main(args: list[str] | None = None) -> None:
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
         # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
-        #    The orders are joined and then cut: as --num_mini_batches divides B, no minibatch has
-        #    rows of two epochs. If all rows of one are masked, its number of tokens counts as 1.
         set_learning_rate(optimizer, config, step)
-        orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
         meter.num_tokens = int(num_drawn)  # for the speed
-        for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-            num_tokens = mask[mini_batch].sum().clamp(min=1)
-            # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
-            # its share of the loss to the gradient, so the sum doesn't depend on b.
-            parts = micro_batches(
-                rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
-            )
-            for rows, part in parts:
-                logprobs, entropy = completion_logprobs(
-                    policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+        for _ in range(config.num_epochs):
+            order = torch.randperm(B, generator=shuffler)
+            for mini_batch in order.split(B // config.num_mini_batches):
+                num_tokens = mask[mini_batch].sum().clamp(min=1)  # all rows may be masked
+                # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
+                # adds its share of the loss to the gradient, so the sum doesn't depend on b.
+                parts = micro_batches(
+                    rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
                 )
-                old = logprobs.detach() if single_update else old_logprobs[rows]
-                m = mask[rows]
+                for rows, part in parts:
+                    logprobs, entropy = completion_logprobs(
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+                    )
+                    if single_update:
+                        old_logprobs[rows] = logprobs.detach()
+                    loss, ratio, clipped = grpo_loss(
+                        logprobs,
+                        old_logprobs[rows],
+                        advantages[rows],
+                        mask[rows],
+                        clip_range=config.clip_range,
+                        clip_range_high=config.clip_range_high,
+                        loss_type=config.loss_type,
+                        max_new_tokens=config.max_new_tokens,
+                        ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+                        kl_coef=config.kl_coef,
+                        kl_estimator=config.kl_estimator,
+                        num_rows=len(mini_batch),
+                        num_tokens=num_tokens,
+                    )
+                    bonus = config.entropy_coef * (entropy * mask[rows]).sum() / num_tokens
+                    (loss - bonus).backward()
+                    meter.add_share("loss/policy_avg", loss)
+                    meter.add_policy(rows, logprobs, old_logprobs, entropy, ratio, clipped, mask)
 
-                loss, clipped = grpo_loss(
-                    logprobs,
-                    old,
-                    advantages[rows],
-                    m,
-                    clip_range=config.clip_range,
-                    clip_range_high=config.clip_range_high,
-                    loss_type=config.loss_type,
-                    max_new_tokens=config.max_new_tokens,
-                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-                    kl_coef=config.kl_coef,
-                    kl_estimator=config.kl_estimator,
-                    num_rows=len(mini_batch),
-                    num_tokens=num_tokens,
-                )
-                bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
-                (loss - bonus).backward()
-
-                ratio = loss_ratio(logprobs, old, m, config.loss_type)
-                meter.add_share("loss/policy_avg", loss)
-                meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
-
-            # Take one optimiser step: the gradient of the whole minibatch has been added up.
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            meter.end_mini_batch(grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+                # Take one step: the gradient of the whole minibatch has been added up.
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                meter.end_mini_batch(grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
         # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         kl = None

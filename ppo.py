@@ -35,22 +35,24 @@ from torch import Tensor
 
 import tasks
 from common import (
-    ValueModel,
     clear_cache,
-    completion_logprobs,
-    completion_values,
     disable_dropout,
     gae,
     kl_estimate,
     masked_whiten,
-    micro_batches,
     policy_ratio,
     reference,
-    rollout_logprobs,
-    rollout_values,
     set_learning_rate,
 )
-from plumbing.config import RunConfig, flag, parse_flags
+from forward import (
+    ValueModel,
+    completion_logprobs,
+    completion_values,
+    micro_batches,
+    rollout_logprobs,
+    rollout_values,
+)
+from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate, explained_variance
 from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
@@ -69,6 +71,7 @@ class Config(RunConfig):
     num_epochs: int = flag(2, "passes over one rollout")
 
     # What this algorithm has alone.
+    entropy_coef: float = flag(0.0, "weight of a bonus for the mean entropy of a token", least=0)
     kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimate of that KL; k2 and k3 pull less")
     missing_eos_penalty: float = flag(0.0, "subtracted from scores without EOS", least=0)
@@ -79,22 +82,15 @@ class Config(RunConfig):
 
 
 # The embedded models' own defaults. They are small and have a single job: so they take large steps.
-TINY = {
-    "task": "add",
-    "max_new_tokens": 5,
+TINY = SUMS | {
     "num_steps": 60,
     "prompts_per_step": 256,
     "kl_coef": 0.01,
     "learning_rate": 5e-4,
     "num_mini_batches": 4,
-    "micro_batch_tokens": 16384,
-    "rollout_batch_size": 256,
     "eval_every": 15,
-    "num_eval_prompts": 1024,
-    "bf16": False,
 }
-CUPS = TINY | {"task": "cups", "max_new_tokens": 16, "num_steps": 20, "learning_rate": 1e-3}
-CUPS |= {"eval_every": 2, "num_eval_prompts": 512}
+CUPS = TINY | SWAPS | {"num_steps": 20, "eval_every": 2}
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -112,8 +108,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_range: float
-) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate of each token, to be minimised: each (B, T) -> (loss, clipped), (B, T).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped surrogate of each token, to be minimised: (B, T) each -> (loss, ratio, clipped).
 
     [2] eq. 7. Once the ratio has left the clip range in the direction that the advantage favours,
     the gradient is 0. If it has left in the other direction, the full gradient brings it back.
@@ -123,7 +119,7 @@ def policy_loss(
     ratio = policy_ratio(logprobs - old_logprobs)
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    return torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
+    return torch.max(unclipped_loss, clipped_loss), ratio, clipped_loss > unclipped_loss
 
 
 def value_loss(
@@ -165,7 +161,8 @@ def main(args: list[str] | None = None) -> None:
 
     # Draw tokens from softmax(logits / temperature) and nothing else, or the KL would be wrong.
     sampling = sampling_options(config, policy, tokenizer)
-    N, B = config.prompts_per_step, config.prompts_per_step * config.num_generations  # B rows
+    N, G = config.prompts_per_step, config.num_generations
+    B = N * G  # completions per step
     has_bonus = config.entropy_coef > 0  # for entropy; off by default
     models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
@@ -175,7 +172,13 @@ def main(args: list[str] | None = None) -> None:
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N)
-        rollout = sample(policy, *task.encode(prompts), **sampling)
+        rollout = sample(
+            policy,
+            *task.encode(prompts),
+            num_generations=G,
+            temperature=config.temperature,
+            **sampling,
+        )
         mask = rollout.completion_mask  # (B, T), EOS included
 
         # 2. Score the text of each completion.
@@ -190,7 +193,7 @@ def main(args: list[str] | None = None) -> None:
         old_logprobs = rollout_logprobs(policy, rollout, config)
         ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
         if config.kl_coef > 0:
-            with ref as ref_model:
+            with ref() as ref_model:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
 
@@ -203,45 +206,42 @@ def main(args: list[str] | None = None) -> None:
         run.lap("time/rollout")
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
-        # 5. Update both models, one optimiser step a minibatch. An epoch is a new order of all
-        #    rows. The orders are joined and then cut: as --num_mini_batches divides B, no minibatch
-        #    has rows of two epochs.
+        # 5. Update both models, one optimiser step a minibatch. An epoch is a new order of rows.
         set_learning_rate(optimizer, config, step)
-        orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
-        for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-            # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
-            # its share of the mean over tokens to the gradient, so the sum doesn't depend on b.
-            parts = micro_batches(rollout, mini_batch, max_tokens=config.micro_batch_tokens)
-            num_tokens = mask[mini_batch].sum()
-            for rows, part in parts:
-                logprobs, entropy = completion_logprobs(
-                    policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
-                )
-                values = completion_values(value_model, part, bf16=config.bf16)
-                old, m = old_logprobs[rows], mask[rows]
+        for _ in range(config.num_epochs):
+            order = torch.randperm(B, generator=shuffler)
+            for mini_batch in order.split(B // config.num_mini_batches):
+                # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
+                # adds its share of the mean over tokens to the gradient: the sum doesn't depend on
+                # b. Means are over tokens and not over rows, so long rows weigh more.
+                num_tokens = mask[mini_batch].sum()
+                for rows, part in micro_batches(
+                    rollout, mini_batch, max_tokens=config.micro_batch_tokens
+                ):
+                    logprobs, entropy = completion_logprobs(
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+                    )
+                    values = completion_values(value_model, part, bf16=config.bf16)
+                    pg, ratio, clipped = policy_loss(
+                        logprobs, old_logprobs[rows], advantages[rows], config.clip_range
+                    )
+                    vf, vf_clipped = value_loss(
+                        values, old_values[rows], returns[rows], config.clip_range_value
+                    )
+                    loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
+                    m = mask[rows]
+                    ((loss * m).sum() / num_tokens).backward()
+                    meter.add_policy(rows, logprobs, old_logprobs, entropy, ratio, clipped, mask)
+                    meter.add("loss/policy_avg", pg, m)
+                    meter.add("loss/value_avg", vf, m)
+                    meter.add("val/clipfrac_avg", vf_clipped, m)
 
-                # Make the clipped loss of the policy and the clipped error of the values. Their
-                # means are over tokens and not over rows, so long rows weigh more.
-                pg, clipped = policy_loss(logprobs, old, advantages[rows], config.clip_range)
-                vf, vf_clipped = value_loss(
-                    values, old_values[rows], returns[rows], config.clip_range_value
-                )
-                loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
-                ((loss * m).sum() / num_tokens).backward()
-
-                # Note how far the policy has moved, and how often a clip was active.
-                ratio = policy_ratio(logprobs - old)
-                meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
-                meter.add("loss/policy_avg", pg, m)
-                meter.add("loss/value_avg", vf, m)
-                meter.add("val/clipfrac_avg", vf_clipped, m)
-
-            # Clip the sum of the gradients, for both models together, and take one step.
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            meter.end_mini_batch(grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+                # Clip the sum of the gradients, for both models together, and take one step.
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                meter.end_mini_batch(grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
         # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         meter.add("val/explained_variance", explained_variance(old_values, returns, mask))

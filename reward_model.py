@@ -39,17 +39,10 @@ from torch.nn.functional import cosine_similarity, logsigmoid
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import tasks
-from common import (
-    InputError,
-    base_model,
-    blame,
-    clear_cache,
-    disable_dropout,
-    evaluating,
-    set_learning_rate,
-)
+from common import base_model, clear_cache, disable_dropout, evaluating, set_learning_rate
 from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch, read_rows, split_rows, text_of
+from plumbing.errors import InputError, blame
 from plumbing.metrics import Evaluation, Metrics, Totals
 from plumbing.models import context_length, load_tokenizer, set_up_training
 from plumbing.preferences import load_classifier, sequence_scores, text_ids

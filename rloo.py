@@ -26,19 +26,16 @@ from torch import Tensor
 
 import tasks
 from common import (
-    at_least_float32,
     clear_cache,
-    completion_logprobs,
     disable_dropout,
     is_flat,
     kl_estimate,
-    micro_batches,
     policy_ratio,
     reference,
-    rollout_logprobs,
     set_learning_rate,
 )
-from plumbing.config import RunConfig, flag, parse_flags
+from forward import completion_logprobs, micro_batches, rollout_logprobs
+from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
@@ -59,21 +56,14 @@ class Config(RunConfig):
 
 
 # The embedded models' own defaults. They are small and have a single job: so they take large steps.
-TINY = {
-    "task": "add",
-    "max_new_tokens": 5,
+TINY = SUMS | {
     "num_steps": 180,
     "prompts_per_step": 64,
     "kl_coef": 0.02,
     "learning_rate": 8e-4,
-    "micro_batch_tokens": 16384,
-    "rollout_batch_size": 256,
     "eval_every": 30,
-    "num_eval_prompts": 1024,
-    "bf16": False,
 }
-CUPS = TINY | {"task": "cups", "max_new_tokens": 16, "num_steps": 60, "learning_rate": 1e-3}
-CUPS |= {"eval_every": 5, "num_eval_prompts": 512}
+CUPS = TINY | SWAPS | {"num_steps": 60, "eval_every": 5}
 
 
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
@@ -81,17 +71,17 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
 
     A reward of NaN (the function returned None) gets 0 and stays out of the baseline. The advantage
     is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
-    Half precision becomes float32. Raises ValueError for groups of one.
+    Raises ValueError for groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
-    groups = at_least_float32(rewards).view(-1, num_generations)  # (N, G)
-    num_known = (~groups.isnan()).sum(dim=1, keepdim=True)
+    groups = rewards.view(-1, num_generations)  # (N, G)
+    num_others = (~groups.isnan()).sum(1, keepdim=True) - 1
     # [1] 2.3. The baseline doesn't depend on the completion that it judges: so the gradient is
-    # unbiased on policy. Where one reward alone is known it is 0 / 0, and the advantage is 0 below.
-    baseline = (groups.nansum(dim=1, keepdim=True) - groups) / (num_known - 1)
+    # unbiased on policy.
+    advantages = groups - (groups.nansum(1, keepdim=True) - groups) / num_others
     # Equal rewards must give exactly 0, without the tiny differences that rounding leaves.
-    return (groups - baseline).masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()
+    return advantages.masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()
 
 
 def rloo_loss(
@@ -102,13 +92,13 @@ def rloo_loss(
     *,
     clip_range: float,
     num_rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What these rows add to the loss of the minibatch, and for which of them the clip decides it.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these rows add to the loss of the minibatch; their ratios; and where the clip decides.
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
     exact gradient. The ratio is that of policy_ratio, which is bounded. A row may have no tokens.
-    Returns (scalar, clipped (B,)).
+    Returns (scalar, ratio (B,), clipped (B,)).
     """
     # The completion is one action: its log-prob is a sum, and is not divided by its length.
     ratio = policy_ratio((logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1))  # (B,)
@@ -116,7 +106,7 @@ def rloo_loss(
     clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
     num_rows = len(loss) if num_rows is None else num_rows
-    return loss.sum() / num_rows, clipped
+    return loss.sum() / num_rows, ratio, clipped
 
 
 def main(args: list[str] | None = None) -> None:
@@ -147,10 +137,6 @@ def main(args: list[str] | None = None) -> None:
     sampling = sampling_options(config, policy, tokenizer)
     N, G = config.prompts_per_step, config.num_generations
     B = N * G  # completions per step
-    has_bonus = config.entropy_coef > 0  # for entropy; off by default
-    # With a single update per rollout the policy of the update is the one that sampled: so the
-    # update's log-probs are the old ones. Not with dropout, which makes two passes differ.
-    single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
     fit_micro_batch(config, [policy], task.tokens)
@@ -158,7 +144,13 @@ def main(args: list[str] | None = None) -> None:
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N)
-        rollout = sample(policy, *task.encode(prompts), **sampling)
+        rollout = sample(
+            policy,
+            *task.encode(prompts),
+            num_generations=G,
+            temperature=config.temperature,
+            **sampling,
+        )
 
         # 2. Score the text of each completion. A reward that is None is NaN here.
         scores, texts = task.score(prompts, rollout)  # (B,)
@@ -167,71 +159,58 @@ def main(args: list[str] | None = None) -> None:
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding
         #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
-        if not single_update or config.kl_coef > 0:
-            old_logprobs = rollout_logprobs(policy, rollout, config)
-        ref_logprobs = kl = None
+        old_logprobs = rollout_logprobs(policy, rollout, config)
+        ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
         if config.kl_coef > 0:
-            with ref as ref_model:
+            with ref() as ref_model:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
+            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
 
         # 4. Subtract the KL penalty of the whole completion from its score: this is the reward.
         #    Compare it with the rewards of the same prompt's other completions: the advantage.
-        rewards = scores  # (B,)
-        if config.kl_coef > 0:
-            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
-            rewards = scores - config.kl_coef * kl.sum(1)
+        rewards = scores - config.kl_coef * kl.sum(1)  # (B,)
         advantages = rloo_advantages(rewards, G)  # (B,)
-        # Leave the rows that have no gradient out of the update: they need no forward pass.
-        has_gradient = (advantages != 0) | has_bonus  # (B,)
         run.lap("time/rollout")
         clear_cache()  # give back the memory of the rollout: the update needs other shapes
 
         # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
-        #    The orders are joined and then cut: as --num_mini_batches divides B, no minibatch has
-        #    rows of two epochs.
         set_learning_rate(optimizer, config, step)
-        orders = [torch.randperm(B, generator=shuffler) for _ in range(config.num_epochs)]
         meter = Meter(rollout)
-        for mini_batch in torch.cat(orders).split(B // config.num_mini_batches):
-            num_tokens = mask[mini_batch].sum()
-            # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each adds
-            # its share of the loss to the gradient, so the sum doesn't depend on b.
-            parts = micro_batches(
-                rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
-            )
-            for rows, part in parts:
-                logprobs, entropy = completion_logprobs(
-                    policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
-                )
-                old = logprobs.detach() if single_update else old_logprobs[rows]
-                m = mask[rows]
+        for _ in range(config.num_epochs):
+            order = torch.randperm(B, generator=shuffler)
+            for mini_batch in order.split(B // config.num_mini_batches):
+                # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
+                # adds its share of the loss to the gradient, so the sum doesn't depend on b.
+                for rows, part in micro_batches(
+                    rollout, mini_batch, max_tokens=config.micro_batch_tokens
+                ):
+                    logprobs, entropy = completion_logprobs(
+                        policy, part, config.temperature, bf16=config.bf16
+                    )
+                    loss, ratio, clipped = rloo_loss(
+                        logprobs,
+                        old_logprobs[rows],
+                        advantages[rows],
+                        mask[rows],
+                        clip_range=config.clip_range,
+                        num_rows=len(mini_batch),
+                    )
+                    loss.backward()
+                    meter.add_share("loss/policy_avg", loss)
+                    meter.add_policy(rows, logprobs, old_logprobs, entropy, ratio, clipped, mask)
 
-                loss, clipped = rloo_loss(
-                    logprobs,
-                    old,
-                    advantages[rows],
-                    m,
-                    clip_range=config.clip_range,
-                    num_rows=len(mini_batch),
-                )
-                bonus = config.entropy_coef * (entropy * m).sum() / num_tokens
-                (loss - bonus).backward()
-
-                ratio = policy_ratio((logprobs - old).sum(1))  # (b,)
-                meter.add_share("loss/policy_avg", loss)
-                meter.add_policy(rows, logprobs, old, entropy, ratio, clipped, m)
-
-            # Take one optimiser step: the gradient of the whole minibatch has been added up.
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            meter.end_mini_batch(grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+                # Take one step: the gradient of the whole minibatch has been added up.
+                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+                meter.end_mini_batch(grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
         # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)
         run.log(step, meter, episode=(step + 1) * B)
-        columns = {"ref_logprobs": ref_logprobs, "kl": kl, "advantages": advantages}
+        columns = {"ref_logprobs": ref_logprobs, "kl": kl if config.kl_coef > 0 else None}
+        columns |= {"advantages": advantages}
         run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
         clear_cache()  # give back the memory of the update
 

@@ -6,21 +6,23 @@ and the estimated KL would be wrong, even negative.
 
 A completion ends with its first EOS, or with a stop string (`--stop`). The token that ends it is in
 the mask, and is trained on. What a row draws after its end is replaced by padding and is off the
-mask. `generate`, its loop `decode`, `Step` and `draw` are the whole of it. Decoder makes it faster:
-it rounds the weights to decode with, and on CUDA makes each step a graph.
+mask. `generate`, its loop `decode`, `Step` and `draw` are the whole of it. plumbing/decoder.py
+makes it faster: it rounds the weights to decode with, and on CUDA makes each step a graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig, StaticCache, StopStringCriteria
+from transformers import DynamicCache, PretrainedConfig, StopStringCriteria
 
-from common import Fault, Rollout, base_model, completion_mask, evaluating, model_inputs
+from common import Rollout, base_model, completion_mask, evaluating
+from forward import model_inputs
 
 
 def sample(
@@ -30,13 +32,15 @@ def sample(
     *,
     num_generations: int,
     max_rows: int,
-    decoder: Decoder | None = None,
+    decoder: Any = None,
     **options: Any,
 ) -> Rollout:
-    """`generate` in sub-batches of at most `max_rows` completions; a prompt's stay together."""
+    """`generate` in sub-batches of at most `max_rows` completions; a prompt's stay together. All
+    share the rollout of a plumbing.decoder.Decoder, if there is one.
+    """
     num_prompts = max(1, max_rows // num_generations)  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
-    with decoder or Decoder(model) as decoder:
+    with decoder or contextlib.nullcontext() as decoder:
         options |= {"num_generations": num_generations, "decoder": decoder}
         rollouts = [generate(model, *part, **options) for part in parts]
     names = [field.name for field in dataclasses.fields(Rollout)]
@@ -54,7 +58,7 @@ def generate(
     eos_token_ids: list[int],
     pad_token_id: int,
     generator: torch.Generator | None = None,
-    decoder: Decoder | None = None,
+    decoder: Any = None,
     stop: StopStringCriteria | None = None,
     **settings: float,
 ) -> Rollout:
@@ -62,8 +66,8 @@ def generate(
 
     prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
     rows; the rows of a prompt are consecutive. settings: temperature, top_k and top_p of `draw`.
-    stop: the strings that end a completion. decoder: of this model, in its rollout. Raises Fault
-    where the logits are not finite.
+    stop: the strings that end a completion. decoder: of this model, in its rollout. Raises
+    FloatingPointError where the logits are not finite.
     """
     model = decoder.model if decoder else model
     G, device = num_generations, model.device
@@ -89,7 +93,7 @@ def generate(
     logprobs = logprobs.masked_fill(~drawn_mask, 0)
     if not logprobs.isfinite().all():  # float16 ends at 65,504
         remedy = "lower --learning_rate, or --fp16 false; in step 0 it is the weights of --model"
-        raise Fault(f"the model's logits are not finite: {remedy}")
+        raise FloatingPointError(f"the model's logits are not finite: {remedy}")
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
         attention_mask=torch.cat([mask, drawn_mask], dim=1),
@@ -100,7 +104,7 @@ def generate(
 
 
 def decode(
-    step: Step | Decoder,
+    step: Any,
     logits: Tensor,
     uniforms: Tensor,
     eos: Tensor,
@@ -213,117 +217,6 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     return torch.searchsorted(cumulative, threshold, right=True), threshold
 
 
-class Decoder:
-    """Decodes the rollouts of a run with its model, or given `half` with a copy whose weights are
-    rounded to this type. On CUDA a step is a graph, unless `graphs` is False: launching its kernels
-    one by one takes longer than they run. A replay repeats the same operations on the same memory:
-    so the cache has its full size from the start, a mask hides the columns that aren't filled yet,
-    and what changes from token to token lies in tensors that the graph itself moves on.
-    """
-
-    def __init__(
-        self, model: nn.Module, half: torch.dtype | None = None, graphs: bool = True
-    ) -> None:
-        self.trained, self.half = model, half
-        self.has_graphs = graphs and model.device.type == "cuda"
-        # A graph reads a fixed number of the cache's columns. When they are full, the next graph
-        # takes its place, which reads 128 more.
-        self.stretch = 128
-        # Each with the tensors that its replay draws into.
-        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
-
-    @torch.no_grad()
-    def __enter__(self) -> Decoder:
-        """Begin a rollout: round the weights as they are now."""
-        if self.half and self.graphs:  # they hold the address of each weight
-            rounded, weights = self.model.parameters(), self.trained.parameters()
-            torch._foreach_copy_(list(rounded), list(weights))
-        else:
-            self.model = rounded_copy(self.trained, self.half) if self.half else self.trained
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End it. What it holds is kept where that takes less than a fifth of what is free."""
-        shared = {p.data_ptr() for p in self.trained.parameters()}  # it owns the others alone
-        kept = [p for p in self.model.parameters() if p.data_ptr() not in shared]
-        if self.graphs:
-            kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
-            free = torch.cuda.mem_get_info()[0] - torch.cuda.memory_allocated()
-            free += torch.cuda.memory_reserved()
-        if any(error) or not self.graphs or 5 * sum(x.nbytes for x in kept) > free:
-            self.model, self.cache, self.graphs = None, None, {}
-
-    def start(self, cache: DynamicCache, mask: Tensor, max_new_tokens: int) -> Decoder:
-        """Take over the prompts: their keys and values, and their mask (B, P)."""
-        B, columns = len(mask), mask.shape[1] + max_new_tokens
-        if not self.graphs or len(self.mask) != B or self.mask.shape[3] < columns:
-            # Their memory is free before the new ones take theirs.
-            self.cache, self.graphs = None, {}
-            columns = -(-columns // self.stretch) * self.stretch
-            self.cache = FilledColumns(without_windows(self.model), max_cache_len=columns)
-            self.pool = torch.cuda.graph_pool_handle()  # the graphs run one at a time
-            self.token = torch.zeros(B, 1, dtype=torch.long, device=mask.device)
-            self.uniform = torch.zeros(B, device=mask.device)
-            self.position, self.column = torch.zeros_like(self.token), self.token.new_zeros(1)
-            self.columns = torch.arange(columns, device=mask.device)
-            # 0 where a column is seen, -inf elsewhere.
-            self.mask = torch.zeros(B, 1, 1, columns, dtype=self.model.dtype, device=mask.device)
-        # Clear what earlier rollouts have left: an attention weight of 0 times NaN is NaN.
-        self.cache.reset()
-        for layer, prompt in zip(self.cache.layers, cache.layers, strict=True):
-            layer.update(prompt.keys, prompt.values)
-        self.num_filled = mask.shape[1]
-        self.position.copy_(mask.sum(1, keepdim=True))
-        self.column.fill_(mask.shape[1])
-        self.mask.fill_(-torch.inf)
-        self.mask[:, 0, 0, : mask.shape[1]].masked_fill_(mask, 0)
-        return self
-
-    def __call__(self, drawn: Tensor, uniform: Tensor, settings: dict) -> tuple[Tensor, Tensor]:
-        """As a Step, but what it gives lies in memory that the next call overwrites. Raises Fault
-        where there can be no graph.
-        """
-        self.token.copy_(drawn.unsqueeze(1))
-        self.uniform.copy_(uniform)
-        self.num_filled += 1  # columns: attention reads them, up to a whole number of stretches
-        self.cache.length = -(-self.num_filled // self.stretch) * self.stretch
-        kind = (self.cache.length, *settings.items())
-        if kind in self.graphs:
-            graph, result = self.graphs[kind]
-            graph.replay()
-            return result
-        result = self._step(settings)  # the token itself, and the warm-up
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # This records the step without running it, so the cache stays as it is.
-            with torch.cuda.graph(graph, pool=self.pool):
-                self.graphs[kind] = graph, self._step(settings)
-        except RuntimeError as e:
-            reason = str(e.__context__ or e).split("\n")[0]  # the end of a capture fails as well
-            raise Fault(f"no CUDA graph of a step: give --cuda_graphs false ({reason})") from e
-        return result
-
-    def _step(self, settings: dict[str, float]) -> tuple[Tensor, Tensor]:
-        self.mask.index_fill_(3, self.column, 0)
-        mask, columns = (x[..., : self.cache.length] for x in (self.mask, self.columns))
-        masks = masks_of_layers(self.model, mask, columns, self.column)
-        inputs = model_inputs(self.model, self.token, masks, self.cache, self.position)
-        logits = self.model(**inputs).logits[:, -1]
-        self.position.add_(1)
-        self.column.add_(1)
-        return draw(logits, self.uniform, **settings)
-
-
-class FilledColumns(StaticCache):
-    """Attention reads the first `length` of its columns alone."""
-
-    def update(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        return tuple(x[:, :, : self.length] for x in super().update(*args, **options))
-
-
-# --- Of the model: a cache and masks for its layers, weights to decode with ---
-
-
 def without_windows(model: nn.Module) -> PretrainedConfig:
     """The model's config for a cache whose layers keep all tokens: the mask hides those that a
     sliding window has left behind.
@@ -334,27 +227,3 @@ def without_windows(model: nn.Module) -> PretrainedConfig:
         config.layer_types = [full.get(kind, kind) for kind in kinds]
     config.sliding_window = None
     return config
-
-
-def masks_of_layers(
-    model: nn.Module, mask: Tensor, columns: Tensor, column: Tensor
-) -> Tensor | dict[str, Tensor]:
-    """An attention mask of four dimensions for a token in `column`, or one for each kind of layer
-    where a window hides old `columns`. transformers takes it as it is.
-    """
-    config = base_model(model).config.get_text_config()
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if not window or set(kinds or ()) == {"full_attention"}:
-        return mask
-    windowed = mask.masked_fill(columns <= column - window, -torch.inf)
-    both = {"full_attention": mask, "sliding_attention": windowed}
-    return both if len(set(kinds or ())) > 1 else windowed
-
-
-def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
-    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
-    keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
-    """
-    floats = [p for p in model.parameters() if p.is_floating_point()]
-    rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
-    return copy.deepcopy(model, memo=rounded)

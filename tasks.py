@@ -23,8 +23,8 @@ import random
 import re
 from decimal import Decimal
 
-from common import InputError
 from plumbing.data import Prompt, Task, text_of
+from plumbing.errors import InputError
 
 # --- add: sums of two numbers, with a verifier ---
 

@@ -44,10 +44,12 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 from pretended_cuda import pretended_cuda  # noqa: E402
 
 import grpo  # noqa: E402
-from common import completion_logprobs, disable_dropout  # noqa: E402
+from common import disable_dropout  # noqa: E402
+from forward import completion_logprobs  # noqa: E402
 from plumbing import models  # noqa: E402
+from plumbing.decoder import Decoder  # noqa: E402
 from plumbing.run import run_main  # noqa: E402
-from sampling import Decoder, sample  # noqa: E402
+from sampling import sample  # noqa: E402
 
 SHAPE = """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
 head_dim vocab_size num_experts""".split()

@@ -43,15 +43,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import grpo
 import tasks
-from common import (
-    Rollout,
-    completion_logprobs,
-    disable_dropout,
-    kl_estimate,
-    logits_from,
-    masked_mean,
-    rollout_logprobs,
-)
+from common import Rollout, disable_dropout, kl_estimate, masked_mean
+from forward import completion_logprobs, logits_from, rollout_logprobs
 from plumbing import models
 from plumbing.config import parse_flags
 from plumbing.data import load_task, sampling_options

@@ -275,7 +275,7 @@ def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, floa
     logprobs = token_logprobs(logits.requires_grad_() / 3.0, tokens)
     advantages = group_advantages(right.float(), 8, scale_rewards)
     options = {"clip_range": 0.2, "loss_type": loss_type, "max_new_tokens": 16}
-    loss, _ = grpo_loss(logprobs, logprobs.detach(), advantages, real, **options)
+    loss, _, _ = grpo_loss(logprobs, logprobs.detach(), advantages, real, **options)
     up = -torch.autograd.grad(loss, logits)[0][:, :, eos].masked_fill(~real, 0)
     up = up[:, 1:]  # the first token decides what is right, so EOS in its place is no length
     parts = {"right": up[right], "wrong": up[~right]}
@@ -442,7 +442,8 @@ def kl_of_places(seed: int) -> dict[str, float]:
     """The KL of the model after GRPO to the embedded one, at the first token and at all others; and
     which share of the embedded one's worked out answers is right.
     """
-    from common import completion_logprobs, kl_estimate
+    from common import kl_estimate
+    from forward import completion_logprobs
     from plumbing.models import load
 
     base = str(ROOT / "tiny" / "cups")

@@ -14,8 +14,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The program, without its tests and pages: a list, so that nothing else of a folder is handed out.
-PROGRAM = """common.py grpo.py ppo.py reward_model.py rloo.py sampling.py tasks.py requirements.txt
-plumbing/__init__.py plumbing/config.py plumbing/data.py plumbing/metrics.py plumbing/models.py
+PROGRAM = """common.py forward.py grpo.py ppo.py reward_model.py rloo.py sampling.py tasks.py
+requirements.txt plumbing/__init__.py plumbing/errors.py plumbing/decoder.py plumbing/config.py
+plumbing/data.py plumbing/metrics.py plumbing/models.py
 plumbing/preferences.py plumbing/run.py tools/__init__.py tools/look.html tools/look.py
 tools/plot.py tools/to_trl.py tiny/README.md tiny/config.json tiny/generation_config.json
 tiny/make.py tiny/model.safetensors tiny/temperature.py tiny/tokenizer.json
@@ -121,7 +122,7 @@ PROBLEMS = [
         "A context manager that can be entered often, for four cases: no KL, a named model, a new"
         " adapter, everything else.",
         "contextlib.nullcontext gives what you put into it. Without KL: None. With a new adapter"
-        " (there is a function that says so): the class AdapterOff. Else the named model, or a copy"
+        " (there is a function that says so): adapter_off. Else the named model, or a copy"
         " by the function that shares what doesn't train; in evaluation mode, without gradients.",
     ),
     Problem(
@@ -135,7 +136,7 @@ PROBLEMS = [
         " step(the tokens, uniforms[t + 1], settings) gives the next tokens and log-probs.",
     ),
     Problem(
-        "completion_logprobs", "common.py", "log-probs of a completion by the training forward",
+        "completion_logprobs", "forward.py", "log-probs of a completion by the training forward",
         "The logits at a position are about the token that comes after it. So which column of"
         " logits belongs to the first token of the completion? Prompts are padded on the left:"
         " model_inputs makes the position ids from the mask.",

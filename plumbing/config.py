@@ -17,10 +17,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from common import InputError, blame
+from plumbing.errors import InputError, blame
 from plumbing.models import fast_half, folder_of, is_adapter, pick_device
 
 Embedded = dict[str, dict[str, Any]]  # the defaults of each embedded model, by its name
+# What they have in every script; the rest is in its TINY and CUPS.
+SUMS = {"task": "add", "max_new_tokens": 5, "num_eval_prompts": 1024, "bf16": False}
+SUMS |= {"micro_batch_tokens": 16384, "rollout_batch_size": 256}
+SWAPS = {"task": "cups", "max_new_tokens": 16, "num_eval_prompts": 512, "learning_rate": 1e-3}
 
 
 def flag(default: Any, help: str, *, least: float | None = None, most: float = math.inf) -> Any:
@@ -92,7 +96,6 @@ class RunConfig(TrainConfig):
     num_epochs: int = flag(1, "passes over one rollout")
     num_mini_batches: int = flag(1, "optimiser steps per pass")
     clip_range: float = flag(0.2, "epsilon of the ratio clip")
-    entropy_coef: float = flag(0.0, "weight of a bonus for the mean entropy of a token", least=0)
     eval_every: int = flag(20, "steps between evaluations on held-out prompts")
     num_eval_prompts: int = flag(24, "held-out prompts per evaluation")
     eval_generations: int = flag(1, "completions per held-out prompt, K, for pass@1 and pass@K")

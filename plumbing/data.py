@@ -23,10 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import StopStringCriteria
 
-from common import InputError, Rollout, blame
+from common import Rollout
+from plumbing.decoder import Decoder
+from plumbing.errors import InputError, blame
 from plumbing.models import context_length, eos_token_ids
 from plumbing.preferences import RewardModel
-from sampling import Decoder
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
 RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
@@ -305,10 +306,8 @@ def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> di
     with blame(f"--stop {strings}"):
         stop = StopStringCriteria(tokenizer, strings) if strings else None
     return {
-        "num_generations": config.num_generations,
         "max_rows": config.rollout_batch_size,
         "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
         "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from common import Fault, Rollout, blame, is_flat, kl_estimate, masked_mean
+from common import Rollout, is_flat, kl_estimate, masked_mean
 from plumbing.data import Task, text_of
+from plumbing.errors import Fault, blame
 from sampling import sample
 
 Metrics = dict[str, float | None]
@@ -149,9 +150,10 @@ class Meter(Totals):
     ) -> None:
         """Add what the policy did in a micro-batch: the given rows of the rollout.
 
-        logprobs, old_logprobs, entropy and mask (rows, T); ratio and clipped (rows, T), or (rows,)
-        where a completion has one ratio.
+        logprobs and entropy (rows, T); ratio and clipped (rows, T), or (rows,) where a completion
+        has one ratio. old_logprobs and mask are the whole rollout's, (B, T).
         """
+        old_logprobs, mask = old_logprobs[rows], mask[rows]
         unused = ~mask if ratio.dim() == 2 else ~mask.any(1)
         of_rows = {
             "old_logprobs": old_logprobs,
@@ -248,6 +250,7 @@ def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any
         # differ by the policy alone, and evaluating more often changes no run.
         generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         options = sampling | {"generator": generator} | options
+        options |= {"temperature": config.temperature}
         rollout = sample(policy, *task.encode(rows), **options)
         scores, texts = task.score(rows, rollout)
         known = scores[~scores.isnan()]

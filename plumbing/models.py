@@ -12,17 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.activations import NewGELUActivation
 
-from common import (
-    InputError,
-    Rollout,
-    ValueModel,
-    base_model,
-    blame,
-    clear_cache,
-    completion_logprobs,
-    completion_values,
-    micro_batches,
-)
+from common import Rollout, base_model, clear_cache
+from forward import ValueModel, completion_logprobs, completion_values, micro_batches
+from plumbing.errors import InputError, blame
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -301,7 +293,7 @@ def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> R
 
 def _one_pass(config: Any, models: list[nn.Module], part: Rollout) -> None:
     """Forward and backward over a micro-batch."""
-    options = {"bf16": config.bf16, "entropy_grad": config.entropy_coef > 0}
+    options = {"bf16": config.bf16, "entropy_grad": getattr(config, "entropy_coef", 0) > 0}
     logprobs, entropy = completion_logprobs(models[0], part, config.temperature, **options)
     loss = (logprobs + entropy).sum()
     for value_model in models[1:]:

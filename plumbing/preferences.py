@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common import InputError, at_least_float32, base_model, blame
+from common import at_least_float32, base_model
+from plumbing.errors import InputError, blame
 from plumbing.models import add_adapter, context_length, is_adapter, load, load_tokenizer
 
 Text = str | list[dict[str, str]]  # plain text, or chat messages

@@ -27,9 +27,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from common import Fault, InputError, Rollout, blame, evaluating, is_flat, rollout_logprobs
+from common import Rollout, evaluating, is_flat
+from forward import rollout_logprobs
 from plumbing.config import MADE, claim_folder
 from plumbing.data import text_of
+from plumbing.errors import Fault, InputError, blame
 from plumbing.metrics import (
     Evaluation,
     Metrics,
@@ -404,7 +406,7 @@ def run_main(main: Callable[[], None]) -> None:
         if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"
             e = Fault(f"out of memory: {remedy} ({words.splitlines()[0]})")
-        codes = {InputError: 2, Fault: 1, KeyboardInterrupt: 130}
+        codes = {InputError: 2, Fault: 1, FloatingPointError: 1, KeyboardInterrupt: 130}
         if type(e) not in codes:
             raise
         print(f"error: {e}" if str(e) else "interrupted", file=sys.stderr)

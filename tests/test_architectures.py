@@ -9,7 +9,7 @@ import transformers
 from small import make_rollout
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import completion_logprobs
+from forward import completion_logprobs
 from plumbing.models import context_length, fuse
 from sampling import generate
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM as CausalLM
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
 
-from common import InputError, blame
+from plumbing.errors import InputError, blame
 from plumbing.models import add_adapter
 from tools import look, plot
 

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM
 import grpo
 import ppo
 import rloo
-from common import Fault
 from plumbing.data import Task
+from plumbing.errors import Fault
 
 EOS, ROWS = 19, 12  # 4 prompts x 3 completions
 FLAGS = {
@@ -57,7 +57,7 @@ RUNS = {  # the kind of loss: the flags in which its run differs
         "mask_truncated_completions": True, "entropy_coef": 0.4, "num_epochs": 1,
     },
     "gspo": {"loss_type": "gspo", "clip_range": 0.01, "kl_estimator": "unbiased"},
-    "rloo": {"entropy_coef": 0.4, "num_epochs": 1},  # two minibatches
+    "rloo": {"num_epochs": 1},  # two minibatches
 }  # fmt: skip
 NOISE = torch.linspace(-0.3, 0.3, ROWS * 5).double().view(ROWS, 5)  # on the sampler's log-probs
 
@@ -173,18 +173,18 @@ class Job:
         d, off, log = logprobs - old, sampler - old, {}
         ratio, of_row = d.exp(), torch.tensor(chosen).unsqueeze(1).expand_as(mask)
         if self.kind == "ppo":
-            loss, clipped = ppo.policy_loss(logprobs, old, A, clip)
+            loss, _, clipped = ppo.policy_loss(logprobs, old, A, clip)
             vf, vf_clipped = ppo.value_loss(values, old_values, returns, 0.03)
             log |= {"vf": vf[mask], "value_clipped": vf_clipped[mask].double()}
             loss = loss[mask].mean()
         elif self.kind == "rloo":
-            loss, clipped = rloo.rloo_loss(logprobs, old, A[:, 0], mask, clip_range=clip)
+            loss, _, clipped = rloo.rloo_loss(logprobs, old, A[:, 0], mask, clip_range=clip)
             ratio, of_row = ratio.prod(1), torch.tensor(chosen)
         else:
             names = {"clip_range", "clip_range_high", "loss_type", "kl_estimator"}
             options = {name: self.flags[name] for name in names & {*self.flags}}
             options |= {"ref_logprobs": ref, "kl_coef": 0.3, "max_new_tokens": 5}
-            loss, clipped = grpo.grpo_loss(logprobs, old, A[:, 0], mask, **options)
+            loss, _, clipped = grpo.grpo_loss(logprobs, old, A[:, 0], mask, **options)
         if self.kind == "gspo":
             ratio = (d.sum(1) / mask.sum(1)).exp().unsqueeze(1).expand_as(mask)
         where = mask if ratio.dim() == 2 else slice(None)
@@ -399,9 +399,9 @@ def worked_step() -> str:
         return start + "".join(f"{x + 0.0:8.3g}" for x in numbers) + "  clipped" * bool(clipped)
 
     A = grpo.group_advantages(scores, 4)
-    loss, clipped = grpo.grpo_loss(new, old, A, mask, clip_range=0.2)
+    loss, _, clipped = grpo.grpo_loss(new, old, A, mask, clip_range=0.2)
     [slopes] = torch.autograd.grad(loss, new)
-    each, _ = ppo.policy_loss(new, old, A.unsqueeze(1), 0.2)  # GRPO's of a token is PPO's
+    each, _, _ = ppo.policy_loss(new, old, A.unsqueeze(1), 0.2)  # GRPO's of a token is PPO's
     lines = ["score       A  token  pi_old      pi   ratio    loss   slope"]
     for i, text in enumerate(STEP):
         for t, token in enumerate(text.split()):
@@ -411,9 +411,9 @@ def worked_step() -> str:
     lines += [f"GRPO's loss: {loss:.3g}", "", "completion       A   ratio    loss   slope"]
 
     A, log_ratio = rloo.rloo_advantages(scores, 4), (new - old).sum(1)
-    loss, clipped = rloo.rloo_loss(new, old, A, mask, clip_range=0.2)
+    loss, _, clipped = rloo.rloo_loss(new, old, A, mask, clip_range=0.2)
     [slopes] = torch.autograd.grad(loss, new, retain_graph=True)
-    each, _ = ppo.policy_loss(log_ratio, torch.zeros(4), A, 0.2)
+    each, _, _ = ppo.policy_loss(log_ratio, torch.zeros(4), A, 0.2)
     for i, text in enumerate(STEP):
         lines.append(line(f"{text:10}", [A[i], ratio[i].prod(), each[i], slopes[i, 0]], clipped[i]))
     return "\n".join([*lines, f"RLOO's loss: {loss:.3g}"])

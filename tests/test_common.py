@@ -14,29 +14,31 @@ from small import EOS, IN_GROUPS, RAGGED, RAGGED_ROWS, make_rollout, small_gpt2,
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import common
+import forward
 from common import (
     Rollout,
-    ValueModel,
-    completion_logprobs,
     completion_mask,
-    completion_values,
     disable_dropout,
     evaluating,
     gae,
     importance_ratio,
     kl_estimate,
-    logits_from,
     masked_mean,
     masked_whiten,
-    micro_batches,
-    model_inputs,
     policy_ratio,
-    rollout_logprobs,
-    rollout_values,
     schedule,
     token_entropy,
     token_logprobs,
+)
+from forward import (
+    ValueModel,
+    completion_logprobs,
+    completion_values,
+    logits_from,
+    micro_batches,
+    model_inputs,
+    rollout_logprobs,
+    rollout_values,
 )
 from plumbing.models import add_adapter, fuse, set_up_training
 
@@ -288,8 +290,8 @@ def test_a_fresh_value_model_predicts_exactly_0_and_trains_weights_of_its_own(ma
 
 def test_the_cache_goes_by_the_name_that_the_forward_of_a_model_has_for_it():
     x, of_old = torch.ones(2, 3), lambda past_key_values: 0
-    for forward, name in ((lambda cache: 0, "cache"), (of_old, "past_key_values")):
-        given = model_inputs(SimpleNamespace(forward=forward), x, x, "kept", logits_to_keep=1)
+    for takes, name in ((lambda cache: 0, "cache"), (of_old, "past_key_values")):
+        given = model_inputs(SimpleNamespace(forward=takes), x, x, "kept", logits_to_keep=1)
         assert given == {name: "kept"}, "what it doesn't take is left out"
 
 
@@ -435,7 +437,7 @@ def test_logits_are_made_for_a_few_tokens_at_a_time_with_the_same_values_and_gra
         return [both, *gradients(both, model)]
 
     wholes = [result(False), result(True)]
-    monkeypatch.setattr(common, "CHUNK", 2 * 5000)  # 9 chunks
+    monkeypatch.setattr(forward, "CHUNK", 2 * 5000)  # 9 chunks
     for entropy_grad, whole in enumerate(wholes):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -443,7 +445,7 @@ def test_logits_are_made_for_a_few_tokens_at_a_time_with_the_same_values_and_gra
         assert all(torch.allclose(x, y, atol=1e-10) for x, y in zip(parts, whole, strict=True))
         assert {len(x) for x in kept} == {2}
         num_kept = len({x.data_ptr() for x in kept})
-        assert num_kept == (3 if entropy_grad else 5), "of one chunk, or the log-probs of five"
+        assert num_kept == (4 if entropy_grad else 5), "of one chunk, or the log-probs of five"
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama, lambda: from_config("OPT", **OPT)])

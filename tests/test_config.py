@@ -17,8 +17,8 @@ import plumbing.config
 import ppo
 import reward_model
 import tasks
-from common import InputError
 from plumbing.config import find_folder, parse_flags
+from plumbing.errors import InputError
 
 
 def parse(script: str, flags: str) -> dict:

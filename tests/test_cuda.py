@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 import grpo
 import ppo
 import rloo
-from common import Rollout, completion_logprobs, micro_batches
+from common import Rollout
+from forward import completion_logprobs, micro_batches
+from plumbing.decoder import Decoder, rounded_copy
 from plumbing.models import fuse
-from sampling import Decoder, rounded_copy, sample
+from sampling import sample
 
 pytestmark = pytest.mark.cuda
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 10, 11]])

@@ -10,9 +10,9 @@ import torch
 from small import byte_tokenizer, task_of
 from tokenizers import normalizers, processors
 
-from common import InputError
 from plumbing import data
 from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows
+from plumbing.errors import InputError
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 

@@ -290,11 +290,11 @@ def pushes_of(name, lines, logprobs, old, mask, clip_range):
     logprobs = logprobs.clone().requires_grad_()
     if name == "RLOO":
         A = rloo.rloo_advantages(scores, GROUP)
-        loss, clipped = rloo.rloo_loss(logprobs, old, A, mask, **options)
+        loss, _, clipped = rloo.rloo_loss(logprobs, old, A, mask, **options)
         clipped = clipped.unsqueeze(1)
     elif name == "PPO":
         A = torch.zeros_like(old).masked_scatter(mask, of_tokens(lines, "advantages"))
-        loss, clipped = ppo.policy_loss(logprobs, old, A, clip_range)
+        loss, _, clipped = ppo.policy_loss(logprobs, old, A, clip_range)
         loss = (loss * mask).sum() / mask.sum()
     else:
         options["loss_type"] = name.lower().replace(". ", "_")
@@ -303,7 +303,7 @@ def pushes_of(name, lines, logprobs, old, mask, clip_range):
         if name == "DAPO":
             options["clip_range_high"] = 1.4 * clip_range
         script = grpo_of_the_page() if name == "SAPO" else grpo
-        loss, clipped = script.grpo_loss(logprobs, old, A, mask, **options)
+        loss, _, clipped = script.grpo_loss(logprobs, old, A, mask, **options)
     return -torch.autograd.grad(loss, logprobs)[0], clipped & mask
 
 

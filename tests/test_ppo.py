@@ -49,7 +49,7 @@ def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(size):
     for advantage, ratio, loss, slope in CLIP_CASES[size]:
         old = torch.tensor([[-0.7]], dtype=torch.float64)
         logprobs = (old + math.log(ratio)).requires_grad_()
-        found, clipped = policy_loss(logprobs, old, torch.tensor([[advantage]]), 0.2)
+        found, _, clipped = policy_loss(logprobs, old, torch.tensor([[advantage]]), 0.2)
         found.sum().backward()
         assert found.tolist() == [[pytest.approx(loss)]] and clipped.tolist() == [[slope == 0]]
         assert logprobs.grad.item() == pytest.approx(slope)  # d ratio / d logprob = ratio

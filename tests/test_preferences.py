@@ -12,8 +12,8 @@ from tokenizers import processors
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, GPT2Config
 
-from common import InputError
 from plumbing import preferences
+from plumbing.errors import InputError
 from plumbing.models import add_adapter
 from plumbing.preferences import RewardModel, load_classifier, sequence_scores, text_ids
 from reward_model import load_pairs

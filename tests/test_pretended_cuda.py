@@ -15,10 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import grpo
 import ppo
 import rloo
-from common import Fault, InputError
 from plumbing import models
+from plumbing.decoder import Decoder
+from plumbing.errors import Fault, InputError
 from plumbing.run import Run, run_main
-from sampling import Decoder, sample
+from sampling import sample
 
 UPDATES = {  # of a step, and the flags for them
     grpo: (2, {"num_mini_batches": 2}),
@@ -119,12 +120,12 @@ def test_what_fails_within_a_capture_is_named_and_without_graphs_it_works(capsys
         model = small_gpt2().eval().to("cuda")
         hook = model.transformer.ln_f.register_forward_hook(wait)
         with pytest.raises(Fault, match=r"--cuda_graphs false \(_local_scalar_dense"):
-            sample(model, prompts, prompts > 0, **options)
+            sample(model, prompts, prompts > 0, decoder=Decoder(model), **options)
         sample(model, prompts, prompts > 0, decoder=Decoder(model, graphs=False), **options)
         hook.remove()
         model.transformer.ln_f.register_forward_hook(run_out)
         with pytest.raises(SystemExit):
-            run_main(lambda: sample(model, prompts, prompts > 0, **options))
+            run_main(lambda: sample(model, prompts, prompts > 0, decoder=Decoder(model), **options))
         sample(model, prompts, prompts > 0, decoder=Decoder(model, graphs=False), **options)
     assert capsys.readouterr().err.startswith("error: out of memory: lower --micro_batch_tokens")
 

@@ -13,10 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from common import InputError, ValueModel, completion_logprobs, completion_values, reference
+from common import reference
+from forward import ValueModel, completion_logprobs, completion_values
 from grpo import Config
 from plumbing import models
 from plumbing.data import Task
+from plumbing.errors import InputError
 from plumbing.models import add_adapter, load_policy, load_tokenizer, set_up_training
 from plumbing.preferences import load_classifier
 
@@ -52,13 +54,13 @@ def policy(request) -> PeftModel:
 @pytest.mark.problem("reference", 1)
 def test_without_kl_there_is_no_reference_with_or_without_adapter(policy):
     for model in (policy, small_gpt2()):
-        with reference(model, kl_coef=0.0) as ref:
+        with reference(model, kl_coef=0.0)() as ref:
             assert ref is None
 
 
 @pytest.mark.problem("reference", 1)
 def test_a_named_model_is_frozen_and_its_dropout_is_off():
-    with reference(small_gpt2(), 0.1, named := small_llama(dropout=0.3).train()) as ref:
+    with reference(small_gpt2(), 0.1, named := small_llama(dropout=0.3).train())() as ref:
         assert ref is named and not ref.training and not names_of_trained(ref)
 
 
@@ -94,14 +96,14 @@ def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     before, trained = logprobs(policy), names_of_trained(policy)
     ref = reference(policy.train(), kl_coef=0.1)
     assert policy.training
-    with ref as model:
+    with ref() as model:
         assert torch.equal(logprobs(model), before)
         assert not model.training and not names_of_trained(model)
         memory = {p.data_ptr() for p in policy.parameters()}
         own = {name for name, p in model.named_parameters() if p.data_ptr() not in memory}
     assert own == trained == names_of_trained(policy)
     train(policy)
-    with ref as model:
+    with ref() as model:
         assert torch.equal(logprobs(model), before)
     assert not torch.allclose(logprobs(policy), before, atol=1e-2)
 
@@ -110,12 +112,12 @@ def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
 def test_of_a_new_adapter_it_is_the_base_model_and_costs_no_memory(policy):
     expected = logprobs(copy.deepcopy(policy).unload().eval())
     ref, trained = reference(policy, kl_coef=0.1), names_of_trained(policy)
-    with ref as model:
+    with ref() as model:
         assert model is policy  # no copy
         assert torch.equal(logprobs(model), expected)  # and no dropout either, though it is on
     train(policy)
     for _ in range(2):  # as often as there are steps; and after an error the adapter is on again
-        with pytest.raises(ZeroDivisionError), ref as model:
+        with pytest.raises(ZeroDivisionError), ref() as model:
             assert torch.equal(logprobs(model), expected)
             raise ZeroDivisionError
         assert policy.training and names_of_trained(policy) == trained

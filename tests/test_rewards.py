@@ -10,8 +10,8 @@ from small import byte_tokenizer, letter_tokenizer, make_rollout, save_model, ta
 from tokenizers import decoders
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from common import InputError
 from plumbing.data import Task, decode, load_reward
+from plumbing.errors import InputError
 from plumbing.preferences import RewardModel
 from tasks import REWARDS, TASKS, add_prompts
 

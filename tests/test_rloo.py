@@ -22,7 +22,7 @@ def test_loss_and_gradient_equal_their_definition_and_a_completion_is_clipped_as
     for advantages in ([1.0, -1.0, -0.5, 2.0], [-1.0, 1.0, 0.5, -2.0], [0.0, 0.0, -0.5, 0.0]):
         inputs = x, old, torch.tensor(advantages, dtype=torch.float64), mask
         before = [y.clone() for y in inputs]
-        loss, clipped = rloo_loss(*inputs, clip_range=0.2)
+        loss, _, clipped = rloo_loss(*inputs, clip_range=0.2)
         losses, stopped = [], []
         for i, a in enumerate(advantages):
             ratio = (x[i, mask[i]] - old[i, mask[i]]).sum().exp()
@@ -41,5 +41,5 @@ def test_loss_and_gradient_equal_their_definition_and_a_completion_is_clipped_as
 @pytest.mark.problem("rloo_loss", 1)
 def test_a_huge_ratio_is_bounded_and_the_loss_finite():
     x, mask = numbers(0) + 400, MASK.long()  # of numbers, as a tokenizer's
-    loss, _ = rloo_loss(x, numbers(1), numbers(2)[0], mask, clip_range=0.2)
+    loss, _, _ = rloo_loss(x, numbers(1), numbers(2)[0], mask, clip_range=0.2)
     assert loss.isfinite(), "policy_ratio?"

@@ -35,8 +35,8 @@ import plumbing.data
 import ppo
 import reward_model
 import rloo
-from common import Fault, InputError, blame
 from plumbing.config import MADE
+from plumbing.errors import Fault, InputError, blame
 from plumbing.metrics import read_lines
 from plumbing.run import Run, run_main
 

@@ -15,9 +15,11 @@ from transformers import (
 )
 
 import sampling
-from common import Fault, completion_mask, model_inputs
+from common import completion_mask
+from forward import model_inputs
+from plumbing.decoder import Decoder, masks_of_layers, rounded_copy
 from plumbing.models import add_adapter
-from sampling import Decoder, draw, generate, masks_of_layers, rounded_copy, without_windows
+from sampling import draw, generate, without_windows
 
 # Padding is 0, and 0 is a token as well.
 PROMPTS = torch.tensor([[1, 2, 5, 1], [0, 0, 0, 4], [0, 5, 0, 6]])
@@ -181,7 +183,7 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(half, top_k, token):
 
     model.get_output_embeddings().register_forward_hook(spoil)
     words = r"logits are not finite: lower .*, or --fp16 false; .* --model"
-    with pytest.raises(Fault, match=words):
+    with pytest.raises(FloatingPointError, match=words):
         sample(model, decoder=Decoder(model, half), top_k=top_k, eos_token_ids=[])
 
 

@@ -16,7 +16,7 @@ import ppo
 import reward_model
 import rloo
 import sampling
-from common import completion_logprobs, rollout_logprobs
+from forward import completion_logprobs, rollout_logprobs
 from plumbing.config import settings_of_run
 
 FLAT = """

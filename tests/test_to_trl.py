@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from small import letter_tokenizer, save_model, small_gpt2, small_llama
 from transformers import set_seed
 
-from common import InputError
 from plumbing.config import parse_flags
+from plumbing.errors import InputError
 from plumbing.models import TINY, load_policy, set_up_training
 from plumbing.run import run_main
 from tools import look, plot, to_trl

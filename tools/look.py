@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import InputError, blame
+from plumbing.errors import InputError, blame
 from plumbing.metrics import draw_curves, read_lines
 from plumbing.run import run_main
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import blame
+from plumbing.errors import blame
 from plumbing.metrics import draw_curves
 from plumbing.run import run_main
 

@@ -21,9 +21,10 @@ from transformers import HfArgumentParser, set_seed
 import grpo
 import rloo
 import tasks
-from common import InputError, base_model, blame, disable_dropout
+from common import base_model, disable_dropout
 from plumbing.config import settings_of_run
 from plumbing.data import load_task
+from plumbing.errors import InputError, blame
 from plumbing.models import load_policy, spread_weights
 from plumbing.run import run_main
 
