@@ -1,7 +1,8 @@
-"""The mathematics that PPO, GRPO and RLOO share: masks, log-probs, KL, GAE, dropout, the reference.
+"""The mathematics that PPO, GRPO and RLOO share: masks, log-probs, KL, GAE; and what must be right
+around it: dropout, the reference, the learning rate.
 
 Every mathematical function is pure. A mask may be bool, or 0 and 1. Elements off the mask have no
-influence, even if they are NaN. This file imports no other file of the project.
+influence, even if they are NaN. This file imports torch, and no other file of the project.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 #   score         the number that the reward function gives a completion: s
 #   reference     the model before training, or the one that --reference names
 #   KL            how far the policy has drifted from the reference, in nats
-#   reward        the score less the KL penalty (PPO, RLOO) or alone (GRPO): r; makes advantages
+#   reward        the score less the KL penalty (PPO, RLOO), or the score itself (GRPO): r
 #   return        the sum of the rewards to come, by GAE: R; the value model learns to predict it
 #   advantage     how much better an action was than expected: A
 #   ratio         pi / pi_old: by what factor updates have changed a token's chance
@@ -61,20 +61,26 @@ class Rollout:
     logprobs: Tensor
     finished: Tensor  # (B,) bool: ended by EOS or a stop string, not at the limit
 
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each completion, EOS included: (B,)."""
+        return self.completion_mask.sum(1)
+
     def __getitem__(self, rows: Tensor | slice) -> Rollout:
         """The given rows of every field."""
         return Rollout(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
 def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:
-    """(B, T) tokens -> (B, T) bool: True up to and including the first EOS, any of the EOS ids.
+    """Return where a completion has real tokens: up to and including its first EOS, which may be
+    any of the EOS ids: (B, T) -> (B, T) bool.
 
     With EOS = 9: [5, 9, 7] -> [1, 1, 0] and [5, 6, 7] -> [1, 1, 1].
     """
     # On MPS a copy that isn't waited for would be read too early.
     ids = torch.tensor(eos_token_ids).to(completions.device, non_blocking=completions.is_cuda)
     is_eos = torch.isin(completions, ids).long()
-    # EOS is an action and has to get its gradient: so count the EOS strictly before each position.
+    # EOS is an action and has to get its gradient, so count the EOS strictly before each position.
     eos_before = is_eos.cumsum(1) - is_eos
     return eos_before == 0
 
@@ -83,53 +89,51 @@ def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of x where mask is 1, over all elements or along `dim`; 0 where the mask is empty."""
+    """Average x where mask is 1, over all elements or along `dim`; 0 where the mask is empty."""
     mask = mask.bool()
     # Fill, don't multiply: 0 * NaN is NaN.
     x = x.masked_fill(~mask, 0)
     return x.sum(dim) / mask.sum(dim).clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale x to variance 1 over the mask, and to mean 0 unless `shift_mean` is False. Only the
-    course keeps the mean: it tries what happens when rewards are whitened.
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale x to mean 0 and variance 1 over the mask; 0 off the mask.
 
-    0 off the mask. One number alone becomes 0, not NaN. The variance has Bessel's correction and
-    eps 1e-8, as in TRL's PPO; the code of Huang et al. 2024 (arXiv 2403.17031) whitens without the
-    correction.
+    A single number becomes 0, not NaN. The variance has Bessel's correction and eps 1e-8, as in
+    TRL's PPO; the code of Huang et al. 2024 (arXiv 2403.17031) whitens without the correction.
     """
     mask = mask.bool()
-    mean = masked_mean(x, mask)
-    centred = (x - mean).masked_fill(~mask, 0)
+    centred = (x - masked_mean(x, mask)).masked_fill(~mask, 0)
     variance = (centred**2).sum() / (mask.sum() - 1).clamp(min=1)
-    whitened = centred * torch.rsqrt(variance + 1e-8)
-    return whitened if shift_mean else (whitened + mean).masked_fill(~mask, 0)
+    return centred * torch.rsqrt(variance + 1e-8)
 
 
 # --- Log-probs, entropy, KL, ratio ---
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits) at the given tokens: logits (..., V), tokens (...) -> (...). Half
+    """Return log softmax(logits) at the given tokens: logits (..., V), tokens (...) -> (...). Half
     precision is converted to float32 first.
     """
     return at_least_float32(logits).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats: (..., V) -> (...)."""
+    """Return the entropy of softmax(logits) in nats: (..., V) -> (...)."""
     logprobs = at_least_float32(logits).log_softmax(-1)
     # A token of probability 0 must add 0, and 0 * -inf is NaN.
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision to float32: a softmax over a large vocabulary in bfloat16 is percents off."""
+    """Convert half precision to float32: in bfloat16 a softmax over a large vocabulary is percents
+    off.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimates of KL(policy || reference) from tokens that the policy sampled: (B, T).
+    """Estimate KL(policy || reference) at each token that the policy sampled: (B, T) -> (B, T).
 
     With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, exact near 0
     too. Schulman, "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are
@@ -145,7 +149,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return d**2 / 2
     if estimator == "k3":
-        # exp(-d) - 1 loses all digits where d is near 0, expm1 does not. It overflows above 88: so
+        # exp(-d) - 1 loses all digits where d is near 0, expm1 does not. It overflows above 88, so
         # a -d above 20 counts as 20 in the exponent, as in policy_ratio, and keeps its gradient.
         excess = (-d - 20).clamp(min=0).detach()
         return torch.expm1(-d - excess) + d
@@ -153,7 +157,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def policy_ratio(log_ratio: Tensor) -> Tensor:
-    """rho = pi / pi_old from log pi - log pi_old, of any shape; at most exp(20)."""
+    """Return rho = pi / pi_old from log pi - log pi_old, of any shape; it is at most exp(20)."""
     # exp overflows above 88 in float32, and where the clip asks for no gradient the backward pass
     # makes NaN of 0 * inf. So a log-ratio above 20, which no clip range reaches, counts as 20. It
     # keeps its gradient: a bad token must be pushed back.
@@ -167,14 +171,14 @@ def policy_ratio(log_ratio: Tensor) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: (advantages, returns), each (B, T), not whitened.
+    """Estimate advantages (GAE), and the returns that values learn: each (B, T), not whitened.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}: Schulman et al.
     2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. Both are
     0 off the mask. The episode ends with the last real token of a row, also where it was cut at the
     length limit: after it V and A are 0, whatever the value model says at padding.
     """
-    # Token by token, so on the CPU: a GPU would launch a few small operations for each.
+    # It goes token by token, so on the CPU: a GPU would launch a few small operations for each.
     device, mask = rewards.device, mask.bool().cpu()
     rewards, values = (x.cpu().masked_fill(~mask, 0) for x in (rewards, values))
     # From the last token to the first: A_t needs V_{t+1} and A_{t+1}.
@@ -190,7 +194,9 @@ def gae(
 
 
 def is_flat(groups: Tensor) -> Tensor:
-    """Which groups of rewards (N, G) are all the same, NaN left out: (N, 1) bool."""
+    """Find the groups whose rewards (N, G), without those that are NaN, are all equal: (N, 1) bool.
+    They teach nothing: every completion is as good as the others.
+    """
     unknown = groups.isnan()
     lowest = groups.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
     highest = groups.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
@@ -201,22 +207,23 @@ def is_flat(groups: Tensor) -> Tensor:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model itself, under the wrapper that peft puts around it for an adapter."""
+    """Return the transformers model itself, under the wrapper that peft puts around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def disable_dropout(*models: nn.Module) -> int:
-    """Switch every kind of dropout off for good; returns how many probabilities it has set to 0.
+    """Switch every kind of dropout off for good, and return how many probabilities are now 0.
 
-    Before the first update the ratio compares two forward passes of the same weights: with dropout
-    it isn't 1. The model's own config is saved with it and keeps its values: modules get a copy.
+    Before the first update the ratio compares two forward passes of the same weights, and with
+    dropout it isn't 1. The model's own config is saved with it and keeps its values; modules get a
+    copy.
     """
     sites = 0
     for model in models:
         wholes = (model, base_model(model))
         for module in model.modules():
             # 1. Modules: nn.Dropout and its kin.
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            if isinstance(module, DROPOUTS) and module.p > 0:
                 module.p = 0.0
                 sites += 1
             # 2. Numbers: Llama, Qwen2 and OPT call F.dropout(p=self.attention_dropout if
@@ -230,6 +237,10 @@ def disable_dropout(*models: nn.Module) -> int:
                     module.config = quiet
                 sites += found
     return sites
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUTS += (nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def _zero_noise(record: object) -> int:
@@ -256,7 +267,7 @@ def reference(
     """
     if kl_coef == 0:
         return contextlib.nullcontext
-    # The model that --reference names, if it names one.
+    # The model that --reference names.
     if named is not None:
         return partial(contextlib.nullcontext, named.eval().requires_grad_(False))
     # A new LoRA adapter: the reference is the policy without it, which needs no memory.
@@ -264,19 +275,19 @@ def reference(
         return partial(adapter_off, policy)
     # Else a frozen copy, taken after dropout is off: of all weights, or of a trained adapter alone.
     # A reload by name would miss any change made in memory, and the KL at step 0 would not be 0.
-    return partial(contextlib.nullcontext, copy_of(policy).eval().requires_grad_(False))
+    return partial(contextlib.nullcontext, copy_what_trains(policy).eval().requires_grad_(False))
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy that shares the weights that don't train: they stay the same in both."""
+def copy_what_trains(model: nn.Module) -> nn.Module:
+    """Copy a model, but share the weights that don't train: they stay the same in both."""
     return copy.deepcopy(model, memo={id(p): p for p in model.parameters() if not p.requires_grad})
 
 
 def has_new_adapter(policy: nn.Module) -> bool:
-    """Whether a LoRA adapter is there that changes nothing yet: all its weights but A are 0.
+    """Say whether there is a LoRA adapter that changes nothing yet: all its weights except A are 0.
 
-    Judged by the weights, not by where the adapter came from. With B other than 0 the base model
-    is not the policy that the run starts from (huggingface/trl#1340).
+    The weights decide, not where the adapter came from. With B other than 0 the base model is not
+    the policy that the run starts from (huggingface/trl#1340).
     """
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     matrices_a = [name for name, _ in trained if "lora_A" in name]
@@ -285,14 +296,14 @@ def has_new_adapter(policy: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def adapter_off(policy: nn.Module) -> Iterator[nn.Module]:
-    """The policy without its adapter and dropout, and back."""
+    """Lend the policy without its adapter and dropout."""
     with policy.disable_adapter(), evaluating(policy):
         yield policy
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Evaluation mode, and back, also after an error."""
+    """Put the model into evaluation mode, and back, also after an error."""
     # Dropout must not touch a sample. And gradient checkpointing, active in training mode, switches
     # the KV cache off: decoding would take quadratic time.
     was_training = model.training
@@ -303,22 +314,15 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
         model.train(was_training)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: Any, step: int) -> None:
-    """Set the rate of a step: it rises to config.learning_rate, then falls linearly towards 0."""
-    rate = config.learning_rate * schedule(step, config.num_steps, config.warmup_steps)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def schedule(step: int, num_steps: int, warmup_steps: int) -> float:
-    """The share of the learning rate at a step: (step + 1) / warmup_steps up to 1, then linearly
-    down, to 1 / (num_steps - warmup_steps) at the last step. The rise takes at most half of the
-    steps, so that short runs reach the full rate too.
+def learning_rate(step: int, peak: float, num_steps: int, warmup_steps: int) -> float:
+    """Return the rate of a step: it rises linearly to `peak` over `warmup_steps`, then falls
+    linearly, to peak / (num_steps - warmup_steps) at the last step. The rise takes at most half of
+    the steps, so that short runs reach the peak too.
     """
     warmup_steps = min(warmup_steps, num_steps // 2)
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return (num_steps - step) / (num_steps - warmup_steps)
+        return peak * ((step + 1) / warmup_steps)
+    return peak * ((num_steps - step) / (num_steps - warmup_steps))
 
 
 def clear_cache() -> None:

@@ -1,6 +1,6 @@
-"""The forward pass that trains: log-probs and values of sampled completions, as ppo.py, grpo.py and
-rloo.py need them, a whole rollout or a micro-batch at a time. It equals model(tokens).logits; what
-else stands here saves memory and time.
+"""Forward passes over sampled completions, a rollout or a micro-batch: log-probs, and PPO's values.
+
+They equal what the logits of model(tokens) give. What else stands here saves memory and time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from common import Rollout, at_least_float32, base_model, copy_of, token_entropy, token_logprobs
+from common import (
+    Rollout,
+    at_least_float32,
+    base_model,
+    copy_what_trains,
+    token_entropy,
+    token_logprobs,
+)
 
 CHUNK = 2**25  # logits at a time: 128 MB in float32
 # PyTorch takes cuDNN's attention on an H100, and its gradients are NaN for some masks
@@ -31,23 +38,23 @@ def completion_logprobs(
     entropy: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature: (B, T).
+    """Compute token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature.
 
-    The pair (log-probs with gradient, entropies without unless `entropy_grad`), 0 off the mask.
-    Without `entropy` the second is None: it costs more than the log-probs. The logits are divided
-    by the temperature because the tokens were drawn from that distribution. bf16: the model runs
-    under autocast.
+    Returns a pair, each (B, T), 0 off the mask: log-probs with gradient, and entropies, which have
+    one only with `entropy_grad`. Without `entropy` the second is None: it costs more than the
+    log-probs. The logits are divided by the temperature because the tokens were drawn from that
+    distribution. With bf16 the model runs under autocast.
     """
     model, mask = base_model(model), rollout.completion_mask.bool()
     device, head = rollout.tokens.device.type, model.get_output_embeddings()
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         states = completion_states(model.base_model, rollout)  # (B, t, D)
-    # Without padding: n tokens, each with the state from which it is predicted.
+    # Leave the padding out: n tokens remain, each with the state from which it is predicted.
     tokens = rollout.tokens[:, -mask.shape[1] :][mask]  # (n,)
     states = states[mask[:, : states.shape[1]]]  # (n, D)
 
     def of_chunk(states: Tensor, tokens: Tensor) -> Tensor:
-        # In float32: logits rounded to bfloat16 put log-probs .002 nats off, and some of them .1.
+        # Logits rounded to bfloat16 would put log-probs .002 nats off, and some of them .1.
         logits = at_least_float32(logits_from(model, states.to(head.weight.dtype)))  # (n, V)
         logits = logits if temperature == 1 else logits / temperature
         logprobs = token_logprobs(logits, tokens)
@@ -55,7 +62,7 @@ def completion_logprobs(
             return logprobs.unsqueeze(0)
         return torch.stack([logprobs, token_entropy(logits if entropy_grad else logits.detach())])
 
-    # All logits (n, V) would be the largest tensor of all, so make them for a chunk of tokens at a
+    # The logits of all tokens, (n, V), would be the largest tensor: make them for a chunk at a
     # time. On CUDA a chunk takes at most an eighth of the card's memory, at 20 bytes a logit. It is
     # a share of the whole card, not of what is free, so that a resumed run cuts and rounds in the
     # same way. For the backward pass five chunks are kept, or one with `entropy_grad`; the others
@@ -74,7 +81,8 @@ def completion_logprobs(
 
 
 def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool = False) -> Tensor:
-    """V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with gradient.
+    """Compute V_t, the value of the state before token t is chosen: (B, T), 0 off the mask, with
+    gradient.
 
     It stands where the logits of token t stand. One position to the right V would know the action.
     """
@@ -86,16 +94,15 @@ def completion_values(value_model: ValueModel, rollout: Rollout, *, bf16: bool =
 
 
 def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
-    """Last hidden states (B, t, D), with gradient, from which the first t completion tokens are
-    predicted. t is the longest completion.
+    """Compute the last hidden states (B, t, D), with gradient, from which the first t completion
+    tokens are predicted; t is the longest completion.
     """
     # Columns that are padding in every row are skipped, on either side.
     first = rollout.attention_mask.long().argmax(1).min()
-    longest = rollout.completion_mask.sum(1).max()
-    first, t = torch.stack([first, longest]).tolist()
+    first, t = torch.stack([first, rollout.lengths.max()]).tolist()
     end = rollout.tokens.shape[1] - rollout.completion_mask.shape[1] + t
-    # The shift by one: the state at position i predicts token i + 1. So the states are those of
-    # [:, P-1:-1], and the last column isn't read.
+    # The state at position i predicts token i + 1. So the states are those of [:, P-1:-1], and the
+    # last column isn't read.
     tokens, mask = rollout.tokens[:, first : end - 1], rollout.attention_mask[:, first : end - 1]
     P = end - first - t
 
@@ -113,8 +120,8 @@ def completion_states(backbone: nn.Module, rollout: Rollout) -> Tensor:
     if len(distinct) == len(prompts):
         return states(tokens, mask)[:, P - 1 :]
 
-    # A prompt is read once for all its completions: its keys and values, which carry the gradient,
-    # are repeated: by index_select, which adds up their gradients in the same order in every run.
+    # Read each prompt once for all its completions: its keys and values, which carry the gradient,
+    # are repeated, by index_select, which adds up their gradients in the same order in every run.
     prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts], device=tokens.device)
     first_row = torch.tensor([prompts.index(prompt) for prompt in distinct], device=tokens.device)
     cache = DynamicCache(config=backbone.config)  # some layers keep more than keys and values
@@ -134,11 +141,11 @@ def model_inputs(
     position_ids: Tensor | None = None,
     **options: object,
 ) -> dict[str, object]:
-    """Arguments for a forward pass over tokens (B, L): those that the model's forward takes. The
+    """Make the arguments of a forward pass over tokens (B, L), as far as the model takes them. The
     attention mask (B, C+L) also covers the C tokens in a cache of keys and values.
 
-    Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions: 34 nats
-    off in huggingface/trl#6800.
+    Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions, which was
+    34 nats off in huggingface/trl#6800.
     """
     if position_ids is None:
         position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
@@ -151,7 +158,7 @@ def model_inputs(
 
 
 def logits_from(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """The end of the model's forward pass: last hidden states (n, D) -> logits (n, V)."""
+    """Finish the model's forward pass: last hidden states (n, D) -> logits (n, V)."""
     config = model.config.get_text_config()
     logits = model.get_output_embeddings()(states)
     if isinstance(scale := getattr(config, "logit_scale", None), float):  # Cohere
@@ -163,33 +170,45 @@ def logits_from(model: PreTrainedModel, states: Tensor) -> Tensor:
     return logits
 
 
-def rollout_logprobs(model: nn.Module, rollout: Rollout, config: Any) -> Tensor:
-    """completion_logprobs of a whole rollout without gradient: (B, T)."""
-    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": False}
-    return _over_rollout(
-        lambda part: completion_logprobs(model, part, **options)[0], rollout, config
-    )
+def rollout_logprobs(
+    model: nn.Module, rollout: Rollout, config: Any, entropy: bool = False
+) -> Tensor:
+    """Compute the log-probs of a whole rollout without gradient: (B, T); with `entropy` these and
+    the entropies, (2, B, T). Of config it reads temperature, bf16 and micro_batch_tokens.
+    """
+    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": entropy}
+
+    def forward(part: Rollout) -> Tensor:
+        logprobs, entropies = completion_logprobs(model, part, **options)
+        return torch.stack([logprobs, entropies]) if entropy else logprobs
+
+    return _over_rollout(forward, rollout, config.micro_batch_tokens)
 
 
 def rollout_values(value_model: ValueModel, rollout: Rollout, config: Any) -> Tensor:
-    """completion_values of a whole rollout without gradient: (B, T)."""
+    """Compute the values of a whole rollout without gradient: (B, T). Of config it reads bf16 and
+    micro_batch_tokens.
+    """
     return _over_rollout(
-        lambda part: completion_values(value_model, part, bf16=config.bf16), rollout, config
+        lambda part: completion_values(value_model, part, bf16=config.bf16),
+        rollout,
+        config.micro_batch_tokens,
     )
 
 
 @torch.no_grad()
-def _over_rollout(forward: Callable[[Rollout], Tensor], rollout: Rollout, config: Any) -> Tensor:
-    """forward(part) -> (b, T) in micro-batches, put together in the rollout's order: (B, T)."""
-    parts = micro_batches(rollout, max_tokens=config.micro_batch_tokens)
-    found = torch.cat([forward(part) for _, part in parts])
-    return found[torch.cat([rows for rows, _ in parts]).argsort()]
+def _over_rollout(
+    forward: Callable[[Rollout], Tensor], rollout: Rollout, max_tokens: int
+) -> Tensor:
+    """Put forward(part), (..., b, T), of the micro-batches in the rollout's order: (..., B, T)."""
+    parts = micro_batches(rollout, max_tokens=max_tokens)
+    found = torch.cat([forward(part) for _, part in parts], dim=-2)
+    return found[..., torch.cat([rows for rows, _ in parts]).argsort(), :]
 
 
 def micro_batches(
     rollout: Rollout,
     rows: Tensor | None = None,
-    wanted: Tensor | None = None,
     *,
     max_tokens: int,
 ) -> list[tuple[Tensor, Rollout]]:
@@ -200,15 +219,10 @@ def micro_batches(
     for each row on a CPU too, but keeps far less of it.)
 
     The longest completions come first: a part is as wide as its longest row, and padding costs as
-    much as text. The gradient is a sum over rows, so their order doesn't matter. Rows where
-    `wanted`, (B,) bool, is False are left out. If no other row is there, one of them stays: the
-    optimiser needs a gradient to make its step, and that of such a row is 0.
+    much as text. The gradient is a sum over rows, so their order doesn't matter.
     """
-    lengths = rollout.completion_mask.sum(1).cpu()  # (B,)
+    lengths = rollout.lengths.cpu()  # (B,)
     rows = torch.arange(len(lengths)) if rows is None else rows
-    if wanted is not None:
-        wanted = wanted.cpu()[rows]
-        rows = rows[wanted] if wanted.any() else rows[:1]
     rows = rows[lengths[rows].argsort(descending=True, stable=True)]
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
     prompts = range(len(lengths))  # on CUDA each its own
@@ -227,7 +241,7 @@ def micro_batches(
 
 
 class ValueModel(nn.Module):
-    """A transformer backbone with a scalar head that starts at 0: V = 0 at step 0."""
+    """Predicts returns: a transformer backbone with a scalar head that starts at 0, so V = 0."""
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
@@ -238,10 +252,10 @@ class ValueModel(nn.Module):
 
     @classmethod
     def on_backbone_of(cls, model: PreTrainedModel) -> ValueModel:
-        """A value model on a copy of the backbone of `model`. Where this has an adapter, the copy
-        trains an adapter as well, over the same frozen weights.
+        """Make a value model on a copy of the backbone of `model`. Where this has an adapter, the
+        copy trains an adapter as well, over the same frozen weights.
         """
-        backbone = copy_of(base_model(model).base_model)
+        backbone = copy_what_trains(base_model(model).base_model)
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)
@@ -250,7 +264,7 @@ class ValueModel(nn.Module):
         return found
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Last hidden states (..., D) -> values (...)."""
+        """Turn last hidden states into values: (..., D) -> (...)."""
         # In bfloat16 a value would have three digits, and advantages are differences of values.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)

@@ -34,21 +34,22 @@ from torch import Tensor
 import tasks
 from common import (
     at_least_float32,
+    base_model,
     clear_cache,
     disable_dropout,
     is_flat,
     kl_estimate,
+    learning_rate,
     masked_mean,
     policy_ratio,
     reference,
-    set_learning_rate,
 )
 from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
-from plumbing.errors import InputError
+from plumbing.errors import blame
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
+from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -91,14 +92,14 @@ CUPS = TINY | SWAPS | {"num_steps": 60, "eval_every": 5}
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-4) over the group, [1] 4.1.2: rewards (B,) -> (B,), in
+    which the G of a group are consecutive.
 
-    The reward less the group's mean is divided by the std of the "group" or of the "batch" plus
-    1e-4, by the "mean" of the group, or by nothing ("none"). A std has Bessel's correction. A
-    reward of NaN (the function returned None) gets 0 and stays out of the statistics. The advantage
-    is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
-    Half precision becomes float32. Raises ValueError for groups of one, and for rewards below 0
-    with "mean".
+    scale_rewards names the divisor: the std of the "group" or of the "batch", each with Bessel's
+    correction and 1e-4 as in TRL, the "mean" of the group, or "none". A reward of NaN (the function
+    returned None) gets 0 and stays out of the statistics. The advantage is exactly 0 where all
+    rewards of a group are equal, or only one is known. Half precision becomes float32. Raises
+    ValueError for groups of one, and for rewards below 0 with "mean".
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
@@ -108,7 +109,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     # Equal rewards must give exactly 0. Rounding leaves tiny differences, and a division by a std
     # of about 0 would blow them up.
     centred = (groups - mean).masked_fill(is_flat(groups), 0)
-    if scale_rewards == "group":  # [1] 4.1.2; Bessel's correction and 1e-4 are TRL's
+    if scale_rewards == "group":
         variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1)
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch":
@@ -117,12 +118,12 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "mean":  # [6]: a group that seldom succeeds counts more
         if (groups < 0).any():  # a negative mean would turn good into bad
-            raise InputError("--scale_rewards mean: needs rewards of 0 or more")
+            raise ValueError('scale_rewards "mean" needs rewards of 0 or more')
         centred = centred / mean  # 0 / 0 in a group that never succeeds: it gets 0 below
     elif scale_rewards != "none":  # [2] leaves the std out
-        known = "group, batch, none or mean"
-        raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose {known}")
-    # NaN where a reward is missing, and where one alone is known: its variance is 0 / 0.
+        choices = "group, batch, none or mean"
+        raise ValueError(f"unknown scale_rewards {scale_rewards!r}: choose {choices}")
+    # It is NaN where a reward is missing, and where only one is known: its variance is 0 / 0.
     return centred.nan_to_num(0).flatten()
 
 
@@ -143,21 +144,22 @@ def grpo_loss(
     num_rows: int | None = None,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these rows add to the loss of the minibatch, the ratios, and where the clip decides.
+    """max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t, [1] eq. 3, or the loss of
+    another paper: the share of these rows in its mean over the minibatch.
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
     exact gradient; num_tokens likewise. A row may have no tokens, and so may the whole minibatch:
-    its loss is 0. In "cispo" the bound decides where the ratio is above it and the advantage isn't
-    0. Returns (scalar, ratio (B, T), clipped (B, T)). Raises ValueError for another loss_type, and
-    for "dr_grpo" without max_new_tokens. A kl_coef other than 0 needs ref_logprobs.
+    its loss is 0. A kl_coef other than 0 needs ref_logprobs. Returns (scalar, ratio (B, T), clipped
+    (B, T)), which is True where the clip decides, in "cispo" where the ratio exceeds its bound.
+    Raises ValueError for another loss_type, and for "dr_grpo" without max_new_tokens.
     """
     # Make the loss of each token. A score judges the whole completion and nobody knows which token
     # earned it, so each of its tokens gets the completion's advantage.
     mask, A = mask.bool(), advantages.unsqueeze(1)
     logprobs = logprobs.masked_fill(~mask, 0)
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0)
-    ratio = of_tokens = policy_ratio(log_ratio)  # (B, T)
+    ratio = token_ratio = policy_ratio(log_ratio)  # (B, T)
     if loss_type == "gspo":  # [4] eq. 7: a completion has one, the geometric mean over its tokens
         mean = masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
         ratio = policy_ratio(mean.masked_fill(~mask, 0))  # (B, 1) -> (B, T)
@@ -172,7 +174,7 @@ def grpo_loss(
         kl = kl_estimate(logprobs, ref_logprobs, "k3")  # [1] eq. 4
         # arXiv 2512.02556. The ratio matters even where it is 1, because it has a gradient.
         if kl_estimator == "unbiased":
-            kl = kl * of_tokens
+            kl = kl * token_ratio
         loss = loss + kl_coef * kl
     loss = loss.masked_fill(~mask, 0)  # (B, T)
 
@@ -186,15 +188,17 @@ def grpo_loss(
     # Each token counts the same: [3] eq. 12, [5] eq. 4.
     if loss_type in ("dapo", "cispo"):
         return loss.sum() / num_tokens.clamp(min=1), ratio, clipped
-    if loss_type != "dr_grpo" or max_new_tokens is None:
-        known = "grpo, dapo, dr_grpo (it needs max_new_tokens), gspo or cispo"
-        raise ValueError(f"loss_type {loss_type!r}: choose {known}")
+    if loss_type != "dr_grpo":
+        choices = "grpo, dapo, dr_grpo, gspo or cispo"
+        raise ValueError(f"unknown loss_type {loss_type!r}: choose {choices}")
+    if max_new_tokens is None:
+        raise ValueError('loss_type "dr_grpo" needs max_new_tokens')
     # Divide by a constant: [2] section 3.2.
     return loss.sum() / (num_rows * max_new_tokens), ratio, clipped
 
 
 def overlong_penalty(mask: Tensor, buffer: int) -> Tensor:
-    """The soft punishment of length, [3] eq. 13: completion mask (B, T) -> (B,).
+    """Punish length softly, [3] eq. 13: completion mask (B, T) -> (B,).
 
     T is max_new_tokens. It is 0 up to T - buffer tokens, then falls to -1 at T; 0 without a buffer.
     """
@@ -210,10 +214,13 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
+    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
+    # begin between the numbers to which it rounds: docs/precision.md.
+    if config.half:
+        spread_weights(base_model(policy).base_model, config.half)
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
-    set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
     ref = reference(policy, config.kl_coef, load_reference(config, task))
@@ -229,9 +236,9 @@ def main(args: list[str] | None = None) -> None:
     sampling = sampling_options(config, policy, tokenizer)
     N, G = config.prompts_per_step, config.num_generations
     B = N * G  # completions per step
-    has_bonus = config.entropy_coef > 0  # for entropy; off by default
-    # With a single update per rollout the policy of the update is the one that sampled: so the
-    # update's log-probs are the old ones. Not with dropout, which makes two passes differ.
+    with_bonus = config.entropy_coef > 0  # the loss rewards entropy; off by default
+    # With a single update per rollout the policy of the update is the one that sampled, so the
+    # update's log-probs are the old ones, and the ratio is 1. With dropout two passes differ.
     single_update = config.num_epochs * config.num_mini_batches == 1 and config.disable_dropout
 
     # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
@@ -273,17 +280,19 @@ def main(args: list[str] | None = None) -> None:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
         # 4. Compare each score with those of the same prompt's completions: the advantage.
-        advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
+        with blame("--scale_rewards"):
+            advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
         if config.mask_truncated_completions:  # [3]: out of the loss, not of the group's mean
             mask = mask & rollout.finished.unsqueeze(1)
-        # Leave the rows that have no gradient out of the update: they need no forward pass.
-        has_gradient = (advantages != 0) & mask.any(1)  # (B,)
-        has_gradient |= config.kl_coef + config.entropy_coef > 0  # these pull at every row
-        run.lap("time/rollout")
-        clear_cache()  # give back the memory of the rollout: the update needs other shapes
+
+        # Give the memory of the rollout back: the update needs tensors of other shapes.
+        run.end_phase("time/rollout")
+        clear_cache()
 
         # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
-        set_learning_rate(optimizer, config, step)
+        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         meter = Meter(rollout)
         meter.num_tokens = int(num_drawn)  # for the speed
         for _ in range(config.num_epochs):
@@ -292,12 +301,11 @@ def main(args: list[str] | None = None) -> None:
                 num_tokens = mask[mini_batch].sum().clamp(min=1)  # all rows may be masked
                 # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
                 # adds its share of the loss to the gradient, so the sum doesn't depend on b.
-                parts = micro_batches(
-                    rollout, mini_batch, has_gradient, max_tokens=config.micro_batch_tokens
-                )
-                for rows, part in parts:
+                for rows, part in micro_batches(
+                    rollout, mini_batch, max_tokens=config.micro_batch_tokens
+                ):
                     logprobs, entropy = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=with_bonus
                     )
                     if single_update:
                         old_logprobs[rows] = logprobs.detach()
@@ -319,7 +327,8 @@ def main(args: list[str] | None = None) -> None:
                     bonus = config.entropy_coef * (entropy * mask[rows]).sum() / num_tokens
                     (loss - bonus).backward()
                     meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rows, logprobs, old_logprobs, entropy, ratio, clipped, mask)
+                    meter.add_policy(rows, logprobs, old_logprobs, ratio, clipped, mask)
+                    meter.add("policy/entropy_avg", entropy, mask[rows])
 
                 # Take one step: the gradient of the whole minibatch has been added up.
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -336,7 +345,7 @@ def main(args: list[str] | None = None) -> None:
         run.log(step, meter, episode=(step + 1) * B * config.oversample)
         columns = {"ref_logprobs": ref_logprobs, "kl": kl, "advantages": advantages}
         run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
-        clear_cache()  # give back the memory of the update
+        clear_cache()  # and that of the update
 
 
 if __name__ == "__main__":

@@ -35,14 +35,15 @@ from torch import Tensor
 
 import tasks
 from common import (
+    base_model,
     clear_cache,
     disable_dropout,
     gae,
     kl_estimate,
+    learning_rate,
     masked_whiten,
     policy_ratio,
     reference,
-    set_learning_rate,
 )
 from forward import (
     ValueModel,
@@ -55,7 +56,7 @@ from forward import (
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate, explained_variance
-from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
+from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -94,11 +95,12 @@ CUPS = TINY | SWAPS | {"num_steps": 20, "eval_every": 2}
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """The reward of each token: scores (B,), kl and mask (B, T) -> (B, T), 0 off the mask.
+    """r_t = -kl_coef kl_t, plus the score s at the last real token, [1] eq. 2: scores (B,), kl and
+    mask (B, T) -> (B, T), 0 off the mask.
 
-    [1] eq. 2, with the KL penalty paid token by token. The score s sits on the last real token,
-    usually EOS; a row without tokens gets none. TRL's PPO puts it one slot later: GAE then
-    discounts it by gamma lam, and mixes in the value of a slot that holds no token.
+    The last real token is EOS, unless the row was cut; a row without tokens gets no score. TRL's
+    PPO puts the score one slot later: GAE then discounts it by gamma lam, and mixes in the value of
+    a slot that holds no token.
     """
     mask = mask.bool()
     # The last real token is where the count of real tokens reaches its total.
@@ -109,11 +111,12 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_range: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped surrogate of each token, to be minimised: (B, T) each -> (loss, ratio, clipped).
+    """max(-A_t rho_t, -A_t clip(rho_t, 1 - eps, 1 + eps)), [2] eq. 7: each (B, T) -> (loss, ratio,
+    clipped), each (B, T).
 
-    [2] eq. 7. Once the ratio has left the clip range in the direction that the advantage favours,
-    the gradient is 0. If it has left in the other direction, the full gradient brings it back.
-    `clipped` is True where the clip decides. The ratio is that of policy_ratio, which is bounded.
+    Once the ratio has left the clip range in the direction that the advantage favours, the gradient
+    is 0. If it has left in the other direction, the full gradient brings it back. `clipped` is True
+    where the clip decides.
     """
     # The paper maximises a minimum of objectives; this is its negative.
     ratio = policy_ratio(logprobs - old_logprobs)
@@ -125,7 +128,9 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error, halved, as in [3]: each (B, T) -> (loss, clipped), each (B, T)."""
+    """max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2, as in [3]:
+    each (B, T) -> (loss, clipped), each (B, T).
+    """
     # The worse of two predictions counts: a value can't profit from moving far from V_old.
     clipped_values = values.clamp(old_values - clip_range_value, old_values + clip_range_value)
     unclipped_loss, clipped_loss = (values - returns) ** 2, (clipped_values - returns) ** 2
@@ -141,11 +146,14 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
+    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
+    # begin between the numbers to which it rounds: docs/precision.md.
+    if config.half:
+        spread_weights(base_model(policy).base_model, config.half)
 
     # The value model, and the reference that the KL is measured against. Dropout is off: it
     # would make the policy differ from its own copy, and the KL at step 0 wouldn't be 0.
     value_model = ValueModel.on_backbone_of(policy)
-    set_up_training(config, policy, value_model)
     if config.disable_dropout:
         disable_dropout(policy, value_model)
     ref = reference(policy, config.kl_coef, load_reference(config, task))
@@ -163,7 +171,7 @@ def main(args: list[str] | None = None) -> None:
     sampling = sampling_options(config, policy, tokenizer)
     N, G = config.prompts_per_step, config.num_generations
     B = N * G  # completions per step
-    has_bonus = config.entropy_coef > 0  # for entropy; off by default
+    with_bonus = config.entropy_coef > 0  # the loss rewards entropy; off by default
     models, generators = {"policy": policy, "value": value_model}, [shuffler, sampling["generator"]]
 
     # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
@@ -203,11 +211,15 @@ def main(args: list[str] | None = None) -> None:
         rewards = shape_rewards(scores, kl, mask, config.kl_coef)  # (B, T)
         advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # (B, T)
         advantages = masked_whiten(advantages, mask)
-        run.lap("time/rollout")
-        clear_cache()  # give back the memory of the rollout: the update needs other shapes
+
+        # Give the memory of the rollout back: the update needs tensors of other shapes.
+        run.end_phase("time/rollout")
+        clear_cache()
 
         # 5. Update both models, one optimiser step a minibatch. An epoch is a new order of rows.
-        set_learning_rate(optimizer, config, step)
+        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         meter = Meter(rollout)
         for _ in range(config.num_epochs):
             order = torch.randperm(B, generator=shuffler)
@@ -220,7 +232,7 @@ def main(args: list[str] | None = None) -> None:
                     rollout, mini_batch, max_tokens=config.micro_batch_tokens
                 ):
                     logprobs, entropy = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=has_bonus
+                        policy, part, config.temperature, bf16=config.bf16, entropy_grad=with_bonus
                     )
                     values = completion_values(value_model, part, bf16=config.bf16)
                     pg, ratio, clipped = policy_loss(
@@ -232,7 +244,8 @@ def main(args: list[str] | None = None) -> None:
                     loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
                     m = mask[rows]
                     ((loss * m).sum() / num_tokens).backward()
-                    meter.add_policy(rows, logprobs, old_logprobs, entropy, ratio, clipped, mask)
+                    meter.add_policy(rows, logprobs, old_logprobs, ratio, clipped, mask)
+                    meter.add("policy/entropy_avg", entropy, m)
                     meter.add("loss/policy_avg", pg, m)
                     meter.add("loss/value_avg", vf, m)
                     meter.add("val/clipfrac_avg", vf_clipped, m)
@@ -251,7 +264,7 @@ def main(args: list[str] | None = None) -> None:
         columns |= {"rewards": rewards, "values": old_values}
         columns |= {"advantages": advantages, "returns": returns}
         run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
-        clear_cache()  # give back the memory of the update
+        clear_cache()  # and that of the update
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ from torch.nn.functional import cosine_similarity, logsigmoid
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import tasks
-from common import base_model, clear_cache, disable_dropout, evaluating, set_learning_rate
+from common import base_model, clear_cache, disable_dropout, evaluating, learning_rate
 from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch, read_rows, split_rows, text_of
 from plumbing.errors import InputError, blame
 from plumbing.metrics import Evaluation, Metrics, Totals
-from plumbing.models import context_length, load_tokenizer, set_up_training
+from plumbing.models import context_length, load_tokenizer, set_up_training, spread_weights
 from plumbing.preferences import load_classifier, sequence_scores, text_ids
 from plumbing.run import Run, run_main
 
@@ -245,6 +245,8 @@ def main(args: list[str] | None = None) -> None:
     model = load_classifier(config.model, config.lora_r, new_head=True).to(config.device)
     tokenizer = load_tokenizer(config.model)
     set_up_training(config, model)
+    if config.half:
+        spread_weights(base_model(model).base_model, config.half)
     if config.disable_dropout:
         disable_dropout(model)
 
@@ -266,7 +268,9 @@ def main(args: list[str] | None = None) -> None:
         batch = prompt_batch(pairs.train, step, N, config.seed)
 
         # 2. The learning rate rises over the first steps, then falls linearly.
-        set_learning_rate(optimizer, config, step)
+        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
 
         meter = PairMeter()
         for part in pair_batches(batch, config.micro_batch_tokens):

@@ -26,19 +26,20 @@ from torch import Tensor
 
 import tasks
 from common import (
+    base_model,
     clear_cache,
     disable_dropout,
     is_flat,
     kl_estimate,
+    learning_rate,
     policy_ratio,
     reference,
-    set_learning_rate,
 )
 from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task, sampling_options
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import fit_micro_batch, load_policy, load_reference, set_up_training
+from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -67,19 +68,20 @@ CUPS = TINY | SWAPS | {"num_steps": 60, "eval_every": 5}
 
 
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
-    """Completions compared with their group: rewards (B,), groups in consecutive rows -> (B,).
+    """A_i = r_i - mean of the other rewards of its group, [1] 2.3: rewards (B,) -> (B,), in which
+    the G of a group are consecutive.
 
     A reward of NaN (the function returned None) gets 0 and stays out of the baseline. The advantage
-    is exactly 0, without a warning, where the rewards of a group are equal or one at most is known.
-    Raises ValueError for groups of one.
+    is exactly 0 where all rewards of a group are equal, or only one is known. Raises ValueError for
+    groups of one.
     """
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations}: a group needs 2 or more")
     groups = rewards.view(-1, num_generations)  # (N, G)
     num_others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    # [1] 2.3. The baseline doesn't depend on the completion that it judges: so the gradient is
-    # unbiased on policy.
-    advantages = groups - (groups.nansum(1, keepdim=True) - groups) / num_others
+    # The baseline doesn't depend on the completion that it judges, so the gradient has no bias.
+    baseline = (groups.nansum(1, keepdim=True) - groups) / num_others
+    advantages = groups - baseline
     # Equal rewards must give exactly 0, without the tiny differences that rounding leaves.
     return advantages.masked_fill(is_flat(groups), 0).nan_to_num(0).flatten()
 
@@ -93,15 +95,17 @@ def rloo_loss(
     clip_range: float,
     num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these rows add to the loss of the minibatch; their ratios; and where the clip decides.
+    """max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), summed over these rows and divided by
+    num_rows.
 
     logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
     minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient. The ratio is that of policy_ratio, which is bounded. A row may have no tokens.
-    Returns (scalar, ratio (B,), clipped (B,)).
+    exact gradient. A row may have no tokens. Returns (scalar, ratio (B,), clipped (B,): where the
+    clip decides).
     """
     # The completion is one action: its log-prob is a sum, and is not divided by its length.
-    ratio = policy_ratio((logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1))  # (B,)
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)  # (B,)
+    ratio = policy_ratio(log_ratio)
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
@@ -118,10 +122,13 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
+    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
+    # begin between the numbers to which it rounds: docs/precision.md.
+    if config.half:
+        spread_weights(base_model(policy).base_model, config.half)
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
-    set_up_training(config, policy)
     if config.disable_dropout:
         disable_dropout(policy)
     ref = reference(policy, config.kl_coef, load_reference(config, task))
@@ -159,33 +166,42 @@ def main(args: list[str] | None = None) -> None:
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding
         #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
-        old_logprobs = rollout_logprobs(policy, rollout, config)
+        old_logprobs, entropy = rollout_logprobs(policy, rollout, config, entropy=True)
         ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
         if config.kl_coef > 0:
             with ref() as ref_model:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
-            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
+            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")
 
         # 4. Subtract the KL penalty of the whole completion from its score: this is the reward.
         #    Compare it with the rewards of the same prompt's other completions: the advantage.
         rewards = scores - config.kl_coef * kl.sum(1)  # (B,)
         advantages = rloo_advantages(rewards, G)  # (B,)
-        run.lap("time/rollout")
-        clear_cache()  # give back the memory of the rollout: the update needs other shapes
+
+        # Give the memory of the rollout back: the update needs tensors of other shapes.
+        run.end_phase("time/rollout")
+        clear_cache()
 
         # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
-        set_learning_rate(optimizer, config, step)
+        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         meter = Meter(rollout)
+        meter.add("policy/entropy_avg", entropy, mask)
         for _ in range(config.num_epochs):
             order = torch.randperm(B, generator=shuffler)
             for mini_batch in order.split(B // config.num_mini_batches):
+                # Rows whose advantage is 0 have no gradient. Leave them out: with them the commands
+                # above take 1.2 times as long. One stays, so that there is a gradient at least.
+                kept = mini_batch[(advantages[mini_batch] != 0).cpu()]
+                kept = kept if len(kept) > 0 else mini_batch[:1]
                 # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
                 # adds its share of the loss to the gradient, so the sum doesn't depend on b.
                 for rows, part in micro_batches(
-                    rollout, mini_batch, max_tokens=config.micro_batch_tokens
+                    rollout, kept, max_tokens=config.micro_batch_tokens
                 ):
-                    logprobs, entropy = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16
+                    logprobs, _ = completion_logprobs(
+                        policy, part, config.temperature, bf16=config.bf16, entropy=False
                     )
                     loss, ratio, clipped = rloo_loss(
                         logprobs,
@@ -197,7 +213,7 @@ def main(args: list[str] | None = None) -> None:
                     )
                     loss.backward()
                     meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rows, logprobs, old_logprobs, entropy, ratio, clipped, mask)
+                    meter.add_policy(rows, logprobs, old_logprobs, ratio, clipped, mask)
 
                 # Take one step: the gradient of the whole minibatch has been added up.
                 grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -212,7 +228,7 @@ def main(args: list[str] | None = None) -> None:
         columns = {"ref_logprobs": ref_logprobs, "kl": kl if config.kl_coef > 0 else None}
         columns |= {"advantages": advantages}
         run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
-        clear_cache()  # give back the memory of the update
+        clear_cache()  # and that of the update
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ and the estimated KL would be wrong, even negative.
 A completion ends with its first EOS, or with a stop string (`--stop`). The token that ends it is in
 the mask, and is trained on. What a row draws after its end is replaced by padding and is off the
 mask. `generate`, its loop `decode`, `Step` and `draw` are the whole of it. plumbing/decoder.py
-makes it faster: it rounds the weights to decode with, and on CUDA makes each step a graph.
+makes it faster: it rounds the weights that decode, and on CUDA it makes each step a graph.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def sample(
     decoder: Any = None,
     **options: Any,
 ) -> Rollout:
-    """`generate` in sub-batches of at most `max_rows` completions; a prompt's stay together. All
-    share the rollout of a plumbing.decoder.Decoder, if there is one.
+    """Call `generate` for sub-batches of at most `max_rows` completions; a prompt's stay together.
+    All use the plumbing.decoder.Decoder, if there is one.
     """
     num_prompts = max(1, max_rows // num_generations)  # per sub-batch
     parts = zip(prompt_ids.split(num_prompts), prompt_mask.split(num_prompts))
@@ -66,8 +66,8 @@ def generate(
 
     prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
     rows; the rows of a prompt are consecutive. settings: temperature, top_k and top_p of `draw`.
-    stop: the strings that end a completion. decoder: of this model, in its rollout. Raises
-    FloatingPointError where the logits are not finite.
+    stop: the strings that end a completion. decoder: a Decoder of this model. Where the logits are
+    not finite, neither is a log-prob.
     """
     model = decoder.model if decoder else model
     G, device = num_generations, model.device
@@ -90,15 +90,11 @@ def generate(
 
     # Tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
     drawn_mask = completion_mask(ends.long(), [1])
-    logprobs = logprobs.masked_fill(~drawn_mask, 0)
-    if not logprobs.isfinite().all():  # float16 ends at 65,504
-        remedy = "lower --learning_rate, or --fp16 false; in step 0 it is the weights of --model"
-        raise FloatingPointError(f"the model's logits are not finite: {remedy}")
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
         attention_mask=torch.cat([mask, drawn_mask], dim=1),
         completion_mask=drawn_mask,
-        logprobs=logprobs,
+        logprobs=logprobs.masked_fill(~drawn_mask, 0),
         finished=ends.any(dim=1),
     )
 
@@ -111,9 +107,10 @@ def decode(
     stop: StopStringCriteria | None,
     settings: dict[str, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loop: from the logits of the first token (B, V) and uniforms (T, B) to tokens, their
-    log-probs, and which of them end a completion, each (B, T). A token ends one if it is in `eos`,
-    or if stop(the row's tokens up to it, None) says so. What stands behind the end is not read.
+    """Draw token after token, from the logits of the first one (B, V) and uniforms (T, B). Returns
+    tokens, their log-probs, and which of them end a completion, each (B, T). A token ends one if it
+    is in `eos`, or if stop(the row's tokens up to it, None) says so. What stands behind the end is
+    not read.
     """
     T, B = uniforms.shape
     tokens = torch.zeros(B, T, dtype=torch.long, device=logits.device)
@@ -128,7 +125,7 @@ def decode(
         if t + 1 == T:
             break
         # Ask whether rows have ended. This makes the CPU wait for the GPU, so with graphs it is
-        # done at every eighth token alone.
+        # done only at every eighth token.
         if isinstance(step, Step) or t % 8 == 7:
             running = ~ends[rows].any(1)
             if not running.any():
@@ -143,7 +140,7 @@ def decode(
 
 
 class Step:
-    """`step(drawn, uniform, settings)` reads a token of each row and draws the next ones, (R,)."""
+    """Read a token of each row and draw the next ones, (R,): `step(drawn, uniform, settings)`."""
 
     def __init__(self, model: nn.Module, cache: DynamicCache, mask: Tensor) -> None:
         self.model, self.cache, self.mask = model, cache, mask  # (R, columns of the cache)
@@ -154,7 +151,7 @@ class Step:
         return draw(self.model(**inputs).logits[:, -1], uniform, **settings)
 
     def drop(self, kept: Tensor) -> None:
-        """Keep these of the rows."""
+        """Keep these rows only."""
         self.cache.batch_select_indices(kept)
         self.mask = self.mask[kept]
 
@@ -169,7 +166,7 @@ def draw(
     log-probs belong to the distribution after top_k and top_p. A row with a logit of NaN or
     +inf draws any token, and its log-prob is NaN.
     """
-    # Greedy. In bfloat16 two tokens are often equally likely: then always take the first.
+    # With top_k 1 it is greedy. In bfloat16 two tokens are often equally likely: take the first.
     if top_k == 1:
         largest = logits.amax(-1).float()
         return logits.argmax(-1), largest - largest  # 0, or NaN
@@ -184,9 +181,10 @@ def draw(
         above = sorted_probs.cumsum(-1) - sorted_probs  # probability of all that are more likely
         dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, above >= top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
-    # A cumulative sum over the whole vocabulary is slow. So cut it into blocks of 128 tokens, first
-    # find the block that holds the drawn token, then the token in it. The weights are probabilities
-    # that needn't add up to 1: the threshold is scaled by their sum.
+    # A cumulative sum over a large vocabulary is slow. So cut it into blocks of 128 tokens, find
+    # the block that holds the drawn token, then the token in it: of 49,152 tokens this takes a
+    # fourth of the time, of 99 three times as long. The weights are probabilities that needn't add
+    # up to 1, so the threshold is scaled by their sum.
     num_rows, vocab_size = logits.shape
     largest = logits.amax(-1, keepdim=True).float()
     blocks = largest.new_empty(num_rows, -(-vocab_size // 128), 128)
@@ -208,8 +206,8 @@ def draw(
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index at which the cumulative weights (B, n) exceed the threshold (B, 1), and the
-    threshold, made low enough for that: (B, 1) each.
+    """Find the first index at which the cumulative weights (B, n) exceed the threshold (B, 1), and
+    the threshold, made low enough for that: (B, 1) each.
     """
     # Rounding must not carry the threshold past the end, nor on to a token of probability 0.
     total = cumulative[:, -1:]
@@ -218,7 +216,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
 
 
 def without_windows(model: nn.Module) -> PretrainedConfig:
-    """The model's config for a cache whose layers keep all tokens: the mask hides those that a
+    """Make the model's config for a cache whose layers keep all tokens: the mask hides those that a
     sliding window has left behind.
     """
     config = copy.copy(base_model(model).config.get_text_config())

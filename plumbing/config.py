@@ -62,6 +62,12 @@ class TrainConfig:
     save_every: int = flag(50, "steps between checkpoints; the last step saves as well")
     report_to: list[Literal["tensorboard", "wandb"]] = flag([], "tensorboard, wandb or both")
 
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half precision to which weights are rounded: in each forward pass, or to decode."""
+        decodes_in_fp16 = getattr(self, "fp16", False)
+        return torch.bfloat16 if self.bf16 else torch.float16 if decodes_in_fp16 else None
+
     def check(self) -> None:
         """Check what depends on more than one flag. Raises InputError."""
 

@@ -25,7 +25,7 @@ from transformers import StopStringCriteria
 
 from common import Rollout
 from plumbing.decoder import Decoder
-from plumbing.errors import InputError, blame
+from plumbing.errors import Fault, InputError, blame
 from plumbing.models import context_length, eos_token_ids
 from plumbing.preferences import RewardModel
 
@@ -80,7 +80,11 @@ class Task:
     ) -> tuple[Tensor, list[str]]:
         """Score G completions for each of N prompts: (scores (N*G,), texts). A score is the sum of
         the weighted rewards that aren't None; if all are, NaN, or if not `allow_none` InputError.
+        Raises Fault where the completions were drawn from logits that are not finite.
         """
+        if not rollout.logprobs.isfinite().all():  # float16 ends at 65,504
+            remedy = "lower --learning_rate, or --fp16 false; in step 0 --model itself is at fault"
+            raise Fault(f"the model's logits are not finite: {remedy}")
         texts, ids = decode(self.tokenizer, rollout, self.eos_token_ids), completion_ids(rollout)
         scores = torch.stack(
             [call_reward(r, rows, texts, ids, self.step) for r in self.rewards], dim=1
@@ -302,7 +306,6 @@ def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> di
     added = tokenizer.get_added_vocab()
     strings = [text for text in config.stop if text not in added]
     ids = [added[text] for text in config.stop if text in added]
-    half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
     with blame(f"--stop {strings}"):
         stop = StopStringCriteria(tokenizer, strings) if strings else None
     return {
@@ -311,16 +314,15 @@ def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> di
         "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
-        "decoder": Decoder(policy, half, config.cuda_graphs),
+        "decoder": Decoder(policy, config.half, config.cuda_graphs),
         "stop": stop,
     }
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
     """The token ids of each completion, EOS included."""
-    lengths = rollout.completion_mask.sum(1).tolist()
     rows = rollout.tokens[:, -rollout.completion_mask.shape[1] :].tolist()
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return [row[:length] for row, length in zip(rows, rollout.lengths.tolist(), strict=True)]
 
 
 def decode(tokenizer: Tokenizer, rollout: Rollout, eos_token_ids: list[int]) -> list[str]:

@@ -129,7 +129,7 @@ class Meter(Totals):
         # Of the last pass over each row: old log-probs, ratio, clipped; (B, T), or (B,) where a
         # completion has one. NaN for what was left out of the update.
         self.last_pass: dict[str, Tensor] = {}
-        lengths = rollout.completion_mask.sum(1).float()  # EOS included
+        lengths = rollout.lengths.float()
         self.num_tokens = int(lengths.sum())
         self.known = {
             "length/mean": lengths.mean().item(),
@@ -143,15 +143,14 @@ class Meter(Totals):
         rows: Tensor,
         logprobs: Tensor,
         old_logprobs: Tensor,
-        entropy: Tensor,
         ratio: Tensor,
         clipped: Tensor,
         mask: Tensor,
     ) -> None:
         """Add what the policy did in a micro-batch: the given rows of the rollout.
 
-        logprobs and entropy (rows, T); ratio and clipped (rows, T), or (rows,) where a completion
-        has one ratio. old_logprobs and mask are the whole rollout's, (B, T).
+        logprobs (rows, T); ratio and clipped (rows, T), or (rows,) where a completion has one
+        ratio. old_logprobs and mask are the whole rollout's, (B, T).
         """
         old_logprobs, mask = old_logprobs[rows], mask[rows]
         unused = ~mask if ratio.dim() == 2 else ~mask.any(1)
@@ -164,7 +163,6 @@ class Meter(Totals):
             unknown = x.new_full((len(self.rollout.tokens), *x.shape[1:]), torch.nan)
             self.last_pass.setdefault(name, unknown)[rows] = x
         self.add("policy/approxkl_avg", 0.5 * (logprobs - old_logprobs) ** 2, mask)
-        self.add("policy/entropy_avg", entropy, mask)
         where = mask if ratio.dim() == 2 else None
         self.add("policy/clipfrac_avg", clipped, where)
         self.add("val/ratio", ratio, where)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.activations import NewGELUActivation
 
 from common import Rollout, base_model, clear_cache
-from forward import ValueModel, completion_logprobs, completion_values, micro_batches
+from forward import completion_logprobs, completion_values, micro_batches
 from plumbing.errors import InputError, blame
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -102,7 +102,9 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
             model = peft.PeftModel.from_pretrained(model, name, is_trainable=True)
         elif rank > 0:
             model = add_adapter(model, rank)
-        return model.to(config.device), load_tokenizer(name, base)
+        model = model.to(config.device)
+        set_up_training(config, model)
+        return model, load_tokenizer(name, base)
 
 
 def load_reference(config: Any, task: Any) -> nn.Module | None:
@@ -116,7 +118,8 @@ def load_reference(config: Any, task: Any) -> nn.Module | None:
     if limit is not None and longest + config.max_new_tokens > limit:
         fault = f"a prompt of {longest} tokens and {config.max_new_tokens} new ones don't fit into"
         raise InputError(f"--reference {config.reference}: {fault} its context of {limit}")
-    set_up_training(config, model)  # the policy's kind of attention: another one rounds otherwise
+    if config.half:  # as the policy: where both begin as one model, the KL is 0
+        spread_weights(base_model(model).base_model, config.half)
     task.frozen_models.append(model)
     return model
 
@@ -195,27 +198,22 @@ def context_length(model: PreTrainedModel) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
-def set_up_training(config: Any, *models: nn.Module) -> None:
-    """Put policy and value model into training mode, as `config` says, and spread their weights
-    where the run rounds them. Raises InputError.
+def set_up_training(config: Any, model: nn.Module) -> None:
+    """Put a model into training mode, with the kind of attention and the checkpointing that suit
+    the run. Raises InputError.
 
-    Before disable_dropout: its copies of a config don't follow a change.
+    It comes before disable_dropout, whose copies of a config don't follow a change.
     """
     # The head stays in float32 where the rest is in bfloat16: TF32 makes its products far faster.
     torch.backends.cuda.matmul.allow_tf32 = config.bf16
-    for model in models:
-        model.train()
-        backbone = model.backbone if isinstance(model, ValueModel) else base_model(model).base_model
-        if config.bf16 and backbone.device.type == "cpu":
-            # PyTorch's fused attention is slower there than plain matrix products.
-            backbone.set_attn_implementation("eager")
-        if config.bf16:
-            spread_weights(backbone)
-        elif getattr(config, "fp16", False):
-            spread_weights(backbone, torch.float16)
-        if config.gradient_checkpointing:
-            with blame("--gradient_checkpointing"):
-                backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    backbone = base_model(model).base_model
+    if config.bf16 and backbone.device.type == "cpu":
+        # PyTorch's fused attention is slower there than plain matrix products.
+        backbone.set_attn_implementation("eager")
+    if config.gradient_checkpointing:
+        with blame("--gradient_checkpointing"):
+            backbone.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()

@@ -127,7 +127,7 @@ class Run:
         for step in range(first, last):
             if step % self.config.eval_every == 0:
                 self._evaluate(step, evaluate)
-            self.laps, self.lap_started = {}, time.perf_counter()
+            self.seconds, self.phase_began = {}, time.perf_counter()
             yield step
             self.bar.update()
             self._note_state(step + 1)
@@ -144,20 +144,20 @@ class Run:
         if self.files["tokens"].tell() > 0:  # neither of a reward model nor of an evaluation
             print(f"now: python tools/look.py {self.config.output_dir}")
 
-    def lap(self, name: str) -> None:
-        """End the phase `name` of a step: its seconds are a metric."""
+    def end_phase(self, name: str) -> None:
+        """End a phase of a step: its seconds are the metric `name`."""
         if self.config.device.startswith("cuda"):
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.laps[name], self.lap_started = now - self.lap_started, now
+        self.seconds[name], self.phase_began = now - self.phase_began, now
 
     def log(self, step: int, meter: Any, **more: float) -> None:
         """Write what a Meter or PairMeter has found, with time, memory and `more`; warn."""
         metrics = self.evaluated | meter.results()  # waits for the device: the update is over
-        self.lap("time/update")
-        metrics |= self.laps | more
+        self.end_phase("time/update")
+        metrics |= self.seconds | more
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
-        metrics["tokens_per_second"] = meter.num_tokens / sum(self.laps.values())
+        metrics["tokens_per_second"] = meter.num_tokens / sum(self.seconds.values())
         metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 or None
         self._write_metrics(step, metrics)
         self.history.append(metrics)
@@ -352,7 +352,7 @@ def token_records(tokenizer: Tokenizer, rollout: Rollout, columns: dict[str, Ten
     columns = {"sampler_logprobs": rollout.logprobs} | columns
     numbers = {name: x.tolist() for name, x in columns.items()}
     T, records = rollout.completion_mask.shape[1], []
-    for i, length in enumerate(rollout.completion_mask.sum(1).tolist()):
+    for i, length in enumerate(rollout.lengths.tolist()):
         ids = rollout.tokens[i, -T - 1 :][: length + 1].tolist()
         record = {"num_tokens": length, "finished": bool(rollout.finished[i])}
         record["tokens"] = token_texts(tokenizer, ids)
@@ -406,7 +406,7 @@ def run_main(main: Callable[[], None]) -> None:
         if re.search("out of memory|allocate memory|enough memory|MemoryError", words):
             remedy = "lower --micro_batch_tokens and --rollout_batch_size"
             e = Fault(f"out of memory: {remedy} ({words.splitlines()[0]})")
-        codes = {InputError: 2, Fault: 1, FloatingPointError: 1, KeyboardInterrupt: 130}
+        codes = {InputError: 2, Fault: 1, KeyboardInterrupt: 130}
         if type(e) not in codes:
             raise
         print(f"error: {e}" if str(e) else "interrupted", file=sys.stderr)

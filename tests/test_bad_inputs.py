@@ -132,7 +132,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("plot", "nowhere", "error: nowhere/metrics.jsonl", ""),
     ("plot", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),
-    ("look", "a_run --out nowhere/x.html", "--out nowhere/x.html: FileNotFoundError", ""),
+    ("look", "a_run --output nowhere/x.html", "--output nowhere/x.html: FileNotFoundError", ""),
     ("look", "empty", "empty/tokens.jsonl: holds no completions, or none yet", ""),
 ]
 

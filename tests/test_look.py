@@ -74,7 +74,7 @@ def test_runs_are_told_apart_their_curves_are_there_and_half_a_line_is_left_out(
     write(folder / "tokens.jsonl", lines)
     with (folder / "tokens.jsonl").open("ab") as file:
         file.write('{"step": 9, "split": "é'.encode()[:-1])
-    look.main([str(other), str(folder), "--out", str(folder / "page.html")])
+    look.main([str(other), str(folder), "--output", str(folder / "page.html")])
     assert capsys.readouterr().out == f"{folder / 'page.html'}\n"
     data = (folder / "page.html").read_text().partition('type="application/json">')[2]
     data = json.loads(data.partition("</script>")[0])

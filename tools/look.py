@@ -1,10 +1,12 @@
 """A page that shows every token's credit, step by step, in one run or in several side by side.
 
   python tools/look.py runs/ppo-tiny-add-s0
-  python tools/look.py runs/ppo-tiny-add-s0 runs/grpo-tiny-add-s0 --out both.html
+  python tools/look.py runs/ppo-tiny-add-s0 runs/grpo-tiny-add-s0 --output both.html
+  python tools/look.py runs/*-tiny-add-s? --output curves.svg    # seeds of a job have one colour
 
-The page is one file that needs no network: look.html in the folder of the first run, or --out. It
-shows the completions of tokens.jsonl, warnings and, where matplotlib is installed, curves.
+The page is one file that needs no network: look.html in the folder of the first run, or --output.
+It shows the completions of tokens.jsonl, warnings and, where matplotlib is installed, curves. With
+the name of a picture as --output it is the curves.
 """
 
 from __future__ import annotations
@@ -62,12 +64,17 @@ def main(args: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--out", type=Path, help="(look.html in the folder of the first run)")
+    parser.add_argument("--output", type=Path, help="(look.html in the folder of the first run)")
     options = parser.parse_args(args)
-    out, text = options.out or options.runs[0] / "look.html", page(options.runs)
-    with blame(f"--out {out}"):
-        out.write_text(text, encoding="utf-8")
-    print(out)
+    output = options.output or options.runs[0] / "look.html"
+    if output.suffix == ".html":
+        text = page(options.runs)
+        with blame(f"--output {output}"):
+            output.write_text(text, encoding="utf-8")
+    else:
+        with blame(f"--output {output}"):  # no matplotlib, or no kind of picture that it knows
+            draw_curves(options.runs, output)
+    print(output)
 
 
 if __name__ == "__main__":

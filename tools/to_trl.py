@@ -80,9 +80,7 @@ def fields_of(config: Any, num_processes: int, longest: int) -> dict[str, Any]:
 def not_in_trl(config: Any) -> list[str]:
     """The flags of the run that TRL has nothing for."""
     unknown = {"stop": config.stop, "reference": config.reference}
-    if isinstance(config, rloo.Config):
-        unknown["entropy_coef"] = config.entropy_coef
-    else:
+    if isinstance(config, grpo.Config):
         unknown["oversample"] = config.oversample > 1
         unknown["scale_rewards"] = config.scale_rewards == "mean"
     return [name for name in unknown if unknown[name]]
@@ -106,6 +104,8 @@ def main(args: list[str] | None = None) -> None:
     config.device = "cpu"  # TRL moves the policy to the device of the process
     set_seed(config.seed)  # of a new adapter
     policy, tokenizer = load_policy(config)
+    if base_model(policy)._supports_sdpa:  # it chose a kind of attention for a CPU
+        base_model(policy).set_attn_implementation("sdpa")
     task = load_task(config, tasks, policy, tokenizer)
     if config.bf16 and hasattr(policy, "peft_config"):
         policy.get_output_embeddings().bfloat16()  # as the rest: TRL decodes without autocast
