@@ -314,15 +314,15 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
         model.train(was_training)
 
 
-def learning_rate(step: int, peak: float, num_steps: int, warmup_steps: int) -> float:
-    """Return the rate of a step: it rises linearly to `peak` over `warmup_steps`, then falls
-    linearly, to peak / (num_steps - warmup_steps) at the last step. The rise takes at most half of
-    the steps, so that short runs reach the peak too.
+def schedule(step: int, num_steps: int, warmup_steps: int) -> float:
+    """Return the share of the learning rate at a step: (step + 1) / warmup_steps up to 1, then
+    linearly down, to 1 / (num_steps - warmup_steps) at the last step. The rise takes at most half
+    of the steps, so that short runs reach the full rate too.
     """
     warmup_steps = min(warmup_steps, num_steps // 2)
     if step < warmup_steps:
-        return peak * ((step + 1) / warmup_steps)
-    return peak * ((num_steps - step) / (num_steps - warmup_steps))
+        return (step + 1) / warmup_steps
+    return (num_steps - step) / (num_steps - warmup_steps)
 
 
 def clear_cache() -> None:

@@ -40,10 +40,10 @@ from common import (
     disable_dropout,
     gae,
     kl_estimate,
-    learning_rate,
     masked_whiten,
     policy_ratio,
     reference,
+    schedule,
 )
 from forward import (
     ValueModel,
@@ -217,9 +217,9 @@ def main(args: list[str] | None = None) -> None:
         clear_cache()
 
         # 5. Update both models, one optimiser step a minibatch. An epoch is a new order of rows.
-        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        share = schedule(step, config.num_steps, config.warmup_steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = config.learning_rate * share
         meter = Meter(rollout)
         for _ in range(config.num_epochs):
             order = torch.randperm(B, generator=shuffler)

@@ -39,7 +39,7 @@ from torch.nn.functional import cosine_similarity, logsigmoid
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import tasks
-from common import base_model, clear_cache, disable_dropout, evaluating, learning_rate
+from common import base_model, clear_cache, disable_dropout, evaluating, schedule
 from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch, read_rows, split_rows, text_of
 from plumbing.errors import InputError, blame
@@ -268,9 +268,9 @@ def main(args: list[str] | None = None) -> None:
         batch = prompt_batch(pairs.train, step, N, config.seed)
 
         # 2. The learning rate rises over the first steps, then falls linearly.
-        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        share = schedule(step, config.num_steps, config.warmup_steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = config.learning_rate * share
 
         meter = PairMeter()
         for part in pair_batches(batch, config.micro_batch_tokens):

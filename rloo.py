@@ -31,9 +31,9 @@ from common import (
     disable_dropout,
     is_flat,
     kl_estimate,
-    learning_rate,
     policy_ratio,
     reference,
+    schedule,
 )
 from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
@@ -183,9 +183,9 @@ def main(args: list[str] | None = None) -> None:
         clear_cache()
 
         # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
-        lr = learning_rate(step, config.learning_rate, config.num_steps, config.warmup_steps)
+        share = schedule(step, config.num_steps, config.warmup_steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = config.learning_rate * share
         meter = Meter(rollout)
         meter.add("policy/entropy_avg", entropy, mask)
         for _ in range(config.num_epochs):

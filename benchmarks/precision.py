@@ -119,9 +119,9 @@ def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
     if "shuffled" in name:
         changes = [(grpo, "group_advantages", shuffled)]
     if mode == "bfloat16":
-        changes += [(models, "spread_weights", lambda *args: None)]
+        changes += [(module, "spread_weights", lambda *args: None) for module in (grpo, models)]
     if mode == "float32, spread":
-        changes += [(grpo, "set_up_training", set_up_and_spread)]
+        changes += [(grpo, "load_policy", load_and_spread)]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write_sums(Path(folder))
         for where, name, change in changes:
@@ -149,10 +149,10 @@ def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
         return found
 
 
-def set_up_and_spread(config: object, *policies: nn.Module) -> None:
-    set_up_training(config, *policies)
-    for policy in policies:
-        spread_weights(policy.base_model)
+def load_and_spread(config: object) -> tuple[nn.Module, object]:
+    policy, tokenizer = load_policy(config)
+    spread_weights(policy.base_model)
+    return policy, tokenizer
 
 
 def write_sums(folder: Path) -> None:
@@ -387,6 +387,8 @@ def passes(model: str) -> dict[str, list[float]]:
         policies[mode] = load(AutoModelForCausalLM, model)
         config = SimpleNamespace(bf16=mode == "bfloat16", gradient_checkpointing=False)
         set_up_training(config, policies[mode])
+        if config.bf16:
+            spread_weights(policies[mode].base_model)
     for _ in range(6):
         for mode, policy in policies.items():
             started = time.process_time()
@@ -543,8 +545,9 @@ def sampler_kl(model: str) -> dict[str, dict[str, float]]:
             config = parse_flags(grpo.Config, "", {"tiny": grpo.TINY}, args)
             policy, tokenizer = load_policy(config)
             prompts = load_task(config, tasks, policy, tokenizer)
-            set_up_training(config, policy)
+            spread_weights(policy.base_model)
             options = sampling_options(config, policy, tokenizer)
+            options |= {"num_generations": 1, "temperature": config.temperature}
             for name, change in MISTAKES.items():
                 change = {"generator": torch.Generator().manual_seed(0)} | change
                 rollout = sample(policy, *prompts.encode(prompts.train[:24]), **options | change)

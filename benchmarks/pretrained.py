@@ -40,13 +40,14 @@ MODELS = ("value_model", "policy")
 # What no flag sets is changed in a copy of ppo.py: each pair is a line, and what stands there then.
 OPTIMIZER = "        parameters, lr=config.learning_rate"
 BY_MODEL = '[{"params": list(m.parameters())} for m in (policy, value_model)]'
-RATE = "        set_learning_rate(optimizer, config, step)\n"
-CLIP = "            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)\n"
+RATE = '            group["lr"] = config.learning_rate * share\n'
+CLIP = "grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)\n"
+CLIP = 16 * " " + CLIP
 TEN = [
     (OPTIMIZER, OPTIMIZER.replace("parameters", BY_MODEL)),
     (RATE, f'{RATE}        optimizer.param_groups[1]["lr"] *= 10\n'),
 ]
-ALONE = [(CLIP, f"            if step < 4:\n                policy.zero_grad()\n{CLIP}")]
+ALONE = [(CLIP, f"{16 * ' '}if step < 4:\n{20 * ' '}policy.zero_grad()\n{CLIP}")]
 OF_V, OF_POLICY = (CLIP.replace("parameters", f"{x}.parameters()") for x in MODELS)
 APART = [(CLIP, OF_V + OF_POLICY)]
 JOBS = {  # {task: {name: (command, changes)}}

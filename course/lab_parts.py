@@ -151,10 +151,15 @@ def leave_advantages_raw(module: ModuleType) -> None:
 
 def whiten_rewards_too(module: ModuleType) -> None:
     """Rewards divided by their deviation. They keep their mean: it says what to prefer."""
+    from common import masked_mean
+
     shape, whiten = module.shape_rewards, module.masked_whiten
-    module.shape_rewards = lambda scores, kl, mask, kl_coef: whiten(
-        shape(scores, kl, mask, kl_coef), mask, shift_mean=False
-    )
+
+    def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+        rewards = shape(scores, kl, mask, kl_coef)
+        return whiten(rewards, mask) + masked_mean(rewards, mask) * mask
+
+    module.shape_rewards = shape_rewards
 
 
 def drop_the_ratio(module: ModuleType) -> None:

@@ -196,13 +196,13 @@ PROBLEMS = [
         " rewards must give exactly 0, whatever rounding does: is_flat finds them.",
         "Refuse groups of one with a ValueError; reshape to (N, G), at least float32; take the"
         " group's mean off, and fill flat groups with 0; divide by the standard deviation of the"
-        " group or the batch plus 1e-4, by the mean (refuse rewards below 0 by an InputError), or"
+        " group or the batch plus 1e-4, by the mean (refuse rewards below 0 by a ValueError), or"
         " not at all; 0 where it is NaN; flatten.",
     ),
     Problem(
         "grpo_loss", "grpo.py", "GRPO: the loss and its variants",
         "A loss per token, then one of three ways to average it over the minibatch, whose counts"
-        " are given so that shares of micro-batches add up. importance_ratio gives the ratio: of"
+        " are given so that shares of micro-batches add up. policy_ratio gives the ratio: of"
         " the sequence for gspo, of the token else. cispo takes -A * min(ratio, cispo_bound) *"
         " logprobs, its weight without gradient, for the clipped surrogate; its clip decides where"
         " the bound is below the ratio, and A isn't 0.",
@@ -213,14 +213,13 @@ PROBLEMS = [
     ),
     Problem(
         "grpo_loop", "grpo.py", "GRPO: the update in the loop",
-        "First set_learning_rate. Each epoch is a new order of the rows, cut into minibatches, each"
+        "First the learning rate. Each epoch is a new order of the rows, cut into minibatches, each"
         " of them one optimiser step over micro-batches. The loops and the metrics are there: fill"
         " in what they need. With a single update per rollout the old log-probs are the new ones,"
         " without gradient.",
         "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
         " grpo_loss, the rows of ref_logprobs where there are any, num_rows and num_tokens, which"
-        " count the whole minibatch, and importance_ratio for the metrics. Zero the gradients after"
-        " the step alone.",
+        " count the whole minibatch. Zero the gradients only after the step.",
         step="5",
     ),
     Problem(
@@ -244,8 +243,7 @@ PROBLEMS = [
         "The KL is part of the reward, summed over the completion. Where kl_coef is 0 there is no"
         " reference, and the reward is the score.",
         "kl by k1 where kl_coef is above 0; the rewards are the scores less kl_coef times the sum"
-        " of a row of kl; then rloo_advantages; has_gradient is True where the advantage isn't 0,"
-        " and everywhere if has_bonus.",
+        " of a row of kl; then rloo_advantages.",
         step="4",
     ),
     Problem(

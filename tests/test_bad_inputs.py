@@ -13,9 +13,9 @@ from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
 
 from plumbing.errors import InputError, blame
 from plumbing.models import add_adapter
-from tools import look, plot
+from tools import look
 
-SCRIPTS = small.SCRIPTS | {"look": look, "plot": plot}
+SCRIPTS = small.SCRIPTS | {"look": look}
 RUN = """--model small --prompts given.jsonl --reward brevity --prompts_per_step 2
 --num_generations 2 --max_new_tokens 6 --output_dir new"""
 # In front of all flags: where a check is lost, its row ends at once.
@@ -130,8 +130,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("ppo", "--resume old_run", "--resume old_run: TypeError: ", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
-    ("plot", "nowhere", "error: nowhere/metrics.jsonl", ""),
-    ("plot", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),
+    ("look", "nowhere --output x.png", "error: --output x.png: FileNotFoundError: ", ""),
+    ("look", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),
     ("look", "a_run --output nowhere/x.html", "--output nowhere/x.html: FileNotFoundError", ""),
     ("look", "empty", "empty/tokens.jsonl: holds no completions, or none yet", ""),
 ]

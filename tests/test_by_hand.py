@@ -133,7 +133,7 @@ class Job:
             row.drawn = rollout.logprobs[i, : len(row.ids)].double()
             row.sampler = row.drawn + NOISE[i, : len(row.ids)]
             with torch.no_grad():
-                row.old, _, row.values = naive_forward(self.before[1], row)
+                row.old, row.entropy, row.values = naive_forward(self.before[1], row)
                 row.ref, _, _ = naive_forward(self.before[0], row)
             row.kl = (row.old - row.ref).tolist()  # the log has k1, also where the loss has k3
             if self.kind == "ppo":
@@ -296,6 +296,7 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
 
     lengths = [len(row.ids) for row in job.rows]
     num_tokens = sum(lengths)
+    of_rollout = sum(row.entropy.sum().item() for row in job.rows) / num_tokens
     kl, scores = sum(sum(row.kl) for row in job.rows), [row.score for row in job.rows]
     expected = {
         "objective/scores": statistics.mean(scores),
@@ -306,7 +307,7 @@ def test_every_metric_of_the_second_step_is_that_of_its_definition(job, naive):
         "objective/rlhf_reward": statistics.mean(scores) - 0.3 * kl / ROWS,
         "policy/approxkl_avg": mean("kl"),
         "policy/clipfrac_avg": mean("clipped"),
-        "policy/entropy_avg": mean("entropy"),
+        "policy/entropy_avg": of_rollout if job.kind == "rloo" else mean("entropy"),
         "val/ratio": mean("ratio"),
         "val/sampler_kl": mean("sampler_kl"),
         "loss/policy_avg": statistics.mean(loss for loss, _, _ in naive),

@@ -130,7 +130,7 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
     options, letters = OPTIONS | {"max_new_tokens": 30, "eos_token_ids": []}, "abcdefghijklm"
     stop = StopStringCriteria(tokenizer, list(letters))
     rollout = sample(model, PROMPTS, PROMPTS > 0, stop=stop, **options)
-    rows, lengths = rollout.tokens[:, -30:].tolist(), rollout.completion_mask.sum(1).tolist()
+    rows, lengths = rollout.tokens[:, -30:].tolist(), rollout.lengths.tolist()
     tokens = [tokenizer.convert_ids_to_tokens(row[:n]) for row, n in zip(rows, lengths)]
     ends = [[bool(set(token) & set(letters)) for token in row] for row in tokens]
     assert [row[-1] for row in ends] == rollout.finished.tolist() and 0 < sum(map(sum, ends)) < 24

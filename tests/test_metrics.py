@@ -28,7 +28,7 @@ from plumbing.metrics import (
     sample_records,
     warnings_about,
 )
-from tools import plot
+from tools import look
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -259,19 +259,19 @@ def test_the_headline_names_each_number_beside_that_of_step_0_and_the_bar_those_
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """drawn({name of a run: its lines}): what tools/plot.py draws, (Axes of each panel, file)."""
+    """drawn({name of a run: its lines}): what tools/look.py draws: (Axes of each panel, file)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "of_a_notebook")  # matplotlib can't be imported with it
     save = lambda figure, file, **options: found.append((figure.axes, str(file)))  # noqa: E731
     monkeypatch.setattr(Figure, "savefig", save)
     found = []
 
-    def drawn(runs, *flags):
+    def drawn(runs, file="curves.png"):
         for name, lines in runs.items():
             Path(name).mkdir(parents=True)
             # The last line is half there: the run is writing it.
             Path(name, "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"st']))
-        plot.main([*runs, *flags])
+        look.main([*runs, "--output", file])
         assert "MPLBACKEND" not in os.environ
         return found.pop()
 
@@ -288,7 +288,7 @@ def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(dr
     assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
-    (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "--output", "x.svg")
+    (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "x.svg")
     assert file == "x.svg" and len({line.get_color() for line in axes.lines}) == 2, "of one name"
 
 

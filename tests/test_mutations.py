@@ -60,7 +60,7 @@ TEST = "test_a_completion_ends_with_its_first_eos_whichever_of_the_eos_ids_it_is
     [
         ("common.py", "completion_mask", f"tests/test_common.py::{TEST}"),
         ("common.py", "gae", "UNSEEN"),
-        ("tools/plot.py", "main", "NOT PLANTED"),
+        ("tools/look.py", "main", "NOT PLANTED"),
     ],
 )
 def test_a_test_sees_the_bugs_of_what_it_calls_alone(file, function, said, monkeypatch):

@@ -30,16 +30,17 @@ UPDATES = {  # of a step, and the flags for them
 
 @pytest.mark.parametrize("script", UPDATES, ids=lambda script: script.__name__)
 def test_a_micro_batch_is_tried_first_and_phases_clear_the_cache(script, make_job, monkeypatch):
-    (updates, flags), order, sample, lap = UPDATES[script], [], script.sample, Run.lap
-    spies = (script, "sample", sample), (script, "clear_cache", lambda: None), (Run, "lap", lap)
+    (updates, flags), order, sample, end_phase = UPDATES[script], [], script.sample, Run.end_phase
+    spies = [(script, "sample", sample), (script, "clear_cache", lambda: None)]
+    spies += [(Run, "end_phase", end_phase)]
     for place, name, function in (*spies, (script, "fit_micro_batch", lambda *_: None)):
         spy = lambda *args, n=name, f=function, **options: order.append(n) or f(*args, **options)  # noqa: E731
         monkeypatch.setattr(place, name, spy)
     hook = register_optimizer_step_post_hook(lambda *_: order.append("update"))
     make_job(script)(**flags)
     hook.remove()
-    update = [*["update"] * updates, "lap", "clear_cache"]
-    assert order == ["fit_micro_batch", "sample", "lap", "clear_cache", *update]
+    update = [*["update"] * updates, "end_phase", "clear_cache"]
+    assert order == ["fit_micro_batch", "sample", "end_phase", "clear_cache", *update]
 
 
 def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(

@@ -13,13 +13,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from common import reference
+from common import base_model, reference
 from forward import ValueModel, completion_logprobs, completion_values
 from grpo import Config
 from plumbing import models
 from plumbing.data import Task
 from plumbing.errors import InputError
-from plumbing.models import add_adapter, load_policy, load_tokenizer, set_up_training
+from plumbing.models import (
+    add_adapter,
+    load_policy,
+    load_tokenizer,
+    set_up_training,
+    spread_weights,
+)
 from plumbing.preferences import load_classifier
 
 
@@ -67,7 +73,6 @@ def test_a_named_model_is_frozen_and_its_dropout_is_off():
 def test_a_named_model_has_no_adapter_and_the_same_kind_of_attention_as_the_policy(monkeypatch):
     config = Config(model="tiny", reference="tiny", bf16=True, lora_r=2, device="cpu")
     policy, tokenizer = load_policy(config)
-    models.set_up_training(config, policy)
     task = Task([], [], [], tokenizer=tokenizer, tokens={"a": [1], "b": [1, 2]})
     for limit in (None, 2 + config.max_new_tokens):
         monkeypatch.setattr(models, "context_length", lambda model, x=limit: x)
@@ -154,6 +159,7 @@ def test_the_value_model_of_an_adapted_policy_trains_its_own_adapter_over_the_sa
 
 def loaded(model: object, bf16: bool = False, lora_r: int = 0) -> nn.Module:
     config = {"model": str(model), "bf16": bf16, "lora_r": lora_r, "device": "cpu"}
+    config |= {"gradient_checkpointing": False}
     return load_policy(SimpleNamespace(**config))[0]
 
 
@@ -174,18 +180,10 @@ def linear_weights(model: nn.Module) -> set[Tensor]:
     return {p for module in linear for p in module.parameters()}
 
 
-BF16, FP16 = (
-    SimpleNamespace(bf16=bf16, fp16=not bf16, gradient_checkpointing=False)
-    for bf16 in (True, False)
-)
-
-
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
-@pytest.mark.parametrize(
-    ("config", "half", "bits"), [(BF16, torch.bfloat16, 16), (FP16, torch.float16, 13)]
-)
+@pytest.mark.parametrize(("half", "bits"), [(torch.bfloat16, 16), (torch.float16, 13)])
 def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_tenth(
-    make, config, half, bits
+    make, half, bits
 ):
     """On the grid of the type, where checkpoints lie, it would show in none. Of weights halfway
     between two of its numbers, as many of a 4-bit file are, half would go a whole spacing too far.
@@ -204,10 +202,10 @@ def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_t
     highest = lambda low, high, shape, **_: torch.full(shape, high - 1).int()  # noqa: E731
     for draw in (lowest, highest):
         with mock.patch("torch.randint", draw):
-            set_up_training(config, extreme := copy.deepcopy(origin))
+            spread_weights((extreme := copy.deepcopy(origin)).base_model, half)
         for p, q in zip(extreme.parameters(), origin.parameters(), strict=True):
             assert torch.equal(p.to(half), q.to(half))
-    set_up_training(config, policy)
+    spread_weights(policy.base_model, half)
     linear = linear_weights(policy)
     assert len(linear) > 10
     for p, q in zip(policy.parameters(), origin.parameters(), strict=True):
@@ -233,13 +231,12 @@ def test_training_in_bfloat16_begins_with_the_log_probs_and_values_of_the_checkp
     name, _, has_adapter = name.partition(" ")
     policy = SMALL_MODELS[name]().bfloat16().float()
     policy = train(add_adapter(policy, 4)) if has_adapter else policy
-    value_model = ValueModel.on_backbone_of(policy)
-    nn.init.normal_(value_model.head.weight)
-    both = policy, value_model
-    origins = copy.deepcopy(both)
-    for backbone in (origins[0].base_model, origins[1].backbone):
-        backbone.train().set_attn_implementation("eager")  # the same kind
-    set_up_training(BF16, *both)
+    set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), policy)
+    origins = copy.deepcopy((policy, ValueModel.on_backbone_of(policy)))
+    spread_weights(base_model(policy).base_model)
+    both = policy, ValueModel.on_backbone_of(policy)
+    for value_model in (both[1], origins[1]):
+        nn.init.constant_(value_model.head.weight, 0.5)
     for model, origin in zip(both, origins, strict=True):
         pairs = list(zip(model.parameters(), origin.parameters(), strict=True))
         assert any(not torch.equal(p, q) for p, q in pairs)

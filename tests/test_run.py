@@ -103,7 +103,7 @@ RUNS = {  # flags, and what is interrupted before the weights move
     ppo: (LORA, "sample"),
     grpo: (DROPOUT, "sample"),
     rloo: ([*LORA, "--reference", "small-gpt2", "--num_mini_batches", "2"], "sample"),
-    reward_model: ([*LORA, *DROPOUT], "set_learning_rate"),
+    reward_model: ([*LORA, *DROPOUT], "schedule"),
 }
 
 

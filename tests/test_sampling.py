@@ -17,7 +17,9 @@ from transformers import (
 import sampling
 from common import completion_mask
 from forward import model_inputs
+from plumbing.data import Task
 from plumbing.decoder import Decoder, masks_of_layers, rounded_copy
+from plumbing.errors import Fault
 from plumbing.models import add_adapter
 from sampling import draw, generate, without_windows
 
@@ -182,9 +184,10 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(half, top_k, token):
         return logits
 
     model.get_output_embeddings().register_forward_hook(spoil)
+    rollout = sample(model, decoder=Decoder(model, half), top_k=top_k, eos_token_ids=[])
     words = r"logits are not finite: lower .*, or --fp16 false; .* --model"
-    with pytest.raises(FloatingPointError, match=words):
-        sample(model, decoder=Decoder(model, half), top_k=top_k, eos_token_ids=[])
+    with pytest.raises(Fault, match=words):
+        Task([], [], []).score([], rollout)
 
 
 # --- The model is left as it was ---

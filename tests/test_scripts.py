@@ -16,7 +16,7 @@ import ppo
 import reward_model
 import rloo
 import sampling
-from forward import completion_logprobs, rollout_logprobs
+from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import settings_of_run
 
 FLAT = """
@@ -110,10 +110,8 @@ def test_a_new_adapter_is_that_of_the_seed_whatever_was_drawn_before(job):
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
 def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_coef, num_epochs):
-    """RLOO's KL inside the reward needs the old ones even for a single update; GRPO's in the loss
-    doesn't. PPO computes them always.
-    """
-    if num_epochs == 1 and job.script is not ppo:
+    """GRPO needs none of its own where one update follows a rollout."""
+    if num_epochs == 1 and job.script is grpo:
         # Step 3 may round otherwise, in bfloat16: the ratio of an only update is 1 all the same.
         other = mock.Mock(side_effect=lambda *args: 1.01 * rollout_logprobs(*args))
         monkeypatch.setattr(job.script, "rollout_logprobs", other)
@@ -122,11 +120,20 @@ def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_
     flags = {"num_epochs": num_epochs, "num_mini_batches": num_epochs, "kl_coef": kl_coef}
     line = job(learning_rate=1e-2, warmup_steps=0, **flags)[0]
     models = [id(call.args[0]) for call in calls]
-    needs_old = num_epochs == 2 or job.script is ppo or (kl_coef > 0 and job.script is rloo)
+    needs_old = num_epochs == 2 or job.script is not grpo
     assert len(models) == len(set(models)) == needs_old + (kl_coef > 0)
     assert line["val/ratio_max_dev_first"] < 1e-5
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
     assert line["grad_norm"] > 1e-3, "are the old ones a constant? Else the ratio has no gradient"
+
+
+@pytest.mark.parametrize("job", [ppo, rloo], indirect=True)
+def test_a_first_ratio_other_than_1_is_warned_of(job, monkeypatch):
+    wrong = lambda *args, **options: 1.05 * rollout_logprobs(*args, **options)  # noqa: E731
+    monkeypatch.setattr(job.script, "rollout_logprobs", wrong)
+    assert job(**ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 0.1
+    texts = [line["text"] for line in lines_of(job.folder / "warnings.jsonl")]
+    assert any("before the first update" in text for text in texts)
 
 
 def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch):
@@ -166,28 +173,27 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(job, monkeypatc
     assert "goes on from step 1" in printed and f"the gradient is {bad}: lower --learn" in printed
 
 
-@pytest.mark.parametrize("job", [grpo, rloo], indirect=True)
-def test_rows_without_advantage_are_left_out_and_the_gradient_is_the_same(job, monkeypatch):
-    """The smallest entropy bonus, or KL penalty in GRPO's loss, keeps them and changes nothing."""
+@pytest.mark.parametrize("job", [rloo], indirect=True)
+def test_rows_without_advantage_are_left_out_and_change_nothing(job, monkeypatch):
     recorded = record_gradients(monkeypatch)
-    calls = record_calls(monkeypatch, job.script, "completion_logprobs")
+    calls = record_calls(monkeypatch, rloo, "completion_logprobs")
     (file := job.folder.parent / "flat.py").write_text(FLAT)
-    flags = {"reward": f"{file}:for_short_prompts", "completions": 16, "num_mini_batches": 2}
-    flags |= {"learning_rate": 1e-9}  # or Adam makes a step of a rounding error
-    counts, gradients = [], []
-    for coefs in ({}, {"kl_coef": 1e-15}, {"entropy_coef": 1e-15}):
-        job(**{"kl_coef": 0} | flags | coefs)
-        counts.append(sum(len(call.args[1].tokens) for call in calls))
-        gradients.append(torch.cat(recorded))
+    flags = {"completions": 16, "kl_coef": 0, "learning_rate": 1e-9}  # no step of rounding errors
+    found = []
+    for all_rows in (False, True):
+        if all_rows:
+            whole = lambda rollout, _, **options: micro_batches(rollout, **options)  # noqa: E731
+            monkeypatch.setattr(rloo, "micro_batches", whole)
+        entropy = job(reward=f"{file}:for_short_prompts", **flags)[0]["policy/entropy_avg"]
+        found.append((sum(len(call.args[1].tokens) for call in calls), recorded.pop(), entropy))
         calls.clear()
-        recorded.clear()
-    assert 2 < counts[0] < 14 and counts[2] == 16 and (counts[1] == 16) == (job.script is grpo)
-    for other in gradients[1:]:
-        assert torch.allclose(other, gradients[0], atol=1e-5)
-    assert gradients[0].abs().max() > 1e-3
-    if job.script is grpo:  # nothing is learnt from completions that are cut, nor are they read
-        job(kl_coef=0, mask_truncated_completions=True, **flags)
-        assert sum(len(call.args[1].tokens) for call in calls) < counts[0]
+    (few, gradient, entropy), (many, other, same) = found
+    assert 2 < few < 14 and many == 16 and entropy == same > 0, "the entropy is of all rows"
+    assert torch.allclose(gradient, other, atol=1e-5) and gradient.abs().max() > 1e-3
+    monkeypatch.setattr(rloo, "micro_batches", micro_batches)
+    file.write_text("def zero(completions, **_): return [0] * len(completions)")
+    assert job(reward=f"{file}:zero", **flags)[0]["grad_norm"] == 0
+    assert sum(len(call.args[1].tokens) for call in calls) == 1, "the optimiser needs a gradient"
 
 
 @pytest.mark.problem("ppo_script", 4, "ppo")
