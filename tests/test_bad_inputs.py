@@ -130,7 +130,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("ppo", "--resume old_run", "--resume old_run: TypeError: ", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
-    ("look", "nowhere --output x.png", "error: --output x.png: FileNotFoundError: ", ""),
+    ("look", "nowhere --output x.png", "error: nowhere/metrics.jsonl: FileNotFoundError: ", ""),
     ("look", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),
     ("look", "a_run --output nowhere/x.html", "--output nowhere/x.html: FileNotFoundError", ""),
     ("look", "empty", "empty/tokens.jsonl: holds no completions, or none yet", ""),

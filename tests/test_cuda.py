@@ -129,6 +129,7 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
     model, tokenizer = copy.deepcopy(reads_bytes()).to("cuda"), byte_tokenizer()
     options, letters = OPTIONS | {"max_new_tokens": 30, "eos_token_ids": []}, "abcdefghijklm"
     stop = StopStringCriteria(tokenizer, list(letters))
+    options["decoder"] = Decoder(model)
     rollout = sample(model, PROMPTS, PROMPTS > 0, stop=stop, **options)
     rows, lengths = rollout.tokens[:, -30:].tolist(), rollout.lengths.tolist()
     tokens = [tokenizer.convert_ids_to_tokens(row[:n]) for row, n in zip(rows, lengths)]

@@ -40,11 +40,12 @@ def test_of_constant_returns_no_variance_is_explained():
 
 
 def test_the_largest_deviation_is_that_of_the_first_minibatch_and_no_graph_is_kept():
-    rows, mask = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[True, False]])
+    rows, mask = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[True, False]] * 4)
+    old = torch.zeros(4, 2)
     meter, x = Meter(make_rollout([[1]] * 4, [[5, EOS]] * 4)), torch.zeros(1, 2, requires_grad=True)
     for row, ratio in zip(rows, (1.1, 0.5, 1.2, 9.0)):
         ratio = torch.tensor([[ratio, torch.nan]]) * x.exp()
-        meter.add_policy(row, x, x.detach(), x, ratio, x > 0, mask)
+        meter.add_policy(row, x, old, ratio, x > 0, mask)
         meter.add_share("loss", x.sum())
         if row > 1:
             meter.end_mini_batch(torch.tensor(1.0))
@@ -182,8 +183,8 @@ def evaluated(K, reward, verifier, seed=0):
     rows = [{"prompt": prompt} for prompt in ("x", "yy y", "zzz", "w", "the", "a b", "q")]
     options = {"tokenizer": letter_tokenizer(), "eos_token_ids": [19]}
     task = Task([], rows, [reward], verifier=verifier, **options)
-    config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed)
-    sampling = {"max_new_tokens": 6, "temperature": 0.7, "eos_token_ids": [19]}
+    config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed, temperature=0.7)
+    sampling = {"max_new_tokens": 6, "eos_token_ids": [19]}
     sampling |= {"pad_token_id": 0, "max_rows": 8}
     found = evaluate(config, small_gpt2(vocab_size=20).eval(), task, sampling)
     texts = [record["completion"] for record in found.records]

@@ -191,8 +191,8 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(job, monkeypatch
     assert 2 < few < 14 and many == 16 and entropy == same > 0, "the entropy is of all rows"
     assert torch.allclose(gradient, other, atol=1e-5) and gradient.abs().max() > 1e-3
     monkeypatch.setattr(rloo, "micro_batches", micro_batches)
-    file.write_text("def zero(completions, **_): return [0] * len(completions)")
-    assert job(reward=f"{file}:zero", **flags)[0]["grad_norm"] == 0
+    file.with_name("zero.py").write_text("def zero(prompts, **_): return [0] * len(prompts)")
+    assert job(reward=f"{file.with_name('zero.py')}:zero", **flags)[0]["grad_norm"] == 0
     assert sum(len(call.args[1].tokens) for call in calls) == 1, "the optimiser needs a gradient"
 
 

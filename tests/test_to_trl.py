@@ -10,7 +10,6 @@ import typing
 from importlib import import_module, reload
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,9 +19,10 @@ from safetensors.torch import load_file
 from small import letter_tokenizer, save_model, small_gpt2, small_llama
 from transformers import set_seed
 
+from common import base_model
 from plumbing.config import parse_flags
 from plumbing.errors import InputError
-from plumbing.models import TINY, load_policy, set_up_training
+from plumbing.models import TINY, load_policy, spread_weights
 from plumbing.run import run_main
 from tools import look, to_trl
 
@@ -182,7 +182,7 @@ JOBS = [  # (script, model, longest prompts, flags, TRL's bf16, what TRL lacks, 
 
 
 @pytest.mark.parametrize(("script", "make", "longest", "flags", "bf16", "lacks", "weights"), JOBS)
-def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_them(
+def test_trl_gets_the_job_of_the_run_with_the_weights_spread_as_its_own(
     script, make, longest, flags, bf16, lacks, weights, tmp_path, monkeypatch, capsys
 ):
     """In bfloat16 they are spread: else TRL's first steps would be rounded away as well."""
@@ -216,7 +216,8 @@ def test_trl_gets_the_job_of_the_run_with_the_weights_as_set_up_training_makes_t
     trainer().save_model.assert_called_once_with()
     set_seed(config.seed)
     expected, _ = load_policy(config)
-    set_up_training(SimpleNamespace(bf16=bf16, gradient_checkpointing=False), expected)
+    if bf16:
+        spread_weights(base_model(expected).base_model)
     if config.bf16 and config.lora_r:  # the head as well: TRL decodes without autocast
         expected.get_output_embeddings().bfloat16()
     for p, q in zip(policy.parameters(), expected.parameters(), strict=True):
