@@ -59,25 +59,25 @@ class Config(RunConfig):
     script = "grpo"
     smallest_group = 2
 
-    num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
+    num_steps: int = flag(40, "rollouts, each followed by an update; 0 only evaluates", least=0)
     prompts_per_step: int = flag(4, "prompts sampled per step, N")
     num_generations: int = flag(8, "completions per prompt, G")
-    learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
+    learning_rate: float = flag(2e-5, "AdamW's peak rate; with an adapter the default is tenfold")
 
-    # What this algorithm has alone.
+    # What only this algorithm has.
     kl_coef: float = flag(0.04, "weight of the KL penalty in the loss; 0: none", least=0)
-    kl_estimator: Literal["k3", "unbiased"] = flag("k3", "of that KL; unbiased: ratio times k3")
+    kl_estimator: Literal["k3", "unbiased"] = flag("k3", "of that KL; unbiased: k3 times the ratio")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = flag(
-        "grpo", "which paper's; cispo has no clip_range"
+        "grpo", "the paper whose loss it is; cispo ignores clip_range"
     )
     scale_rewards: Literal["group", "batch", "none", "mean"] = flag(
-        "group", "advantages over the std of group, batch, none; or the group's mean"
+        "group", "divide advantages by the std of the group or batch, by the group's mean, or not"
     )
     entropy_coef: float = flag(0.0, "weight of a bonus for the mean entropy of a token", least=0)
-    clip_range_high: float | None = flag(None, "epsilon upwards; default: clip_range")
-    oversample: int = flag(1, "times the prompts are drawn, to keep groups that aren't flat")
-    overlong_buffer: int = flag(0, "penalised tokens before the length limit", least=0)
-    mask_truncated_completions: bool = flag(False, "no gradient from completions that are cut")
+    clip_range_high: float | None = flag(None, "epsilon of the upper bound; default: clip_range")
+    oversample: int = flag(1, "draw this many times the prompts; keep groups that differ (DAPO)")
+    overlong_buffer: int = flag(0, "penalise so many tokens before the length limit", least=0)
+    mask_truncated_completions: bool = flag(False, "learn nothing from completions that are cut")
 
 
 # The embedded models' own defaults. They are small and have a single job: so they take large steps.

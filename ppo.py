@@ -65,17 +65,17 @@ from sampling import sample
 class Config(RunConfig):
     script = "ppo"
 
-    num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
+    num_steps: int = flag(40, "rollouts, each followed by an update; 0 only evaluates", least=0)
     prompts_per_step: int = flag(16, "prompts sampled per step, N")
     num_generations: int = flag(1, "completions per prompt, G")
-    learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
+    learning_rate: float = flag(2e-5, "AdamW's peak rate; with an adapter the default is tenfold")
     num_epochs: int = flag(2, "passes over one rollout")
 
-    # What this algorithm has alone.
+    # What only this algorithm has.
     entropy_coef: float = flag(0.0, "weight of a bonus for the mean entropy of a token", least=0)
     kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimate of that KL; k2 and k3 pull less")
-    missing_eos_penalty: float = flag(0.0, "subtracted from scores without EOS", least=0)
+    missing_eos_penalty: float = flag(0.0, "subtracted from a score without EOS", least=0)
     gamma: float = flag(1.0, "discount", least=0, most=1)
     lam: float = flag(0.95, "lambda of GAE: 1 trusts rewards, 0 the values", least=0, most=1)
     clip_range_value: float = flag(0.2, "how far a value may move from V_old")

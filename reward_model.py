@@ -62,7 +62,7 @@ class Config(TrainConfig):
     )
     num_steps: int | None = flag(None, "default: one pass over the pairs")
     pairs_per_step: int = flag(32, "pairs of one optimiser step, N")
-    learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
+    learning_rate: float = flag(2e-5, "AdamW's peak rate; with an adapter the default is tenfold")
     center_rewards_coef: float = flag(0.0, "weight of a pair's squared sum of scores", least=0)
     eval_every: int = flag(50, "steps between evaluations on held-out pairs")
 

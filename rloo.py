@@ -49,10 +49,10 @@ class Config(RunConfig):
     script = "rloo"
     smallest_group = 2
 
-    num_steps: int = flag(40, "rollouts, each followed by an update; 0: evaluate", least=0)
+    num_steps: int = flag(40, "rollouts, each followed by an update; 0 only evaluates", least=0)
     prompts_per_step: int = flag(8, "prompts sampled per step, N")
     num_generations: int = flag(4, "completions per prompt, G")
-    learning_rate: float = flag(2e-5, "AdamW's peak; default with an adapter: 10 times")
+    learning_rate: float = flag(2e-5, "AdamW's peak rate; with an adapter the default is tenfold")
     kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
 
 
