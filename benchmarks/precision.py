@@ -11,7 +11,6 @@ repeated: an interrupted command goes on where the file ends. The modes:
   float32     --bf16 false
   bfloat16    --bf16 true, with the weights as the checkpoint has them: spread_weights is left out
   spread      --bf16 true, as plainrlhf trains
-  float32, spread    --bf16 false, but the weights are spread first
 """
 
 import argparse
@@ -61,7 +60,6 @@ LONG = SUMS.replace(f"--num_steps {STEPS}", "--num_steps 100")
 README = "--task add --max_new_tokens 16 --num_steps 24 --prompts_per_step 8 --num_eval_prompts 200"
 KEPT = ("objective/scores", "objective/kl", "val/sampler_kl")
 MODES = ("float32", "bfloat16", "spread")
-OTHER_RATES = ("8e-5", "1e-5", "4e-5", "5e-6")
 
 
 # --- Runs of grpo.py ---
@@ -77,27 +75,14 @@ GROUP_ADVANTAGES = grpo.group_advantages
 
 
 def jobs() -> Iterator[tuple[str, str, str, int]]:
-    """(name, mode, flags, seed) of each run, the most wanted first."""
-    for seed in (0, 1):
-        for mode in MODES:
-            yield "rate 2e-5", mode, SUMS, seed
+    """(name, mode, flags, seed) of each short run, for a CPU, the most wanted first."""
     yield "README's command", "spread", README, 0
-    for mode in ("spread", "float32"):
-        yield "shuffled advantages", mode, SUMS, 0
-    rates = [("8e-5", "bfloat16", 0), ("8e-5", "bfloat16", 1), ("8e-5", "spread", 0)]
-    rates += [("4e-5", "bfloat16", 0), ("8e-5", "float32", 0)]
-    rates += [(x, mode, seed) for seed in range(3) for x in OTHER_RATES for mode in MODES]
-    for rate, mode, seed in rates[:5]:
-        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed
-    yield "rate 2e-5", "float32, spread", SUMS, 0
-    for seed in (2, 3, 4):
-        for mode in MODES:
-            yield "rate 2e-5", mode, SUMS, seed
-    yield "shuffled advantages", "bfloat16", SUMS, 0
+    for rate, seeds in (("2e-5", 5), ("8e-5", 3), ("4e-5", 3), ("1e-5", 2), ("5e-6", 2)):
+        for seed in range(seeds):
+            for mode in MODES:
+                yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed
     for mode in MODES[1:]:
         yield "LoRA of rank 16", mode, f"{SUMS} --lora_r 16", 0
-    for rate, mode, seed in rates[5:]:
-        yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed
 
 
 def long_jobs() -> Iterator[tuple[str, str, str, int]]:
@@ -120,8 +105,6 @@ def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
         changes = [(grpo, "group_advantages", shuffled)]
     if mode == "bfloat16":
         changes += [(module, "spread_weights", lambda *args: None) for module in (grpo, models)]
-    if mode == "float32, spread":
-        changes += [(grpo, "load_policy", load_and_spread)]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write_sums(Path(folder))
         for where, name, change in changes:
@@ -147,12 +130,6 @@ def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
         if "sums.jsonl" in flags and "lora_r" not in flags:
             found["served"] = served(f"{folder}/run/model", bf16)
         return found
-
-
-def load_and_spread(config: object) -> tuple[nn.Module, object]:
-    policy, tokenizer = load_policy(config)
-    spread_weights(policy.base_model)
-    return policy, tokenizer
 
 
 def write_sums(folder: Path) -> None:
@@ -183,15 +160,14 @@ def rows_of(tokenizer: object, texts: list[tuple[str, str]]) -> Rollout:
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module, rollout: Rollout, bf16: bool, head: Tensor | None = None) -> Tensor:
+def logits_of(model: nn.Module, rollout: Rollout, bf16: bool) -> Tensor:
     """Logits (n, V) of the n completion tokens, by the forward pass that trains."""
     P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
     with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
         positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
         inputs = {"attention_mask": rollout.attention_mask.long(), "position_ids": positions}
         states = model.base_model(rollout.tokens, **inputs).last_hidden_state
-    states = states[:, P - 1 : -1][rollout.completion_mask].float()
-    return logits_from(model, states) if head is None else states @ head.T
+    return logits_from(model, states[:, P - 1 : -1][rollout.completion_mask].float())
 
 
 def answers(model: nn.Module, tokenizer: object, texts: list[tuple[str, str]], bf16: bool) -> dict:
@@ -276,48 +252,47 @@ def steps(start: nn.Module, batches: list[Rollout], rate: float, numbers: list[i
 
 
 def compare(start: nn.Module, moves: dict[str, Tensor], batch: Rollout) -> dict[str, dict]:
-    """What each mode sees of the moves: KL (nats a completion) of the model after them to the one
-    before; the change of all logits against float32's: cosine, and gain, which is its length along
-    float32's, 1 where the moves are seen in full. "ten bits": spread, and the head's weights are
-    read with ten bits, as TF32 does.
+    """What each mode sees of the moves: KL of the model after them to the one before, and `share`
+    of float32's change of the logits.
     """
-    found, changes = {}, {}
-    start = copy.deepcopy(start)
-    for mode in (*MODES, "ten bits"):
+    found, whole, start = {}, None, copy.deepcopy(start)
+    for mode in MODES:
         if mode == "spread":
             spread_weights(start.base_model)
-        # A GPU reads ten bits by itself, where it may.
-        torch.backends.cuda.matmul.allow_tf32 = mode == "ten bits"
-        imitate = mode == "ten bits" and DEVICE == "cpu"
-        head = (lambda: ten_bits(start.lm_head.weight)) if imitate else (lambda: None)
-        before = logits_of(start, batch, mode != "float32", head())
-        origin = {name: p.detach().clone() for name, p in start.named_parameters()}
-        with torch.no_grad():
-            for name, p in start.named_parameters():
-                p.add_(moves[name])
-        after = logits_of(start, batch, mode != "float32", head())
-        with torch.no_grad():
-            for name, p in start.named_parameters():
-                p.copy_(origin[name])
-        new, old = after.log_softmax(-1), before.log_softmax(-1)
-        kl = (new.exp() * (new - old)).sum() / len(batch.tokens)
-        torch.backends.cuda.matmul.allow_tf32 = False  # the steps are in float32
-        changes[mode] = (after - before).flatten().double()
-        seen, whole = changes[mode], changes["float32"]
-        gain = (seen @ whole / (whole @ whole)).item()
-        cosine = gain * (whole.norm() / seen.norm().clamp(min=1e-30)).item()
-        found[mode] = {
-            "kl": round(kl.item(), 5),
-            "cosine": round(cosine, 3),
-            "gain": round(gain, 3),
-        }
+        before, after = logits_around(start, moves, batch, mode != "float32")
+        whole = after - before if mode == "float32" else whole
+        found[mode] = {"kl": kl_of(after, before, batch), **share(after - before, whole)}
     return found
 
 
-def ten_bits(weights: Tensor) -> Tensor:
-    """To the nearest numbers with ten bits behind the leading one."""
-    bits = weights.detach().view(torch.int32)
-    return ((bits + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
+def moved(start: nn.Module, moves: dict[str, Tensor]) -> nn.Module:
+    """A copy whose weights have moved."""
+    policy = copy.deepcopy(start)
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            p.add_(moves[name])
+    return policy
+
+
+def logits_around(start: nn.Module, moves: dict, batch: Rollout, bf16: bool) -> list[Tensor]:
+    """Logits (n, V) before and after the moves."""
+    return [logits_of(policy, batch, bf16) for policy in (start, moved(start, moves))]
+
+
+def share(seen: Tensor, whole: Tensor) -> dict[str, float]:
+    """Of the changes of all logits: their cosine, and the gain, which is the length of what is seen
+    along the whole, 1 where it is seen in full.
+    """
+    seen, whole = seen.flatten().double(), whole.flatten().double()
+    gain = (seen @ whole / (whole @ whole)).item()
+    cosine = gain * (whole.norm() / seen.norm().clamp(min=1e-30)).item()
+    return {"cosine": round(cosine, 3), "gain": round(gain, 3)}
+
+
+def kl_of(logits: Tensor, others: Tensor, batch: Rollout) -> float:
+    """KL of the first policy to the second, in nats a completion."""
+    new, old = logits.log_softmax(-1), others.log_softmax(-1)
+    return round(((new.exp() * (new - old)).sum() / len(batch.tokens)).item(), 5)
 
 
 def one_step(model: str, file: str | None, results: dict) -> None:
@@ -337,34 +312,115 @@ def one_step(model: str, file: str | None, results: dict) -> None:
             yield f"{names[number]}: {results[names[number]]}"
 
 
+# --- The control: where must weights begin, so that a step is seen? ---
+
+
+def uniform(width: float) -> Callable[[tuple, torch.Generator], Tensor]:
+    return lambda shape, numbers: (torch.rand(shape, generator=numbers) - 0.5) * width
+
+
+def gaussian(shape: tuple, numbers: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=numbers) / 12**0.5
+
+
+STARTS = {  # distances from the grid, in spacings of bfloat16: those from -0.5 to 0.5 round to it
+    "on the grid": uniform(0),
+    "uniform over half of the interval": uniform(0.5),
+    "uniform over the interval": uniform(1),
+    "uniform over twice the interval": uniform(2),
+    "Gaussian, as wide as the interval": gaussian,
+}
+
+
+def begun(weights: Tensor, start: str, numbers: torch.Generator) -> Tensor:
+    """Weights of bfloat16's grid, put at distances from it. Zeros stay 0."""
+    distances = STARTS[start](weights.shape, numbers)
+    steps = (distances * 65535).int()  # an interval without its ends, in float32 numbers
+    bits = weights.view(torch.int32) + steps  # read as integers, they are in order
+    return bits.view(torch.float32).where(weights != 0, weights)
+
+
+def rounded_by_chance(weights: Tensor, numbers: torch.Generator) -> Tensor:
+    """Stochastic rounding to bfloat16: up as often as the distance to the number below says."""
+    noise = torch.randint(65536, weights.shape, generator=numbers, dtype=torch.int32)
+    return ((weights.view(torch.int32) + noise) & -65536).view(torch.float32)
+
+
+def put(policy: nn.Module, change: Callable[..., Tensor], *args: object) -> nn.Module:
+    """The policy, with the weights of its linear layers changed in place."""
+    for m in (m for m in policy.base_model.modules() if type(m) is nn.Linear):
+        m.weight.data = change(m.weight.data, *args)
+    return policy
+
+
+def control(model: str) -> dict[str, dict]:
+    """The same AdamW step of 2.5e-6, computed in bfloat16 from other starts of the linear layers'
+    weights. "kl" is that of the start to the checkpoint; where each pass rounds by chance, that of
+    one pass to another of the same weights. "simulated" is the gain of single weights, without a
+    model. Three draws of each: mean, lowest, highest.
+    """
+    batches, rate = step_batches(load_tokenizer(model)), 2.5e-6
+    policy, batch = prepared(checkpoint_of(model, None, "bfloat16")), batches[0]
+    ((_, moves),) = steps(policy, batches, rate, [1])
+    exact, exact_after = logits_around(policy, moves, batch, False)
+    whole, origin = exact_after - exact, logits_of(policy, batch, True)
+    found = {"float32": {"kl of the step": kl_of(exact_after, exact, batch)}}
+
+    linear = [m.weight for m in policy.base_model.modules() if type(m) is nn.Linear]
+    names = {name for name, p in policy.named_parameters() if any(p is w for w in linear)}
+    others = {name: move * (name not in names) for name, move in moves.items()}
+    after = logits_of(moved(policy, others), batch, True)
+    found["on the grid, only embedding and norms move"] = share(after - origin, whole)
+
+    single = torch.cat([w.detach().flatten()[::7] for w in linear])
+    numbers = torch.Generator().manual_seed(0)
+    step = rate * (2.0 * torch.randint(2, single.shape, generator=numbers) - 1)
+    gain_of = lambda seen: {"simulated": round((seen * step).mean().item() / rate**2, 3)}  # noqa: E731
+    for name in STARTS:
+        draws = []
+        for seed in range(3):
+            numbers, start = torch.Generator().manual_seed(seed), copy.deepcopy(policy)
+            put(start, begun, name, numbers)
+            before, after = logits_around(start, moves, batch, True)
+            draws += [share(after - before, whole) | {"kl": kl_of(before, origin, batch)}]
+        x = begun(single, name, numbers)
+        seen = (x + step).bfloat16().float() - x.bfloat16().float()
+        found[name] = means(draws) | gain_of(seen)
+    for name in ("on the grid", "uniform over the interval"):
+        draws = []
+        for seed in range(3):
+            numbers, start = torch.Generator().manual_seed(seed), copy.deepcopy(policy)
+            put(start, begun, name, numbers)
+            passes = [start, start, moved(start, moves)]
+            passes = [put(copy.deepcopy(x), rounded_by_chance, numbers) for x in passes]
+            before, again, after = (logits_of(x, batch, True) for x in passes)
+            draws += [share(after - before, whole) | {"kl": kl_of(again, before, batch)}]
+        x = begun(single, name, numbers)
+        seen = rounded_by_chance(x + step, numbers) - rounded_by_chance(x, numbers)
+        found[f"{name}, each pass rounds by chance"] = means(draws) | gain_of(seen)
+    return found
+
+
+def means(draws: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Of each number the mean, the lowest and the highest draw."""
+    columns = {key: [draw[key] for draw in draws] for key in draws[0]}
+    return {key: [round(np.mean(x), 4), min(x), max(x)] for key, x in columns.items()}
+
+
 # --- How far a step is from being seen ---
 
 
 def spacings(model: str) -> dict:
-    """Of the weights of linear layers: median size, and how many steps of a rate in one direction
-    pass half a spacing of bfloat16 for a tenth, half and nine tenths of them.
+    """Of the weights of linear layers: median size, and how many steps of 2.5e-6 in one direction
+    pass half a spacing of bfloat16 at the median.
     """
     policy = load(AutoModelForCausalLM, model)
     linear = [m.weight for m in policy.base_model.modules() if type(m) is nn.Linear]
     weights = torch.cat([p.detach().flatten()[::7] for p in linear]).abs()
     weights = weights[weights > 0]
     half = torch.exp2(weights.log2().floor() - 8)  # spacing: 2**-7 of the power of two below
-    found = {"median": round(weights.median().item(), 5)}
-    found["on the grid"] = round((weights == weights.bfloat16().float()).float().mean().item(), 4)
-    for rate in (1e-6, 2.5e-6, 5e-6, 2e-5):
-        shares = torch.quantile(half[::50], torch.tensor([0.1, 0.5, 0.9])) / rate
-        found[f"{rate:g}"] = [round(x, 1) for x in shares.tolist()]
-    return found
-
-
-def set_up_seconds(model: str) -> float:
-    """CPU seconds that spreading all linear weights takes: the median of five."""
-    policy, seconds = load(AutoModelForCausalLM, model), []
-    for _ in range(5):
-        started = time.process_time()
-        spread_weights(policy.base_model)
-        seconds.append(time.process_time() - started)
-    return round(sorted(seconds)[2], 2)
+    steps_to_half = round(half.median().item() / 2.5e-6, 1)
+    return {"median": round(weights.median().item(), 5), "steps of 2.5e-6": steps_to_half}
 
 
 def halfway(file: str) -> float:
@@ -417,14 +473,14 @@ def spread_of(values: list[float], digits: int) -> str:
 
 def table_of_steps(found: dict[str, dict]) -> str:
     lines = ["| checkpoint, rate, steps | float32 KL | bfloat16: KL | cosine | gain | spread: KL |"]
-    lines[0] += " cosine | gain | gain, head of ten bits |"
-    lines.append("|---" * 9 + "|")
+    lines[0] += " cosine | gain |"
+    lines.append("|---" * 8 + "|")
     for name, of_mode in found.items():
         cells = [name, f"{of_mode['float32']['kl']:.4f}"]
         for mode in MODES[1:]:
             seen = of_mode[mode]
             cells += [f"{seen['kl']:.4f}", f"{seen['cosine']:.2f}", f"{seen['gain']:.2f}"]
-        lines.append(f"| {' | '.join([*cells, format(of_mode['ten bits']['gain'], '.3f')])} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -569,23 +625,14 @@ def float16_sampler(model: str) -> dict[str, dict[str, float]]:
     origin = logits_of(starts["as the checkpoint"], batches[0], False)
     before = logits_of(starts["spread"], batches[0], False)
     found = {"KL of the spread policy to the checkpoint": mean_kl(before, origin)}
-    for rate, numbers in (("1e-6", [1, 8, 16]), ("2e-5", [1, 4])):
-        for number, moves in steps(starts["as the checkpoint"], batches, float(rate), numbers):
-            for name, start in starts.items():
-                policies = [start, copy.deepcopy(start)]
-                with torch.no_grad():
-                    for key, p in policies[1].named_parameters():
-                        p.add_(moves[key])
-                exact = [logits_of(policy, batches[0], False) for policy in policies]
-                policies = map(copy.deepcopy, policies)
-                rounded = [
-                    logits_of(policy.half().float(), batches[0], False) for policy in policies
-                ]
-                whole, seen = ((x[1] - x[0]).flatten().double() for x in (exact, rounded))
-                found[f"{rate}, {number}, {name}"] = {
-                    "gain": round((seen @ whole / (whole @ whole)).item(), 3),
-                    "kl": mean_kl(rounded[1], exact[1]),
-                }
+    for rate in ("1e-6", "2e-5"):
+        ((_, moves),) = steps(starts["as the checkpoint"], batches, float(rate), [1])
+        for name, start in starts.items():
+            exact = logits_around(start, moves, batches[0], False)
+            policies = [copy.deepcopy(start), moved(start, moves)]
+            rounded = [logits_of(x.half().float(), batches[0], False) for x in policies]
+            found[f"{rate}, {name}"] = share(rounded[1] - rounded[0], exact[1] - exact[0])
+            found[f"{rate}, {name}"]["kl"] = mean_kl(rounded[1], exact[1])
     return found
 
 
@@ -600,7 +647,7 @@ def mean_kl(logits: Tensor, others: Tensor) -> float:
 
 def measure(model: str, file: str | None, results: dict, save: Callable[[], None]) -> None:
     """Make the measurements that aren't in `results`, and save each."""
-    alone = {"spacings": spacings, "set-up, CPU seconds": set_up_seconds, "sampler": sampler_kl}
+    alone = {"spacings": spacings, "control": control, "sampler": sampler_kl}
     alone |= {"sampler in float16": float16_sampler, "CPU seconds of passes": passes}
     alone["answers before training"] = lambda model: served(model, bf16=True)["trained"]
     for name, of_model in alone.items():

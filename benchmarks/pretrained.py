@@ -2,7 +2,7 @@
 docs/compare.md.
 
   python benchmarks/pretrained.py --model FOLDER --workers 8   # about ten minutes of an H200
-  python benchmarks/pretrained.py                              # tables and picture alone
+  python benchmarks/pretrained.py                              # tables alone
 
 FOLDER holds SmolLM2-135M-Instruct on bfloat16's grid. "chat" asks for a sum in a sentence, and one
 completion in 40 is right at first. "sums" has numbers below 30 and an example, and one in eight is
@@ -21,10 +21,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
-from learning import COLOURS, INK, REPOSITORY, TEXTS
-from matplotlib.figure import Figure
+from learning import REPOSITORY
 
 RESULTS = Path(__file__).with_suffix(".json")
 SEEDS = 5
@@ -168,47 +166,9 @@ def table(runs_of: dict[str, dict[str, dict]]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: dict[str, dict[str, dict]]) -> None:
-    """Accuracy of both tasks, and explained variance of what differs in its value model."""
-    mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
-    figure = Figure(figsize=(5.2, 9), layout="constrained")
-    panels = figure.subplots(3, 1)
-    styles = {"PPO, V at 10 times the rate": "--", "PPO, --lam 1": ":", "GRPO, LoRA rank 16": "--"}
-    lines = {
-        "chat": ["PPO, 64 a step", "GRPO", "RLOO", "GRPO, LoRA rank 16"],
-        "sums": ["PPO", "PPO, V at 10 times the rate", "PPO, --lam 1", "GRPO", "RLOO"],
-    }
-    labels = {"chat": "in a sentence", "sums": "below 30"}
-    for axes, (task, names) in zip(panels, lines.items()):
-        for name in names:
-            runs = [*results[task][name].values()]
-            y = np.array([smooth(run["objective/scores"]) for run in runs])
-            x = runs[0]["episodes"] * np.arange(2, 2 + y.shape[1])
-            options = {"color": COLOURS[name[:4].strip(",")], "lw": 1.6}
-            axes.plot(x, y.mean(0), styles.get(name, "-"), label=name.split(", 64")[0], **options)
-            if name not in styles:
-                axes.fill_between(x, y.min(0), y.max(0), color=options["color"], alpha=0.12, lw=0)
-            if task == "sums" and "val/explained_variance" in runs[0]:
-                y = np.mean([run["val/explained_variance"] for run in runs], 0)
-                panels[2].plot(64 * np.arange(len(y)), y, styles.get(name, "-"), **options)
-        axes.set(ylabel=f"accuracy, {labels[task]}", xlabel="completions")
-    panels[2].set(ylabel="explained variance, below 30", xlabel="completions")
-    entries = {}
-    for axes in panels:
-        axes.grid(alpha=0.2)
-        for handle, label in zip(*axes.get_legend_handles_labels()):
-            entries.setdefault(label, handle)
-    figure.legend(
-        entries.values(), entries.keys(), loc="outside lower center", ncols=2, frameon=False
-    )
-    seeds = "lines: means over three steps and all seeds; bands: lowest to highest seed"
-    figure.suptitle(f"Sums, SmolLM2-135M-Instruct\n{seeds}", fontsize=10)
-    figure.savefig(REPOSITORY / "docs" / "pretrained.png", dpi=130, transparent=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="folder or name; default: tables and picture alone")
+    parser.add_argument("--model", help="folder or name; default: tables alone")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -216,7 +176,6 @@ def main() -> None:
         measure(f"--model {options.model}", options.workers, results)
     for task, runs_of in results.items():
         print(f"\n{task}\n\n{table(runs_of)}")
-    draw(results)
 
 
 if __name__ == "__main__":
