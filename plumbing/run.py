@@ -142,7 +142,7 @@ class Run:
         if importlib.util.find_spec("matplotlib"):
             draw_curves([self.folder], self.folder / "curve.png")
         if self.files["tokens"].tell() > 0:  # neither of a reward model nor of an evaluation
-            print(f"now: python tools/look.py {self.config.output_dir}")
+            print(f"what a step did to each token: python tools/look.py {self.config.output_dir}")
 
     def end_phase(self, name: str) -> None:
         """End a phase of a step: its seconds are the metric `name`."""

@@ -332,7 +332,7 @@ step 0: samples from training
   samples
 step 1: eval/reward # (was #), greedy # (was #)
   samples
-now: python tools/look.py run
+what a step did to each token: python tools/look.py run
 NAME 1/1 |#| #<#, reward #, kl #, length 4, # tok/s
 """
 OF_PAIRS = """Fewer than ten prompts: none is held out, they are trained on and evaluated.
