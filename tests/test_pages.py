@@ -21,7 +21,6 @@ from small import (
     byte_tokenizer,
     finished,
     lines_of,
-    reads_bytes,
     reward_model_job,
     save_model,
     small_gpt2,
@@ -30,7 +29,6 @@ from small import (
 from test_by_hand import worked_step
 from transformers import AutoModelForCausalLM
 
-import grpo
 import ppo
 import reward_model
 from plumbing.config import parse_flags
@@ -195,41 +193,6 @@ def test_a_reward_of_a_page_scores_chat_messages_as_it_scores_text():
                 assert scores[0] == scores[1] != [0], code
                 found.append(reward.__name__)
     assert {*found} == {"names_it", "no_repetition", "strict", "right"}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_recipe_for_reasoning_gym_writes_puzzles_whose_answers_are_right_and_trains(
-    tmp_path, monkeypatch
-):
-    pytest.importorskip("reasoning_gym")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("puzzles.py").write_text(block("`puzzles.py`", "recipes.md"))
-    write, train = (c for c in commands(PAGES["recipes.md"]) if "chain_sum" in c)
-    exec(shlex.split(write)[2], {})
-    puzzles = sys.modules.pop("puzzles")
-    rows = lines_of("chain_sum.jsonl")
-    entries = [row["entry"] for row in rows]
-    asked = [row["prompt"][0]["content"] for row in rows[:1]] + [e["question"] for e in entries]
-    assert len({*asked}) == len(asked) > 150, "each question once, and none that is shown solved"
-    assert [row["prompt"][-1]["content"] for row in rows] == asked[1:]
-    for shape, least, is_right in (("{}", 1, 1), ("Sum = {}", 0.01, 1), ("It is {}.", 0.01, 0)):
-        texts = [shape.format(entry["answer"]) for entry in entries]
-        assert all(least <= s <= 1 for s in puzzles.score(texts, entries)), "a part of the score"
-        assert set(puzzles.right(texts, entries)) == {float(is_right)}
-    puzzles.write("prime_factorization", size=4)
-    factors = lines_of("prime_factorization.jsonl")[0]["entry"]
-    assert puzzles.score(["The factors"], [factors]) == [0], "its verifier raises on words"
-
-    chat = byte_tokenizer()
-    chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    model = save_model(tmp_path / "small", reads_bytes(), chat)
-    short = "--num_steps 2 --prompts_per_step 2 --num_eval_prompts 4 --max_new_tokens 4"
-    given = [*shlex.split(train)[2:], *short.split(), "--device", "cpu"]
-    given[given.index("--model") + 1] = model
-    grpo.main(given)
-    assert lines_of(next(Path("runs").glob("*/metrics.jsonl")))[-1]["eval/accuracy"] is not None
 
 
 # --- Imports ---
