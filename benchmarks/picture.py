@@ -88,9 +88,11 @@ def main() -> None:
                 for name, step in zip("0123", steps, strict=True):
                     group = [x for x in lines if x["step"] == int(step)]
                     draw_answers(panels[name], group, limit, colours)
-                key = "blue: more likely after the step; orange: less; bands: eight seeds"
+                key = "blue: more likely after the step; orange: less; bands: eight seeds\n"
+                key += "a step learns from 256 answers to 32 games: those to one are shown"
                 figure.text(0.5, 0, key, ha="center", va="bottom")
-                figure.get_layout_engine().set(rect=(0, 0.045, 1, 0.955))
+                bottom = 0.36 / size[1]  # two lines, of the height in inches
+                figure.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))
                 file = REPOSITORY / "docs" / f"first-{page}{end}.png"
                 figure.savefig(file, transparent=True)
 
