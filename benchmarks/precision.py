@@ -81,8 +81,6 @@ def jobs() -> Iterator[tuple[str, str, str, int]]:
         for seed in range(seeds):
             for mode in MODES:
                 yield f"rate {rate}", mode, f"{SUMS} --learning_rate {rate}", seed
-    for mode in MODES[1:]:
-        yield "LoRA of rank 16", mode, f"{SUMS} --lora_r 16", 0
 
 
 def long_jobs() -> Iterator[tuple[str, str, str, int]]:
@@ -127,7 +125,7 @@ def train(model: str, name: str, mode: str, flags: str, seed: int) -> dict:
             found[key] = [round(line[key], 4) for line in (lines[0], lines[-1])]
         lines = [line for line in lines if "episode" in line]
         found |= {key: [round(line[key], 5) for line in lines] for key in KEPT}
-        if "sums.jsonl" in flags and "lora_r" not in flags:
+        if "sums.jsonl" in flags:
             found["served"] = served(f"{folder}/run/model", bf16)
         return found
 
@@ -375,7 +373,6 @@ def control(model: str) -> dict[str, dict]:
     single = torch.cat([w.detach().flatten()[::7] for w in linear])
     numbers = torch.Generator().manual_seed(0)
     step = rate * (2.0 * torch.randint(2, single.shape, generator=numbers) - 1)
-    gain_of = lambda seen: {"simulated": round((seen * step).mean().item() / rate**2, 3)}  # noqa: E731
     for name in STARTS:
         draws = []
         for seed in range(3):
@@ -385,7 +382,7 @@ def control(model: str) -> dict[str, dict]:
             draws += [share(after - before, whole) | {"kl": kl_of(before, origin, batch)}]
         x = begun(single, name, numbers)
         seen = (x + step).bfloat16().float() - x.bfloat16().float()
-        found[name] = means(draws) | gain_of(seen)
+        found[name] = means(draws) | {"simulated": share(seen, step)["gain"]}
     for name in ("on the grid", "uniform over the interval"):
         draws = []
         for seed in range(3):
@@ -397,7 +394,8 @@ def control(model: str) -> dict[str, dict]:
             draws += [share(after - before, whole) | {"kl": kl_of(again, before, batch)}]
         x = begun(single, name, numbers)
         seen = rounded_by_chance(x + step, numbers) - rounded_by_chance(x, numbers)
-        found[f"{name}, each pass rounds by chance"] = means(draws) | gain_of(seen)
+        found[f"{name}, each pass rounds by chance"] = means(draws)
+        found[f"{name}, each pass rounds by chance"]["simulated"] = share(seen, step)["gain"]
     return found
 
 
@@ -421,14 +419,6 @@ def spacings(model: str) -> dict:
     half = torch.exp2(weights.log2().floor() - 8)  # spacing: 2**-7 of the power of two below
     steps_to_half = round(half.median().item() / 2.5e-6, 1)
     return {"median": round(weights.median().item(), 5), "steps of 2.5e-6": steps_to_half}
-
-
-def halfway(file: str) -> float:
-    """The share of the linear weights that lie halfway between two numbers of bfloat16."""
-    policy = load(AutoModelForCausalLM, file)
-    linear = [m.weight for m in policy.base_model.modules() if type(m) is nn.Linear]
-    bits = torch.cat([p.detach().flatten() for p in linear]).view(torch.int32)
-    return round((bits & 0xFFFF == 0x8000).float().mean().item(), 4)
 
 
 def passes(model: str) -> dict[str, list[float]]:
@@ -654,9 +644,6 @@ def measure(model: str, file: str | None, results: dict, save: Callable[[], None
         if name not in results:
             results[name] = of_model(model)
             save()
-    if file and "halfway, 4-bit file" not in results:
-        results["halfway, 4-bit file"] = halfway(file)
-        save()
     for line in one_step(model, file, results.setdefault("steps", {})):
         save()
         print(line, flush=True)

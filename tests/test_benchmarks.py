@@ -1,5 +1,5 @@
 """benchmarks/gpu.py without a GPU: kernels are counted, and nothing that is measured is lost. The
-first picture of the README.
+first picture of the README, and the starts of the control in benchmarks/precision.py.
 """
 
 import json
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu
@@ -52,3 +53,38 @@ def test_the_first_picture_is_drawn_from_a_run_for_light_dark_and_narrow_pages(
     kinds = [f"first-{page}{end}" for page in ("light", "dark") for end in ("", "-narrow")]
     assert {*found} == {*kinds} and len({*found.values()}) == 4
     assert max(map(len, found.values())) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("start", "inside"),
+    [
+        ("on the grid", 1.0),
+        ("uniform over half of the interval", 1.0),
+        ("uniform over the interval", 1.0),
+        ("uniform over twice the interval", 0.5),
+        ("Gaussian, as wide as the interval", 0.9167),  # within 1.73 standard deviations
+    ],
+)
+def test_starts_of_the_control_lie_where_their_names_say(start, inside):
+    pytest.importorskip("matplotlib")
+    import precision
+
+    numbers = torch.Generator().manual_seed(0)
+    weights = torch.randn(40_000, generator=numbers).bfloat16().float()
+    weights[0] = 0.0
+    begun = precision.begun(weights, start, numbers)
+    rounds_back = begun.bfloat16().float() == weights
+    assert rounds_back.float().mean().item() == pytest.approx(inside, abs=0.01)
+    assert begun[0] == 0 and (begun == weights).all() == (start == "on the grid")
+
+
+def test_rounding_by_chance_is_unbiased_and_leaves_the_grid_alone():
+    pytest.importorskip("matplotlib")
+    import precision
+
+    numbers = torch.Generator().manual_seed(0)
+    weights = torch.full((100_000,), -1.003)  # 0.384 of the way from -1 to -1.0078125
+    rounded = precision.rounded_by_chance(weights, numbers)
+    assert {*rounded.tolist()} == {-1.0, -1.0078125}
+    assert rounded.double().mean().item() == pytest.approx(-1.003, abs=1e-4)
+    assert torch.equal(precision.rounded_by_chance(rounded, numbers), rounded)

@@ -179,8 +179,7 @@ def test_what_readme_says_to_copy_is_all_that_a_script_needs_elsewhere(tmp_path)
 
 
 def test_a_reward_of_a_page_scores_chat_messages_as_it_scores_text():
-    columns = {"answer": ["#### 4"], "nums": [[1, 3]], "target": [4]}
-    text, found = "a b c d a b c d #### 4 <answer>1 + 3</answer>", []
+    columns, text, found = {"answer": ["#### 4"]}, "a b c d a b c d #### 4", []
     for code in re.findall(r"(?:^    .*\n|^\n(?=    ))+", "\n".join(PAGES.values()), re.M):
         if not re.search(r"def .*\bcompletions\b", code):
             continue
@@ -192,7 +191,7 @@ def test_a_reward_of_a_page_scores_chat_messages_as_it_scores_text():
                 scores = [reward(completions=[x], **columns) for x in (text, chat)]
                 assert scores[0] == scores[1] != [0], code
                 found.append(reward.__name__)
-    assert {*found} == {"names_it", "no_repetition", "strict", "right"}
+    assert {*found} == {"names_it", "no_repetition", "strict"}
 
 
 # --- Imports ---
