@@ -138,6 +138,21 @@ def test_the_page_on_thinking_has_the_figures_of_its_experiments():
         assert [mean, std] in rounded, f"{mean} ± {std}"
 
 
+def test_the_page_on_bfloat16_has_the_figures_of_its_control():
+    found = json.loads((REPOSITORY / "benchmarks" / "precision.json").read_text())["control"]
+    page = PAGES["precision.md"].partition("## Where must weights begin?")[2]
+    rows = [line for line in page.splitlines() if re.match(r"\|.*\d\.\d\d", line)][:6]
+    starts = [name for name in found if name.startswith(("uniform", "on the grid", "Gauss"))]
+    starts = [name for name in starts if "only" not in name and "interval, each" not in name]
+    for row, start in zip(rows, sorted(starts, key=list(found).index), strict=True):
+        of = found[start]
+        mean, low, high = (f"{x:.2f}" for x in of["gain"])
+        gain = mean if low == high else f"{mean} ({low} to {high})"
+        kl = f"{of['kl'][0]:.3f}" if of["kl"][0] else "0"
+        shown = [gain, f"{of['simulated']:.2f}", f"{of['cosine'][0]:.2f}", kl]
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == shown, start
+
+
 SMALL = "--device cpu --num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
 OF_PAIRS = "--device cpu --num_steps 1 --pairs_per_step 8 --num_eval_pairs 8"
 
