@@ -218,12 +218,13 @@ VIEWS = set(
 )
 
 
+def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
+    """One kernel, as on CUDA; on a CPU it is several. A layer norm takes its place."""
+    return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
+
+
 def count(model: transformers.PreTrainedModel) -> dict[str, int]:
     """Kernels of a token in the graph, and those outside; those of a micro-batch."""
-
-    def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
-        """One kernel, as on CUDA; on a CPU it is several. A layer norm takes its place."""
-        return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
 
     def kernels(operations: Counter) -> int:
         return operations.total() - sum(operations[name] for name in VIEWS)
