@@ -237,9 +237,9 @@ def main(args: list[str] | None = None) -> None:
                     pg, ratio, clipped = policy_loss(
                         logprobs, old_logprobs[rows], advantages[rows], config.clip_range
                     )
-                    # The loss is pg + vf_coef vf - entropy_coef entropy: [2] eq. 9. No weight that
-                    # trains is in both models, so each takes its own part of the backward pass:
-                    # the policy's activations are gone before the value model makes its own.
+                    # [2] eq. 9: the loss is pg + vf_coef vf - entropy_coef entropy. The two models
+                    # share no weight that trains, so each part has a backward pass of its own: it
+                    # frees the policy's activations before those of the value model are made.
                     m = mask[rows]
                     loss = pg - config.entropy_coef * entropy
                     ((loss * m).sum() / num_tokens).backward()
