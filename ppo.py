@@ -234,16 +234,20 @@ def main(args: list[str] | None = None) -> None:
                     logprobs, entropy = completion_logprobs(
                         policy, part, config.temperature, bf16=config.bf16, entropy_grad=with_bonus
                     )
-                    values = completion_values(value_model, part, bf16=config.bf16)
                     pg, ratio, clipped = policy_loss(
                         logprobs, old_logprobs[rows], advantages[rows], config.clip_range
                     )
+                    # [2] eq. 9: the loss is pg + vf_coef vf - entropy_coef entropy. The two models
+                    # share no weight that trains, so each part has a backward pass of its own: it
+                    # frees the policy's activations before those of the value model are made.
+                    m = mask[rows]
+                    loss = pg - config.entropy_coef * entropy
+                    ((loss * m).sum() / num_tokens).backward()
+                    values = completion_values(value_model, part, bf16=config.bf16)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value
                     )
-                    loss = pg + config.vf_coef * vf - config.entropy_coef * entropy  # [2] eq. 9
-                    m = mask[rows]
-                    ((loss * m).sum() / num_tokens).backward()
+                    ((config.vf_coef * vf * m).sum() / num_tokens).backward()
                     meter.add_policy(rows, logprobs, old_logprobs, ratio, clipped, mask)
                     meter.add("policy/entropy_avg", entropy, m)
                     meter.add("loss/policy_avg", pg, m)

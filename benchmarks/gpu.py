@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import speed
@@ -175,6 +176,7 @@ def decode(name: str, folder: Path, small: bool) -> Iterator[dict]:
     load, path = transformers.AutoModelForCausalLM.from_pretrained, folder / name.split("-")[0]
     model, half = (load(path, dtype=x).to("cuda") for x in (torch.float32, torch.bfloat16))
     models.fuse(model)
+    models.set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), model)
     numbers = torch.empty(2**18 if small else 2**30, device="cuda")
     bandwidth = 2 * numbers.nbytes / min(timed(numbers.add_, 1)[1] for _ in range(5))
     P, sizes = (16, [(8, 9)]) if small else (128, [(64, 256), (256, 256), (256, 800)])
@@ -218,12 +220,13 @@ VIEWS = set(
 )
 
 
+def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
+    """One kernel, as on CUDA; on a CPU it is several. A layer norm takes its place."""
+    return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
+
+
 def count(model: transformers.PreTrainedModel) -> dict[str, int]:
     """Kernels of a token in the graph, and those outside; those of a micro-batch."""
-
-    def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
-        """One kernel, as on CUDA; on a CPU it is several. A layer norm takes its place."""
-        return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
 
     def kernels(operations: Counter) -> int:
         return operations.total() - sum(operations[name] for name in VIEWS)

@@ -49,7 +49,7 @@ class TrainConfig:
     model: str = flag("tiny", "tiny, tiny/cups, a local folder, or a name on the model hub")
     warmup_steps: int = flag(10, "steps over which the learning rate rises; then it falls", least=0)
     max_grad_norm: float = flag(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = flag(1024, "most tokens of a training pass; GPU: 16384, pairs: 4096")
+    micro_batch_tokens: int = flag(1024, "most tokens of a training pass; GPU: 8192, pairs: 4096")
     disable_dropout: bool = flag(True, "false leaves dropout on, to show what it does")
     lora_r: int = flag(0, "rank of a new LoRA adapter; 0 trains all weights", least=0)
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, more time")
@@ -79,7 +79,7 @@ class RunConfig(TrainConfig):
     """
 
     smallest_group: ClassVar[int] = 1  # completions per prompt
-    on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 16384, "rollout_batch_size": 256}
+    on_gpu: ClassVar[dict[str, Any]] = {"micro_batch_tokens": 8192, "rollout_batch_size": 256}
 
     reference: str | None = flag(None, "the KL is to this model; default: --model as it was loaded")
     task: str = flag("sentiment", "add, cups, sentiment or one more of tasks.py")

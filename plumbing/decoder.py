@@ -144,4 +144,8 @@ def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
     """
     floats = [p for p in model.parameters() if p.is_floating_point()]
     rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
-    return copy.deepcopy(model, memo=rounded)
+    found = copy.deepcopy(model, memo=rounded)
+    # On a CPU the policy trains with plain attention, which repeats the cache for its heads.
+    if model.device.type == "cpu" and base_model(found)._supports_sdpa:
+        base_model(found).set_attn_implementation("sdpa")
+    return found

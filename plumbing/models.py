@@ -293,10 +293,9 @@ def _one_pass(config: Any, models: list[nn.Module], part: Rollout) -> None:
     """Forward and backward over a micro-batch."""
     options = {"bf16": config.bf16, "entropy_grad": getattr(config, "entropy_coef", 0) > 0}
     logprobs, entropy = completion_logprobs(models[0], part, config.temperature, **options)
-    loss = (logprobs + entropy).sum()
+    (logprobs + entropy).sum().backward()
     for value_model in models[1:]:
-        loss = loss + completion_values(value_model, part, bf16=config.bf16).sum()
-    loss.backward()
+        completion_values(value_model, part, bf16=config.bf16).sum().backward()
 
 
 # --- Layers that take fewer operations, equal to rounding ---

@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py without a GPU: kernels are counted, and nothing that is measured is lost. The
-first picture of the README, and the starts of the control in benchmarks/precision.py.
+"""benchmarks/gpu.py and memory.py without a GPU: kernels and bytes are counted, and nothing that is
+measured is lost. The first picture of the README, and the control of benchmarks/precision.py.
 """
 
 import json
@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu
+import memory
 
 
 @pytest.mark.parametrize(("name", "token", "update"), [("gpt2", 64, 172), ("qwen", 103, 300)])
@@ -19,6 +20,27 @@ def test_the_kernels_of_a_token_and_of_a_micro_batch_are_bounded(name, token, up
     found = gpu.count(gpu.model_of(name, narrow=True, layers=2))
     assert 20 < found["graph"] <= token and found["eager"] <= 7
     assert 100 < found["micro_batch"] <= update
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "most", "peak"),
+    [
+        ("qwen", memory.our_pass, 62_400, 60),
+        ("gpt2", memory.our_pass, 27_800, 26),
+        pytest.param("qwen", memory.trl_pass, 69_600, 28, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_pass_saves_is_bounded_and_gives_measured_peaks(name, forward, most, peak):
+    """The peaks are those of an H200, GB: docs/performance.md. There we had passes of 16,384 tokens
+    and chunks of an eighth of the card, and TRL had passes of 32 rows.
+    """
+    if is_trl := forward is memory.trl_pass:
+        pytest.importorskip("trl")
+    counted = memory.count(name, forward)
+    assert 0.99 * most < counted["bytes"] <= most
+    num_tokens, an_eighth = 32 * 307 if is_trl else 16384, int(150.1e9) // 160
+    found = memory.peak_gb(name, counted, num_tokens, num_logits=an_eighth, is_trl=is_trl)
+    assert found == pytest.approx(peak, rel=0.05)
 
 
 def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_are_kept(tmp_path):

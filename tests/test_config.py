@@ -163,7 +163,7 @@ def test_a_cuda_device_becomes_the_current_one_and_takes_larger_batches(monkeypa
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     config = parse("ppo", "--device cuda:1 --bf16 false --model x/y")
     assert chosen == [there.device] and config["device"] == "cuda:1"
-    assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (256, 16384)
+    assert (config["rollout_batch_size"], config["micro_batch_tokens"]) == (256, 8192)
     assert parse("ppo", "--device cuda:1 --rollout_batch_size 7")["rollout_batch_size"] == 7
     pairs = parse("reward_model", "--device cuda:1 --bf16 false --model x/y")
     assert pairs["micro_batch_tokens"] == 4096

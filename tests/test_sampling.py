@@ -205,8 +205,11 @@ def test_dropout_never_touches_a_sample_and_the_mode_stays_as_it_was():
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_decodes_with_a_rounded_copy_of_the_weights_as_they_are_now(half):
-    """But not of rotary frequencies, which would put late tokens at wrong positions."""
+    """But not of rotary frequencies, which would put late tokens at wrong positions. Attention is
+    fused also where training on a CPU has plain attention.
+    """
     model = add_adapter(small_llama(), 4)
+    model.set_attn_implementation("eager")
     decoder = Decoder(model, half)
     for _ in range(2):
         with torch.no_grad():
@@ -217,6 +220,8 @@ def test_half_precision_decodes_with_a_rounded_copy_of_the_weights_as_they_are_n
             assert torch.equal(x, model.state_dict()[name].to(half)), name
         for name, x in rounded.named_buffers():
             assert torch.equal(x, model.get_buffer(name))
+        kinds = [x.get_base_model().config._attn_implementation for x in (model, rounded)]
+        assert kinds == ["eager", "sdpa"]
         found, expected = sample(model, decoder=decoder), sample(rounded)
         assert torch.equal(found.tokens, expected.tokens)
         assert torch.equal(found.logprobs, expected.logprobs)
