@@ -89,7 +89,7 @@ for step in range(STEPS):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"{step} right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f} {games[0][0]}{texts[0]}")
+    print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
 # The most likely completions of 512 games. Of all five million, the model had seen 43,000 before.
 scores = rollout([game() for _ in range(512)], greedy=True)[3]
