@@ -59,7 +59,7 @@ torch.nn.init.zeros_(critic.lm_head.weight)
 optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], betas=(0.9, 0.95))
 
 for step in range(STEPS):
-    optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)  # falls linearly to 0
+    optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)  # it falls to 0
     # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
     games = [game() for _ in range(N)] * G  # so each column of scores.view(G, N) is a group
     tokens, mask, texts, scores = rollout(games)
@@ -91,6 +91,5 @@ for step in range(STEPS):
         optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-# The most likely completions of 512 games. Of all five million, the model had seen 43,000 before.
-scores = rollout([game() for _ in range(512)], greedy=True)[3]
+scores = rollout([game() for _ in range(512)], greedy=True)[3]  # 99% of these games are new to it
 print(f"greedy: right {scores.mean():.3f}")

@@ -52,10 +52,9 @@ tokenizer = AutoTokenizer.from_pretrained("tiny/cups")
 EOS = tokenizer.eos_token_id
 policy = AutoModelForCausalLM.from_pretrained("tiny/cups", dtype=torch.float32)  # no dropout
 reference = copy.deepcopy(policy).requires_grad_(False)
-optimizer = torch.optim.Adam(policy.parameters(), betas=(0.9, 0.95))
+optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
 
 for step in range(STEPS):
-    optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)  # falls linearly to 0
     # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
     games = [game() for _ in range(N)] * G  # so each column of scores.view(G, N) is a group
     tokens, mask, texts, scores = rollout(games)
@@ -75,6 +74,5 @@ for step in range(STEPS):
     optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-# The most likely completions of 512 games. Of all five million, the model had seen 43,000 before.
-scores = rollout([game() for _ in range(512)], greedy=True)[3]
+scores = rollout([game() for _ in range(512)], greedy=True)[3]  # 99% of these games are new to it
 print(f"greedy: right {scores.mean():.3f}")
