@@ -93,6 +93,7 @@ def ran(request, monkeypatch, capsys) -> SimpleNamespace:
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.float64)
     page, models, steps, probs = {**GIVEN}, [], [], []
+    torch.manual_seed(1)  # the page sets its own
 
     def from_pretrained(*args, load=AutoModelForCausalLM.from_pretrained, **options):
         assert (args, options) == (("tiny/cups",), {"dtype": torch.float32})
@@ -177,8 +178,7 @@ def test_a_page_ends_with_greedy_answers_to_512_games(ran):
 
 def test_a_page_has_the_constants_with_which_it_was_measured(ran):
     assert {name: ran.own[name] for name in GIVEN if name in ran.own} == OWN[ran.name]
-    torch.manual_seed(0)
-    assert torch.random.initial_seed() == 0
+    assert torch.initial_seed() == 0
 
 
 @pytest.mark.slow
