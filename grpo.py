@@ -20,6 +20,9 @@ reading skip the lines marked with [2] to [6]. docs/running.md has the commands.
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
 [6] Tajwar et al. 2026, arXiv 2602.02710.
 
+one_page/grpo.py has the same update on a page. This script adds prompts of several lengths, later
+papers' losses, minibatches, micro-batches, GPUs, records and checkpoints.
+
   python grpo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python grpo.py --task cups     # a model finds out that thinking pays: answers of 13 tokens, not 3
   python grpo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward

@@ -22,6 +22,9 @@ PPO has many parts, and most mistakes in them raise no error: so each formula st
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
+one_page/ppo.py has the same update on a page. This script adds prompts of several lengths, a clip
+of the values, micro-batches, GPUs, records and checkpoints.
+
   python ppo.py                  # sums 46% -> 97% right, greedy 54% -> 100%, a minute on a CPU
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
   python ppo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward

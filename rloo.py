@@ -15,6 +15,9 @@ Ratio and clip are TRL's. With one update per rollout rho_i is 1, and this is RE
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 
+one_page/rloo.py has the same update on a page. This script adds prompts of several lengths, clipped
+ratios over minibatches, micro-batches, GPUs, records and checkpoints.
+
   python rloo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python rloo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
 """

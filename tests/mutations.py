@@ -1,6 +1,7 @@
 """Makes bugs, each by a change at one place, plants one after the other, and says who sees it.
 
   python tests/mutations.py rloo.py plumbing/run.py    # every bug of these files
+  python tests/mutations.py one_page                   # of the files of this folder
   python tests/mutations.py --sample 100 --seed 3      # some of the whole program
   python tests/mutations.py --changed HEAD~1           # of the lines that differ from a commit
 
@@ -156,7 +157,8 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
                     setattr(parent, field, value)
                 yield from walk(node, inner, its, own)
 
-    yield from walk(tree, "", tree, None)
+    # A test runs a page of one_page as it stands; another file's top runs when it is imported.
+    yield from walk(tree, "", tree, range(1) if file.startswith("one_page/") else None)
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
@@ -306,6 +308,10 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # else a fork tries the network
     os.environ["COVERAGE_CORE"] = "ctrace"  # Python 3.14's default can't tell the tests apart
     os.chdir(REPOSITORY)
+    folders = [
+        sorted(Path(x).glob("*.py")) if Path(x).is_dir() else [Path(x)] for x in options.files
+    ]
+    options.files = [path.as_posix() for paths in folders for path in paths]
     texts = {file: Path(file).read_text(encoding="utf-8") for file in options.files}
     chosen = []
     for file, text in texts.items():
@@ -330,7 +336,7 @@ def main() -> None:
         for i, bug in enumerate(bugs(text, file)):
             if (file, i) in chosen:
                 test = seen_by(bug, tests, seen)
-                layer = "training" if file in TRAINING else "the rest"
+                layer = "training" if file in TRAINING or "one_page/" in file else "the rest"
                 found[layer] += ["UNSEEN" not in test] * (test != "NOT PLANTED")
                 print(f"{file}:{bug.line} {bug.name}\n    {test}", flush=True)
     for layer, results in found.items():

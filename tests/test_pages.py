@@ -39,9 +39,11 @@ from tools import look
 REPOSITORY = Path(__file__).parent.parent
 FILES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
+PAGES_OF_CODE = [*REPOSITORY.glob("one_page/*.py")]
 OTHERS = [REPOSITORY / folder / "README.md" for folder in ("tests", "tiny")]
 TEXTS = PAGES | {path.parent.name: path.read_text(encoding="utf-8") for path in OTHERS}
 TEXTS |= {f"{name}.py": script.__doc__ for name, script in SCRIPTS.items()}
+TEXTS |= {f"page {x.name}": x.read_text(encoding="utf-8") for x in PAGES_OF_CODE}
 OF_OTHERS = """help strict no-deps config_file nproc_per_node use_vllm model_name_or_path
 dataset_name signal""".split()  # pip, mkdocs, torchrun, TRL, srun
 
@@ -119,11 +121,8 @@ def block(name: str, page: str = "README.md") -> str:
     return textwrap.dedent(found).rstrip("\n") + "\n"
 
 
-def test_the_lines_of_the_loop_that_readme_shows_stand_in_rloo_py_in_this_order():
-    loop = (REPOSITORY / "rloo.py").read_text(encoding="utf-8")
-    for line in block("This is its heart").splitlines():
-        code = line.partition("  #")[0]  # the comments say more than those of the loop
-        loop = loop[re.search(f" {re.escape(code)}(  #.*)?\n", loop).end() :]
+def test_the_loop_that_readme_shows_is_that_of_the_page():
+    assert block("its heart") in (REPOSITORY / "one_page" / "rloo.py").read_text(encoding="utf-8")
 
 
 def test_the_page_on_thinking_has_the_figures_of_its_experiments():
@@ -243,6 +242,14 @@ def test_four_libraries_are_needed_and_no_other_is_imported_at_the_top():
     needed = set(re.findall(r"^\w+", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE))
     assert found - ours - sys.stdlib_module_names <= needed
     assert needed == {"torch", "transformers", "numpy", "tqdm"}
+
+
+def test_a_page_of_one_algorithm_imports_two_libraries():
+    found = {x.partition(".")[0] for names in graph_of("one_page").values() for x in names}
+    assert found - sys.stdlib_module_names == {"torch", "transformers"}
+    for path in PAGES_OF_CODE:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= (95 if path.stem == "ppo" else 80)
 
 
 def test_each_script_imports_what_switches_the_attention_of_cudnn_off():

@@ -1,0 +1,80 @@
+"""GRPO on one page (Shao et al. 2024, arXiv 2402.03300): `python one_page/grpo.py`
+
+A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
+and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses. Only
+the last digit is scored. Your own task needs another model, another game and a line for its score.
+"""
+
+import copy
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
+STEPS, LEARNING_RATE, KL_COEF, CLIP = 25, 1e-3, 0.01, 0.2  # CLIP: the paper's epsilon
+
+
+def game():
+    """Make up a prompt, and the cup where the ball ends. All prompts have equally many tokens."""
+    start = ball = random.choice("12345")
+    swaps = random.choices("12 13 14 15 23 24 25 34 35 45".split(), k=6)
+    for swap in swaps:
+        ball = swap.replace(ball, "") if ball in swap else ball  # to the other cup of the two
+    return f"{start}:{','.join(swaps)}=", ball
+
+
+@torch.no_grad()
+def rollout(games, greedy=False):
+    """Complete and score each game: tokens (B, P + T), mask (B, T), texts, scores (B,)."""
+    tokens = new = tokenizer([prompt for prompt, _ in games], return_tensors="pt").input_ids
+    cache = {}  # the keys and values of all tokens that the policy has read
+    for _ in range(T):
+        cache = dict(policy(new, **cache))
+        probs = cache.pop("logits")[:, -1].softmax(-1)  # of the next token: (B, V)
+        new = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (B, 1)
+        new[tokens[:, -1] == EOS] = EOS  # after the first EOS there are only more
+        tokens = torch.cat([tokens, new], 1)
+    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # True up to the first EOS, and at it
+    texts = tokenizer.batch_decode(tokens[:, -T:], skip_special_tokens=True)
+    scores = torch.tensor([float(text.endswith(cup)) for text, (_, cup) in zip(texts, games)])
+    return tokens, mask, texts, scores
+
+
+def logprobs(model, tokens):
+    """Compute log pi of each token of the completions: (B, P + T) -> (B, T)."""
+    logits = model(tokens).logits[:, -T - 1 : -1]  # those at position i predict token i + 1
+    return logits.log_softmax(-1).gather(2, tokens[:, -T:, None]).squeeze(2)
+
+
+set_seed(0)
+tokenizer = AutoTokenizer.from_pretrained("tiny/cups")
+EOS = tokenizer.eos_token_id
+policy = AutoModelForCausalLM.from_pretrained("tiny/cups", dtype=torch.float32)  # no dropout
+reference = copy.deepcopy(policy).requires_grad_(False)
+optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+
+for step in range(STEPS):
+    # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
+    games = [game() for _ in range(N)] * G  # so each column of scores.view(G, N) is a group
+    tokens, mask, texts, scores = rollout(games)
+
+    # 2. The advantage is the score less the group's mean, over its std: the same for every token.
+    std, mean = torch.std_mean(scores.view(G, N), 0)
+    A = ((scores.view(G, N) - mean) / (std + 1e-4)).view(-1, 1)  # (B, 1); 0 in a flat group
+    old, ref = logprobs(policy, tokens).detach(), logprobs(reference, tokens)  # (B, T)
+
+    # 3. Two updates, eq. 3. In the second the policy isn't the one that sampled: its ratio isn't 1.
+    for _ in range(2):
+        new = logprobs(policy, tokens)
+        ratio = (new - old).exp()
+        kl = (ref - new).exp() - (ref - new) - 1  # eq. 4: to the reference, never below 0
+        objective = torch.min(ratio * A, ratio.clamp(1 - CLIP, 1 + CLIP) * A) - KL_COEF * kl
+        loss = -((objective * mask).sum(1) / mask.sum(1)).mean()  # over tokens, then completions
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
+
+scores = rollout([game() for _ in range(512)], greedy=True)[3]  # 99% of these games are new to it
+print(f"greedy: right {scores.mean():.3f}")
