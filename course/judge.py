@@ -20,7 +20,7 @@ IMPORTS = "imports"  # the place of what no test can run without
 
 
 def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
-    """Send {test: its fault, or ""} of the problem's tests, then end."""
+    """Send {} once all is imported, then {test: its fault, or ""} of the tests, and end."""
     os.setsid()
     os.chdir(folder)
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT)
@@ -31,7 +31,7 @@ def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
     installed = (sys.prefix, sys.base_prefix)
     sys.path[:] = [folder, *(path for path in sys.path if path.startswith(installed))]
     tqdm.set_lock(threading.RLock())  # its own one outlives the process, which is killed
-    judge, options = Judge(), "-q -p no:cacheprovider -p no:xdist --basetemp tmp --rootdir"
+    judge, options = Judge(pipe), "-q -p no:cacheprovider -p no:xdist --basetemp tmp --rootdir"
     pytest.main([*options.split(), folder, "--problem", problem, *files], plugins=[judge])
     pipe.send_bytes(json.dumps(judge.found).encode())
     os._exit(0)  # without the seconds that torch takes to end
@@ -40,8 +40,11 @@ def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
 class Judge:
     """A plugin of pytest that notes what each part of a problem came to, of all its parameters."""
 
-    def __init__(self) -> None:
-        self.found = {}  # {part: its first fault, or ""}
+    def __init__(self, pipe: Connection) -> None:
+        self.found, self.pipe = {}, pipe  # {part: its first fault, or ""}
+
+    def pytest_collection_finish(self) -> None:
+        self.pipe.send_bytes(b"{}")  # the imports have come to an end
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -1,8 +1,8 @@
 """Makes what students and Gradescope get: the files of this repository, without the solutions.
 
-  python course/make.py OUT                                  # all problems, a first hint each
+  python course/make.py OUT                                  # all problems, a hint each
   python course/make.py OUT --problems gae policy_loss       # some, the rest is there to be read
-  python course/make.py OUT --hints 2                        # 0: none, 2: a recipe
+  python course/make.py OUT --no_hints
   python course/make.py autograder.zip --gradescope          # the grader, for Gradescope
 
 Problems and hints are those of problems.py, points those of the marks in tests/.
@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pages
+import problems as course
 from problems import BY_NAME, PROBLEMS, PROGRAM, REPOSITORY, SCRIPTS, NotFound, Problem, function_of
 
 COURSE = REPOSITORY / "course"
@@ -32,7 +33,7 @@ REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\nipy
 LINK = re.compile(r"\[([^]]*)\]\((?!https?:)[^)]*\)")
 
 
-def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
+def make(out: Path, problems: list[Problem], hints: bool, url: str) -> None:
     """Write the starter repository into the new folder `out`."""
     labs, files = pages.chosen_labs(problems), sorted({problem.file for problem in problems})
     whole = [*problems, *SCRIPTS] if len(problems) == len(PROBLEMS) else problems
@@ -50,6 +51,7 @@ def make(out: Path, problems: list[Problem], hints: int, url: str) -> None:
         text = LINK.sub(r"\1", (REPOSITORY / name).read_text("utf-8"))
         write(out / name, text.replace("course/labs.py", "labs.py"))
     pack = (COURSE / "starter" / "pack.py").read_text("utf-8")
+    write(out / "version.txt", f"{course.commit()}\n")
     write(out / "pack.py", pack.replace('"FILES"', f'"{" ".join(files)}"'))
     write(out / "README.md", readme(whole))
     for name in ("AGENTS.md", "CLAUDE.md"):
@@ -66,7 +68,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def copy_files(out: Path, problems: list[Problem], hints: int) -> None:
+def copy_files(out: Path, problems: list[Problem], hints: bool) -> None:
     """The program into the new folder `out`, without what solves `problems`."""
     for name in [*PROGRAM, "LICENSE"]:
         own = [problem for problem in problems if problem.file == name]
@@ -88,10 +90,11 @@ def readme(problems: list[Problem]) -> str:
 def gradescope(out: Path) -> None:
     """The zip file that Gradescope takes as an autograder."""
     tests = {file for problem in BY_NAME.values() for file in problem.test_files}
-    grader = [f"course/{name}.py" for name in ("grade", "judge", "problems")]
+    grader = [f"course/{name}.py" for name in ("grade", "judge", "problems", "submission")]
     with zipfile.ZipFile(out, "x", zipfile.ZIP_DEFLATED) as archive:
         for name in [*PROGRAM, *TESTS, *sorted(tests), *grader]:
             archive.write(REPOSITORY / name, f"grader/{name}")
+        archive.writestr("grader/version.txt", f"{course.commit()}\n")
         for name in ("setup.sh", "run_autograder"):
             archive.write(COURSE / "gradescope" / name, name)
 
@@ -160,17 +163,14 @@ def to_be_set(source: str, problem: Problem, span: tuple[int, int]) -> list[str]
     return sorted(read & {x.id for x in stored if isinstance(x, ast.Name)})
 
 
-def without_solutions(source: str, problems: list[Problem], hints: int) -> str:
-    """The source of a file in which the solutions of `problems` are left to the reader, with the
-    first `hints` of the hints.
-    """
+def without_solutions(source: str, problems: list[Problem], hints: bool) -> str:
+    """The source of a file in which the solutions of `problems` are left to the reader."""
     lines = source.split("\n")
     cuts = [(span, p, n) for p in problems for n, span in enumerate(solution_lines(source, p))]
     for (start, end), problem, number in sorted(cuts, key=lambda cut: cut[0], reverse=True):
         indent = re.match(r" *", lines[start - 1])[0]
-        new = []
-        for hint in (problem.idea, problem.recipe)[:hints] if number == 0 else ():
-            new += [f"{indent}# {line}" for line in textwrap.wrap(hint, 98 - len(indent))]
+        hint = textwrap.wrap(problem.hint, 98 - len(indent)) if hints and number == 0 else []
+        new = [f"{indent}# {line}" for line in hint]
         what = f"{problem.name} in {problem.file}"
         if problem.step:
             names = ", ".join(to_be_set(source, problem, (start, end)))
@@ -187,7 +187,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the new folder, or zip file")
     names = [problem.name for problem in PROBLEMS]
     parser.add_argument("--problems", nargs="+", default=names, metavar="NAME", choices=names)
-    parser.add_argument("--hints", type=int, choices=range(3), default=1, help="depth of hints (1)")
+    parser.add_argument("--no_hints", action="store_true", help="leave the docstring alone")
     parser.add_argument(
         "--url", default="https://github.com/OWNER/assignment",
         help="where you put the starter: the notebooks clone it on Colab",
@@ -202,7 +202,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"{options.out} is the autograder.")
         return 0
     chosen = [problem for problem in PROBLEMS if problem.name in options.problems]
-    make(options.out, chosen, options.hints, options.url)
+    make(options.out, chosen, not options.no_hints, options.url)
     print(f"{options.out} has {len(chosen)} problems.")
     return 0
 

@@ -1,4 +1,4 @@
-"""The problems of the assignment: which function of which file is written, and two hints each.
+"""The problems of the assignment: which function of which file is written, and a hint each.
 
 A function is found by its name, a step of a loop by the number of its comment: no marker clutters
 the solution, which is the repository itself. The points of a problem are those of its properties:
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,20 +27,19 @@ tiny/cups/model.safetensors tiny/cups/tokenizer.json tiny/cups/tokenizer_config.
 
 @dataclass(frozen=True)
 class Problem:
-    """A function of a file to be written, with two hints; of `main` only this step. Without hints
-    it is a script of the submission, as a whole.
+    """A function of a file to be written, with a hint; of `main` only this step. Without a hint it
+    is a script of the submission, as a whole.
     """
 
     name: str
     file: str
     what: str
-    idea: str = ""
-    recipe: str = ""
+    hint: str = ""
     step: str = ""
 
     @property
     def function(self) -> str:
-        return "main" if self.step else self.name if self.idea else ""
+        return "main" if self.step else self.name if self.hint else ""
 
     @property
     def place(self) -> str:
@@ -81,186 +81,123 @@ PROBLEMS = [
     Problem(
         "token_logprobs", "common.py", "log-probs of given tokens",
         "The log-prob of a token is its logit less the log of the sum of all exponentials. There is"
-        " a function for it along the last dimension; then pick one entry per token.",
-        "Convert bfloat16 and float16 to float32 first; take the log of the softmax over the"
-        " vocabulary; pick with gather, whose index needs a last dimension of size 1.",
+        " a function for it along the last dimension; then pick one entry per token, by gather.",
     ),
     Problem(
         "kl_estimate", "common.py", "k1, k2 and k3",
         "k3 is the difference between two numbers that are nearly equal where d is small: how does"
         " torch compute exp(x) - 1 without losing digits?",
-        "Write d once, then one case per estimator with the formulas above; k3 by expm1 of -d; any"
-        " other name is a ValueError that says which names there are.",
     ),
     Problem(
         "completion_mask", "common.py", "where a completion ends",
         "A position counts if no EOS comes strictly before it. A cumulative sum counts the EOS up"
         " to and including a position.",
-        "Mark the tokens that are any of the EOS ids; from the cumulative sum along the row take"
-        " the mark itself away; the mask is where that is 0.",
     ),
     Problem(
         "masked_whiten", "common.py", "whitening under a mask",
         "What lies off the mask may be anything, and 0 * NaN is NaN: fill, don't multiply. The"
-        " variance divides by the number of real entries less 1.",
-        "Take the masked mean off and fill with 0 off the mask; the variance is the sum of the"
-        " squares over (count - 1), at least 1; multiply by 1 / sqrt(variance + 1e-8); add the mean"
-        " again where it is not to be shifted; 0 off the mask.",
+        " variance divides by the number of real entries less 1, and never by 0.",
     ),
     Problem(
         "disable_dropout", "common.py", "dropout off, all of it",
         "nn.Dropout modules are only one of three places. Modules may also have a probability as a"
-        " float attribute, or read it from a config that they share with the model; the config that"
-        " is saved must stay as it is.",
-        "For each module of each model: set p of dropout modules to 0; set float attributes whose"
-        " name has drop or jitter in it to 0, by the helper that is there; give a module with a"
-        " config of its own a shallow copy of it, made quiet the same way, but not the whole model;"
-        " count what was above 0.",
+        " float attribute (there is a helper), or read it from a config that they share with the"
+        " model: they get a copy of it, for the config that is saved must stay as it is.",
     ),
     Problem(
         "reference", "common.py", "which reference model there is",
-        "A context manager that can be entered often, for four cases: no KL, a named model, a new"
-        " adapter, everything else.",
-        "contextlib.nullcontext gives what you put into it. Without KL: None. With a new adapter"
-        " (there is a function that says so): adapter_off. Else the named model, or a copy"
-        " by the function that shares what doesn't train; in evaluation mode, without gradients.",
+        "What is returned is called at each step, and gives a context manager. There are four"
+        " cases: no KL, a named model, a new adapter, everything else. contextlib.nullcontext lends"
+        " what you put into it; functions below this one copy a model and switch an adapter off.",
     ),
     Problem(
         "decode", "sampling.py", "the sampling loop",
         "draw() takes logits and a uniform number for each row; step() reads the tokens that were"
         " drawn and draws the next ones. A row that has ended may go on: what it draws then is cut"
         " off by `generate`. Dropping such rows only saves time.",
-        "Draw the first tokens from the logits, with uniforms[0] and the settings. For each t: note"
-        " the tokens, their log-probs, and which of them are an EOS or make stop(the tokens of the"
-        " rows so far, None) true; leave the loop when each row has ended or t is the last; else"
-        " step(the tokens, uniforms[t + 1], settings) gives the next tokens and log-probs.",
     ),
     Problem(
         "completion_logprobs", "forward.py", "log-probs of a completion by the training forward",
         "The logits at a position are about the token that comes after it. So which column of"
         " logits belongs to the first token of the completion? Prompts are padded on the left:"
-        " model_inputs makes the position ids from the mask.",
-        "Under autocast, as in completion_values below, run base_model(model) on what model_inputs"
-        " makes of tokens and attention mask; with P prompt columns take logits[:, P - 1 : -1],"
-        " at_least_float32, over the temperature; token_logprobs of the last T tokens;"
-        " token_entropy of detached logits unless entropy_grad, None without entropy; 0 off the"
-        " mask.",
+        " model_inputs makes the position ids from the mask. autocast is used as in"
+        " completion_values below.",
     ),
     Problem(
         "shape_rewards", "ppo.py", "PPO: rewards per token",
         "The last real token of a row is where the cumulative sum of the mask reaches its total.",
-        "Take -kl_coef * kl and fill it with 0 off the mask; add the scores, as a column, at the"
-        " last real tokens.",
     ),
     Problem(
         "gae", "common.py", "generalised advantage estimation",
         "The recursion runs from the last token to the first. After the last real token of a row V"
         " and A are 0, whatever the value model says there: fill first, then recurse.",
-        "Fill rewards and values with 0 off the mask; start with next value and next advantage 0;"
-        " for t from the end: delta, then the advantage, 0 off the mask; keep them in order; the"
-        " returns are advantages + values.",
     ),
     Problem(
         "policy_loss", "ppo.py", "PPO: the clipped surrogate",
         "The paper maximises a minimum, you minimise a maximum: of two losses, one with the ratio"
         " and one with the clipped ratio, both times the negative advantage.",
-        "policy_ratio turns the difference of the log-probs into the ratio; clamp it to"
-        " 1 - clip_range .. 1 + clip_range; return the larger of the two losses at each token, and"
-        " where it is the clipped one.",
     ),
     Problem(
         "value_loss", "ppo.py", "PPO: the clipped value loss",
         "As with the policy: the worse of a free and a clipped prediction, which stays within"
         " clip_range_value of the old value.",
-        "Clamp the values between old_values -+ clip_range_value; return half of the larger squared"
-        " error, and where it is that of the clipped prediction.",
     ),
     Problem(
         "ppo_loop", "ppo.py", "PPO: rewards and advantages in the loop",
         "The advantages are whitened, the returns aren't: the value model must learn the real"
         " rewards.",
-        "shape_rewards of scores and KL; gae with gamma and lam; masked_whiten of the advantages.",
         step="4",
     ),
     Problem(
         "schedule", "common.py", "the learning rate of a step",
         "Two straight lines. At which step does the share have to be 1, and what would it be at the"
         " step after the last one?",
-        "Cut warmup_steps to half of num_steps, rounded down; below it the share is (step + 1) /"
-        " warmup_steps; from there on the steps that are left, this one included, over num_steps -"
-        " warmup_steps.",
     ),
     Problem(
         "group_advantages", "grpo.py", "GRPO: advantages in the group",
         "Rewards may be NaN: nanmean and nansum leave them out, count those that are known. Equal"
         " rewards must give exactly 0, whatever rounding does: is_flat finds them.",
-        "Refuse groups of one with a ValueError; reshape to (N, G), at least float32; take the"
-        " group's mean off, and fill flat groups with 0; divide by the standard deviation of the"
-        " group or the batch plus 1e-4, by the mean (refuse rewards below 0 by a ValueError), or"
-        " not at all; 0 where it is NaN; flatten.",
     ),
     Problem(
         "grpo_loss", "grpo.py", "GRPO: the loss and its variants",
         "A loss per token, then one of three ways to average it over the minibatch, whose counts"
-        " are given so that shares of micro-batches add up. policy_ratio gives the ratio: of"
-        " the sequence for gspo, of the token else. cispo takes -A * min(ratio, cispo_bound) *"
-        " logprobs, its weight without gradient, for the clipped surrogate; its clip decides where"
-        " the bound is below the ratio, and A isn't 0.",
-        "Per token: the clipped surrogate, or that of cispo; plus kl_coef * k3, for the unbiased"
-        " estimator times the ratio of the token; 0 off the mask. Then: grpo and gspo the mean of"
-        " each row, summed, over num_rows; dapo and cispo the sum over num_tokens; dr_grpo the sum"
-        " over num_rows * max_new_tokens. Return it with the mask of the clip.",
+        " are given so that shares of micro-batches add up. gspo has one ratio a row, that of the"
+        " mean log-ratio of its tokens. cispo takes -A * min(ratio, cispo_bound) * logprobs, its"
+        " weight without gradient, for the clipped surrogate. The unbiased KL is k3 times the ratio"
+        " of the token.",
     ),
     Problem(
         "grpo_loop", "grpo.py", "GRPO: the update in the loop",
-        "First the learning rate. Each epoch is a new order of the rows, cut into minibatches, each"
-        " of them one optimiser step over micro-batches. The loops and the metrics are there: fill"
-        " in what they need. With a single update per rollout the old log-probs are the new ones,"
-        " without gradient.",
-        "Look at the same step of ppo.py or rloo.py, which you have: the same skeleton, with"
-        " grpo_loss, the rows of ref_logprobs where there are any, num_rows and num_tokens, which"
-        " count the whole minibatch. Zero the gradients only after the step.",
+        "First the rate of this step. Each epoch is a new order of the rows, cut into minibatches,"
+        " each of them one optimiser step over micro-batches. The loops and the metrics are there:"
+        " fill in what they need. With a single update per rollout the old log-probs are the new"
+        " ones, without gradient.",
         step="5",
     ),
     Problem(
         "rloo_advantages", "rloo.py", "RLOO: the leave-one-out baseline",
         "The baseline of a completion is the mean reward of its siblings. The sum of the others is"
         " the sum of all less one's own; a NaN is nobody's sibling.",
-        "Refuse groups of one with a ValueError; reshape to (N, G), at least float32; the baseline"
-        " is (nansum - own) over (number of known - 1, at least 1), the advantage the reward less"
-        " it; 0 in a group that is_flat, which one with a single known reward is, and where the"
-        " reward is NaN; flatten.",
     ),
     Problem(
         "rloo_loss", "rloo.py", "RLOO: the loss",
         "A completion is one action: policy_ratio of the sum of the log-ratios of its tokens,"
         " padding left out. The clip is that of PPO, on rows.",
-        "The larger of -A * ratio and -A * clipped ratio, summed over the rows and divided by the"
-        " number of rows of the whole minibatch; and in which rows it is the clipped one.",
     ),
     Problem(
         "rloo_loop", "rloo.py", "RLOO: rewards and advantages in the loop",
-        "The KL is part of the reward, summed over the completion. Where kl_coef is 0 there is no"
-        " reference, and the reward is the score.",
-        "kl by k1 where kl_coef is above 0; the rewards are the scores less kl_coef times the sum"
-        " of a row of kl; then rloo_advantages.",
+        "The KL is part of the reward, summed over the completion.",
         step="4",
     ),
     Problem(
         "preference_loss", "reward_model.py", "reward models: the loss of pairs",
         "For a pair that is badly wrong the sigmoid is 0 in float32, and its log minus infinity:"
         " there is a function for the log of a sigmoid.",
-        "Take the rejected score and the margin off the chosen one; the negative log sigmoid of it;"
-        " add center_rewards_coef times the square of the sum of both scores. No mean: the loop"
-        " takes it.",
     ),
     Problem(
         "last_real_token", "plumbing/preferences.py", "reward models: where a text is scored",
         "The mask says where it is, the ids don't: pad may be a token that the text has as well,"
         " and the row that fills the width has no padding.",
-        "Number the columns from 1 and multiply by the mask; the argmax along the row is the place."
-        " Then pick with one index per row, arange(B), beside it: that does for x of two and of"
-        " three dimensions.",
     ),
 ]  # fmt: skip
 # A submission as a whole: all of its files together, in a short run of each script.
@@ -282,6 +219,20 @@ WEEKS = {
 }
 FILES = sorted({problem.file for problem in PROBLEMS})  # those that have something to write
 SHARED = [file for file in FILES if file not in {script.file for script in SCRIPTS}]
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that this repository is at, `-dirty` if it was changed; "" where git can't say.
+    The autograder of Gradescope is no repository: there a file says it.
+    """
+    if (file := REPOSITORY / "version.txt").exists():
+        return file.read_text(encoding="utf-8").strip()
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 class NotFound(Exception):

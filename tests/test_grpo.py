@@ -49,17 +49,15 @@ def naive_advantages(rewards: list[float], group_size: int, scale: str) -> list[
 
 
 @pytest.mark.problem("rloo_advantages", 1, "rloo")
-@pytest.mark.problem("group_advantages", 1, "group")
-@pytest.mark.problem("group_advantages", 1, "batch none mean")
+@pytest.mark.problem("group_advantages", 1, "group batch none mean")
 @pytest.mark.parametrize("scale", SCALES)
 def test_advantages_equal_their_definition_with_rewards_missing(scale):
     rewards = [1.0, 2, 4, 3, 3, 3, 0, nan, 5, nan, nan, 1, nan, nan, nan, 7, 7, 9]
     ours = advantages_of(torch.tensor(rewards, dtype=torch.float64), 3, scale)
-    assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3, scale), abs=1e-5)
+    hint = f"scale {scale}; a reward of NaN gets 0, and stays out of mean and std"
+    assert ours.tolist() == pytest.approx(naive_advantages(rewards, 3, scale), abs=1e-5), hint
 
 
-@pytest.mark.problem("rloo_advantages", 1, "rloo")
-@pytest.mark.problem("group_advantages", 1, "group batch none mean")
 @pytest.mark.filterwarnings("error")  # of one number there is no std
 @pytest.mark.parametrize("scale", SCALES)
 def test_groups_with_less_than_two_known_rewards_get_0(scale):
@@ -81,7 +79,8 @@ def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_siz
         rewards = torch.full((2 * group_size,), reward)
         rewards[group_size + 1] += 1
         advantages = advantages_of(rewards, group_size, scale)
-        assert (advantages[:group_size] == 0).all() and (advantages[group_size:] != 0).any()
+        assert (advantages[:group_size] == 0).all(), "exactly 0, without what rounding leaves"
+        assert (advantages[group_size:] != 0).any(), "the rewards of this group differ"
         rewards[0] = nan  # one that is missing doesn't make the others differ
         assert (advantages_of(rewards, group_size, scale)[:group_size] == 0).all()
     assert advantages_of(torch.tensor([1.0, 1.0001]), 2, scale).all(), "these differ"
@@ -118,7 +117,7 @@ def naive_loss(logprobs, old, advantages, mask, kind, ref, kl_coef, estimator, h
     if kind in ("grpo", "gspo"):
         return sum(sum(row) / max(1, len(row)) for row in rows) / len(rows), clipped
     count = len(rows) * 4 if kind == "dr_grpo" else sum(map(len, rows))
-    return sum(map(sum, rows)) / count, clipped
+    return sum(map(sum, rows)) / max(1, count), clipped
 
 
 FLAGS = [(None, "k3", None), (0.4, "k3", 0.3), (1.0, "unbiased", 0.3)]  # None: not given
@@ -146,30 +145,32 @@ def losses(request) -> list[tuple]:
     return found
 
 
-@pytest.mark.problem("grpo_loss", 1, "grpo gspo")
-@pytest.mark.problem("grpo_loss", 1, "dapo dr_grpo cispo")
-def test_the_loss_equals_its_definition_and_so_do_the_tokens_clipped(losses):
-    for _, mask, loss, clipped, expected, stopped in losses:
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert clipped.dtype == torch.bool and clipped.shape == mask.shape
-        assert (clipped & mask).nonzero().tolist() == stopped
-    assert losses[0][-1] and losses[1][-1] and not losses[2][-1], "each clip decides somewhere"
-
-
-@pytest.mark.problem("grpo_loss", 1, "grpo gspo")
-@pytest.mark.problem("grpo_loss", 1, "dapo dr_grpo cispo")
-def test_the_gradient_is_that_of_the_definition_and_0_at_padding_that_holds_nan(losses):
-    for x, mask, loss, _, expected, _ in losses:
+@pytest.mark.problem("grpo_loss", 1)
+def test_loss_and_gradient_are_those_of_the_definition(losses):
+    for x, mask, loss, clipped, expected, stopped in losses:
+        hint = "padding may hold NaN, a row may have no tokens; kl_estimator, clip_range_high?"
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6), hint
+        assert clipped.dtype == torch.bool and clipped.shape == mask.shape, "a mask of tokens"
+        assert (clipped & mask).nonzero().tolist() == stopped, "where the clip decides"
         ours, theirs = (torch.autograd.grad(y, x)[0] for y in (loss, expected))
-        assert torch.allclose(ours, theirs, atol=1e-12) and not ours[~mask].any()
+        assert torch.allclose(ours, theirs, atol=1e-12), "the loss is right, the gradient isn't"
+        assert not ours[~mask].any(), "a gradient at padding"
+    assert losses[0][-1] and losses[1][-1] and not losses[2][-1], "each clip decides somewhere"
 
 
 @pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_minibatch_without_tokens_has_loss_and_gradient_0(kind):
-    x, mask = numbers(0).requires_grad_(), torch.zeros(4, 4).long()  # of numbers, as a tokenizer's
-    loss, _, _ = grpo_loss(x, numbers(1), numbers(2)[0], mask, **options(kind))
-    assert loss == 0 and not torch.autograd.grad(loss, x)[0].any(), "a division by 0 tokens?"
+def test_no_tokens_cost_nothing_and_unknown_losses_are_refused(kind):
+    x, A = numbers(0).requires_grad_(), numbers(2)[0]
+    for mask in (MASK, torch.zeros(4, 4).long()):  # of numbers, as a tokenizer's
+        loss, _, _ = grpo_loss(x, numbers(1), A, mask, **options(kind))
+        expected, _ = naive_loss(x, numbers(1), A, mask, kind, x, 0, "k3", 0.3)
+        expected = torch.as_tensor(expected)
+        assert loss.item() == pytest.approx(expected.item()), "a division by 0 tokens?"
+    assert not torch.autograd.grad(loss, x)[0].any(), "a division by 0 tokens?"
+    for more in ({"loss_type": "ppo", "max_new_tokens": 4}, {"loss_type": "dr_grpo"}):
+        with pytest.raises(ValueError):  # the second lacks its constant
+            grpo_loss(x, numbers(1), A, MASK, clip_range=0.2, **more)
 
 
 @pytest.mark.problem("grpo_loss", 1, "grpo dapo dr_grpo gspo cispo")
@@ -189,13 +190,17 @@ def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, k
 
     whole, parts = (x.clone().requires_grad_() for _ in range(2))
     loss, _, clipped = loss_of(whole, slice(None))
+    if kind != "rloo":
+        loss, _ = naive_loss(whole, old, A, mask, kind, ref, 0.3, "k3", 0.3)
     loss.backward()
     for start in range(0, 8, size):
         rows = slice(start, start + size)
         share, _, part = loss_of(parts, rows, num_rows=8, num_tokens=mask.sum())
         share.backward()
         assert torch.equal(part, clipped[rows])
-    assert torch.allclose(parts.grad, whole.grad, atol=1e-12) and whole.grad.abs().max() > 1e-3
+    hint = "num_rows and num_tokens count the whole minibatch: without them a share is too large"
+    assert torch.allclose(parts.grad, whole.grad, atol=1e-12), hint
+    assert whole.grad.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -292,12 +297,13 @@ def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_
     assert torch.allclose(-4 * expected, exact, atol=1e-12)  # 4: Dr. GRPO's constant
 
 
-@pytest.mark.problem("rloo_advantages", 1, "rloo")
 @pytest.mark.problem("group_advantages", 1, "group std mean")
 @pytest.mark.parametrize(("size", "scale"), [(1, "group"), (1, "rloo"), (2, "std"), (4, "mean")])
 def test_groups_of_one_an_unknown_scale_and_for_the_mean_a_reward_below_0_are_refused(size, scale):
     with pytest.raises(ValueError):
         advantages_of(torch.tensor([1.0, 1, -0.5, 1]), size, scale)
+    near = pytest.approx([-0.70706, 0.70706], abs=1e-4)
+    assert group_advantages(torch.tensor([0.0, 2]), 2).tolist() == near, "what isn't refused"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,12 +320,3 @@ def test_the_loss_returns_the_ratio_that_it_clips(kind):
 def test_a_ratio_at_the_bound_of_cispo_is_not_above_it():
     same, more = numbers(0), {"loss_type": "cispo", "cispo_bound": 1.0, "clip_range": 0.2}
     assert not grpo_loss(same, same, numbers(3)[0], MASK, **more)[2].any()
-
-
-@pytest.mark.problem("grpo_loss", 1)
-@pytest.mark.parametrize(
-    "more", [{"loss_type": "ppo", "max_new_tokens": 4}, {"loss_type": "dr_grpo"}]
-)
-def test_an_unknown_loss_and_a_missing_constant_are_refused(more):
-    with pytest.raises(ValueError):
-        grpo_loss(numbers(0), numbers(1), numbers(3)[0], MASK, clip_range=0.2, **more)

@@ -58,14 +58,12 @@ def policy(request) -> PeftModel:
 
 
 @pytest.mark.problem("reference", 1)
-def test_without_kl_there_is_no_reference_with_or_without_adapter(policy):
+def test_the_reference_is_none_a_named_model_or_a_copy(policy):
     for model in (policy, small_gpt2()):
         with reference(model, kl_coef=0.0)() as ref:
-            assert ref is None
-
-
-@pytest.mark.problem("reference", 1)
-def test_a_named_model_is_frozen_and_its_dropout_is_off():
+            assert ref is None, "without a KL there is none"
+    with reference(model, 0.1)() as ref:
+        assert ref is not model, "it would move with the policy"
     with reference(small_gpt2(), 0.1, named := small_llama(dropout=0.3).train())() as ref:
         assert ref is named and not ref.training and not names_of_trained(ref)
 
@@ -88,8 +86,9 @@ PARTS = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 RANDOM_B = {"target_modules": "all-linear", "init_lora_weights": False}
 
 
-@pytest.mark.problem("reference", 1)
-@pytest.mark.parametrize("adapter", [None, RANDOM_B, PARTS])
+@pytest.mark.problem("reference", 2, "whole")
+@pytest.mark.problem("reference", 1, "trained parts")
+@pytest.mark.parametrize("adapter", [None, RANDOM_B, PARTS], ids=["whole", "trained", "parts"])
 def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
     """With a reload by name, or the base model under a trained adapter (huggingface/trl#1340), the
     KL at step 0 would not be 0. What modules_to_save names isn't switched off with the adapter.

@@ -24,37 +24,28 @@ def job(tmp_path):
     return reward_model_job(tmp_path)
 
 
-PAIRS = {"near": [[2.0, -1.0, -1e-6], [0.5, 3.0, 0.0]], "far": [[-200.0, 1e4, -1e4], [0.0] * 3]}
-
-
-@pytest.mark.problem("preference_loss", 3, "near")
-@pytest.mark.problem("preference_loss", 1, "far")
-@pytest.mark.parametrize("center", [0.0, 0.3])
-@pytest.mark.parametrize("margin", [0.0, -0.2, 2.0])
-@pytest.mark.parametrize("pairs", PAIRS)
-def test_the_loss_is_that_of_bradley_and_terry_and_its_gradient_finite(pairs, margin, center):
-    chosen, rejected = (torch.tensor(x, requires_grad=True) for x in PAIRS[pairs])
-    loss = preference_loss(chosen, rejected, torch.full((3,), margin), center)
+@pytest.mark.problem("preference_loss", 1)
+def test_the_loss_of_a_pair_far_apart_stays_finite():
+    """test_taught.py has pairs that are near each other."""
+    chosen, rejected = torch.tensor([-200.0, 1e4, -1e4], requires_grad=True), torch.zeros(3)
+    loss = preference_loss(chosen, rejected, margin=1.0)
+    assert loss.tolist() == [201, 0, 10001], "a loss of 201, not infinity"
     loss.sum().backward()
-    a, b = chosen.detach().double(), rejected.detach().double()
-    assert torch.allclose(loss.double(), softplus(b + margin - a) + center * (a + b) ** 2)
-    push, pull = torch.sigmoid(b + margin - a), 2 * center * (a + b)
-    assert torch.allclose(chosen.grad.double(), pull - push, atol=1e-6)
-    assert torch.allclose(rejected.grad.double(), pull + push, atol=1e-6)
+    assert chosen.grad.tolist() == [-1, 0, -1], "and slopes of -1, not NaN"
 
 
 RIGHT = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]])
 
 
-@pytest.mark.problem("last_real_token", 3)
+@pytest.mark.problem("last_real_token", 1)
 @pytest.mark.parametrize(
-    ("mask", "last"), [(RIGHT, [0, 3, 2]), (RIGHT.bool(), [0, 3, 2]), (RIGHT.flip(1), [3, 3, 3])]
+    ("mask", "last"), [(RIGHT, [0, 7, 10]), (RIGHT.bool(), [0, 7, 10]), (RIGHT.flip(1), [3, 7, 11])]
 )
-def test_the_last_real_token_is_found_by_the_mask_with_padding_on_either_side(mask, last):
-    x = torch.arange(24.0).view(3, 4, 2).masked_fill(mask[..., None] == 0, math.nan)
-    found = last_real_token(x.requires_grad_(), mask)
-    assert torch.equal(found, x[torch.arange(3), last]) and found.requires_grad
-    assert torch.equal(last_real_token(x[..., 0], mask), found[:, 0])
+def test_the_last_token_is_found_with_padding_on_either_side(mask, last):
+    x = torch.arange(12.0).view(3, 4).masked_fill(mask == 0, math.nan)
+    assert last_real_token(x, mask).tolist() == last, "of a mask of bool or numbers, x of (B, L)"
+    both = torch.stack([x, -x], dim=2)
+    assert last_real_token(both, mask).tolist() == [[i, -i] for i in last], "x of (B, L, D)"
 
 
 def test_micro_batches_hold_every_pair_once_and_as_many_as_fit_a_long_one_alone():

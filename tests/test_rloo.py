@@ -1,45 +1,36 @@
-"""RLOO's loss, against its definition written out in Python. test_grpo.py has its advantages,
-test_by_hand.py its loop.
+"""RLOO's loss where rows are masked, and where a ratio overflows. test_taught.py has its values,
+test_grpo.py its advantages and the shares of micro-batches, test_by_hand.py its loop.
 """
 
 import math
 
 import pytest
 import torch
-from small import UNEVEN as MASK
 from small import numbers
 
 from rloo import rloo_loss
 
 
-@pytest.mark.problem("rloo_loss", 2)
-def test_loss_and_gradient_equal_their_definition_and_a_completion_is_clipped_as_one_action():
-    """Padding holds NaN, a row is masked as a whole, and no input is changed."""
-    mask = MASK.clone()
-    mask[3] = False
-    x, old = (numbers(i, 0.3).masked_fill(~mask, math.nan).requires_grad_() for i in range(2))
-    seen = set()
-    for advantages in ([1.0, -1.0, -0.5, 2.0], [-1.0, 1.0, 0.5, -2.0], [0.0, 0.0, -0.5, 0.0]):
-        inputs = x, old, torch.tensor(advantages, dtype=torch.float64), mask
-        before = [y.clone() for y in inputs]
-        loss, _, clipped = rloo_loss(*inputs, clip_range=0.2)
-        losses, stopped = [], []
-        for i, a in enumerate(advantages):
-            ratio = (x[i, mask[i]] - old[i, mask[i]]).sum().exp()
-            losses.append(-torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a))
-            stopped.append(bool((a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.8)))
-        expected = sum(losses) / 4
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        ours, theirs = (torch.autograd.grad(y, x)[0] for y in (loss, expected))
-        assert torch.allclose(ours, theirs, atol=1e-12) and not ours[~mask].any()
-        assert clipped.dtype == torch.bool and clipped.tolist() == stopped
-        seen |= {(a > 0, c) for a, c in zip(advantages, stopped, strict=True)}
-        assert all(torch.equal(y.nan_to_num(9), w.nan_to_num(9)) for y, w in zip(inputs, before))
-    assert len(seen) == 4, "either sign of the advantage, with and without the clip"
-
-
 @pytest.mark.problem("rloo_loss", 1)
-def test_a_huge_ratio_is_bounded_and_the_loss_finite():
-    x, mask = numbers(0) + 400, MASK.long()  # of numbers, as a tokenizer's
-    loss, _, _ = rloo_loss(x, numbers(1), numbers(2)[0], mask, clip_range=0.2)
-    assert loss.isfinite(), "policy_ratio?"
+def test_padding_an_empty_row_and_a_huge_ratio_do_no_harm():
+    lengths = torch.tensor([3, 1, 4, 0])
+    mask = torch.arange(4) < lengths[:, None]
+    old = numbers(0).masked_fill(~mask, math.nan)
+    log_ratios = torch.tensor([0.1, 0.2, 400.0, 0.0], dtype=torch.float64)
+    new = (old + (log_ratios / lengths.clamp(min=1))[:, None]).requires_grad_()
+    inputs = new, old, torch.tensor([1.0, 2.0, -3.0, -1.0], dtype=torch.float64), mask
+    before = [x.clone() for x in inputs]
+    loss, _, clipped = rloo_loss(*inputs, clip_range=0.2)
+    assert loss.isfinite(), (
+        "NaN at padding, and 0 * NaN is NaN? exp of 400? policy_ratio is bounded"
+    )
+    # Ratios 1.1052 and 1.2214, where the clip decides, one of exp(20), and that of no token, 1.
+    expected = [-1.105171, -2.4, 3 * math.exp(20), 1.0]
+    assert 4 * loss.item() == pytest.approx(sum(expected))
+    assert clipped.tolist() == [False, True, False, False]
+    gradient = torch.autograd.grad(loss, new)[0]
+    assert not gradient[~mask].any(), "a gradient at padding"
+    assert gradient[0, 0].item() == pytest.approx(-1.105171 / 4)
+    assert all(torch.equal(x.nan_to_num(9), y.nan_to_num(9)) for x, y in zip(inputs, before))
+    of_numbers, _, _ = rloo_loss(*inputs[:3], mask.long(), clip_range=0.2)
+    assert torch.equal(of_numbers, loss), "a mask of 0 and 1"

@@ -107,7 +107,6 @@ def test_a_new_adapter_is_that_of_the_seed_whatever_was_drawn_before(job):
         assert torch.equal(weights, adapters[1][name])
 
 
-@pytest.mark.problem("rloo_loop", 1, "rloo")
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
 def test_old_and_ref_log_probs_are_computed_once_if_needed(job, monkeypatch, kl_coef, num_epochs):
     """GRPO needs none of its own where one update follows a rollout."""
