@@ -225,7 +225,7 @@ WRONG = {  # what is wrong: the line of ours, and what stands there
         "no whitening": ("masked_whiten(advantages, mask)", "advantages"),
     },
     "schedule": {
-        "rise off by one": ("(step + 1)", "step"),
+        "rise off by one": ("return (step + 1)", "return step"),
         "fall off by one": ("(num_steps - step)", "(num_steps - step - 1)"),
     },
     "group_advantages": {
