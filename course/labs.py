@@ -2,7 +2,7 @@
 
   python labs.py                              # what there is, and its seconds on two CPU cores
   python labs.py dropout                      # one seed of each variant, beside what to expect
-  python labs.py dropout --predict -          # with your answer to "what will you see?"
+  python labs.py dropout --predict -          # with your answer to "what will you see?", one each
   python labs.py dropout --seeds 5 --pictures here
   python labs.py all --seeds 5 --update       # what to expect from now on: reference.json
   python labs.py --pictures docs/experiments  # draws those of the page anew, runs nothing
@@ -89,12 +89,13 @@ def run_variant(name: str, label: str, seed: int) -> tuple[dict[str, float], lis
     """(figures, curve, samples) of a variant of an experiment with a seed."""
     experiment = EXPERIMENTS[name]
     variant = experiment.variants[label]
+    quiet = contextlib.redirect_stderr(io.StringIO())  # without bars of loading weights
     if variant.measure:
-        with contextlib.redirect_stderr(io.StringIO()):  # bars of loading weights
+        with quiet:
             return getattr(lab_parts, variant.measure)(*variant.arguments, seed), [], []
     figures = {}
     flags = variant.flags.replace("REWARDS:", f"{shlex.quote(lab_parts.__file__)}:")
-    with tempfile.TemporaryDirectory() as work:
+    with quiet, tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         if variant.pairs:
             judged = train_judge(variant.pairs, JUDGE, seed, folder / "judge")
@@ -129,7 +130,11 @@ def run(names: list[str], seeds: range) -> Iterator[tuple[str, dict[str, list[tu
         }
         try:
             for name in names:
-                yield name, {label: [x.result() for x in made[name][label]] for label in made[name]}
+                found = {}
+                for label, parts in made[name].items():
+                    found[label] = [x.result() for x in parts]
+                    print(f"{name}: {label} is done", file=sys.stderr, flush=True)
+                yield name, found
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -274,7 +279,8 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments, lab1 .. lab6, all")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant (1)")
-    parser.add_argument("--predict", metavar="ANSWER", help="what you will see: +, -, 0, a number")
+    what = "what you will see in each: +, -, 0, a number"
+    parser.add_argument("--predict", nargs="+", default=[], metavar="ANSWER", help=what)
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the curves there")
     parser.add_argument("--update", action="store_true", help="write reference.json")
     options = parser.parse_args(args)
@@ -291,13 +297,14 @@ def main(args: list[str] | None = None) -> int:
         names = names_in(options.names)
     except KeyError as e:
         parser.error(f"there is no experiment {e}; python labs.py lists them")
-    answer = options.predict
+    answers = iter(options.predict)
     try:
         for name, found in run(names, range(options.seeds)):
-            if len(names) == 1:  # once nothing can fail for want of a function
-                print(f"What will you see? {EXPERIMENTS[name].predict.ask}", flush=True)
-                if answer is None and sys.stdin.isatty():
-                    answer = input("+, -, 0 or a number; Enter for no answer: ").strip()
+            # Now nothing can fail any more for want of a function.
+            print(f"What will you see? {EXPERIMENTS[name].predict.ask}", flush=True)
+            answer = next(answers, "")
+            if not answer and sys.stdin.isatty():
+                answer = input("+, -, 0 or a number; Enter for no answer: ").strip()
             print(table(name, found, expected), flush=True)
             if answer:
                 print(answered(EXPERIMENTS[name].predict, answer, found), flush=True)

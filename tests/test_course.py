@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -18,13 +19,14 @@ REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "course"))
 
 import bughunt
+import drafts
 import grade
 import lab_parts
 import labs
 import make
 import pages
 from experiments import EXPERIMENTS
-from problems import BY_NAME, FILES, PROBLEMS, WEEKS, function_of, marked_tests
+from problems import BY_NAME, FILES, PROBLEMS, WEEKS, commit, function_of, marked_tests
 
 import common
 import grpo
@@ -237,17 +239,25 @@ def pick(logprobs, tokens):
 """
 
 
-def test_a_fault_costs_its_own_problem_and_helpers_come_along(tmp_path):
+def test_of_a_hand_in_a_fault_costs_its_problem(tmp_path):
     ours = (REPOSITORY / "ppo.py").read_text()
     half = ours.replace("return 0.5 * torch.max(", "return torch.max(")
-    folder = hand_in(tmp_path / "bad", common=BROKEN, ppo=half, grpo="def group_advantages(:\n")
+    hangs = (REPOSITORY / "rloo.py").read_text() + "while True: pass"
+    broken = {"common": BROKEN, "ppo": half, "grpo": "def group_advantages(:\n", "rloo": hangs}
+    folder = hand_in(tmp_path / "bad", **broken)
     found = graded(folder, *"gae group_advantages token_logprobs value_loss".split())
-    assert [score for score, _ in found.values()] == [0, 0, 4, 3]
-    endless = graded(folder, "kl_estimate", seconds=5)["kl_estimate"]
-    assert endless[0] == 0 and "not done after 5 seconds" in endless[1]
+    assert [score for score, _ in found.values()] == [0, 0, 4, 3], "helpers come along"
     assert "the process ended before the tests did" in found["gae"][1]
     assert "grpo.py doesn't parse: invalid syntax" in found["group_advantages"][1]
     assert "-1: the value loss is half the squared error" in found["value_loss"][1]
+    begin = time.monotonic()
+    of_rloo = "rloo_advantages", "rloo_loss", "rloo_loop", "rloo_script"
+    endless = graded(folder, "kl_estimate", *of_rloo, seconds=15)
+    assert {score for score, _ in endless.values()} == {0}
+    assert "not done after 15 seconds" in endless["kl_estimate"][1]
+    said = "".join(endless[name][1] for name in of_rloo)
+    assert "not done after 15 seconds, while it is imported" in said
+    assert "rloo.py hangs while it is imported" in said and time.monotonic() - begin < 60
 
 
 PLAIN = {
@@ -271,44 +281,129 @@ def value_loss(values, old_values, returns, clip_range_value):
 }
 
 
-def test_equal_formulas_in_another_style_have_all_points_and_a_broken_rule_costs_one(tmp_path):
+def test_of_a_hand_in_another_style_has_all_points(tmp_path):
     grpo, count = (REPOSITORY / "grpo.py").read_text(), "num_tokens = mask[mini_batch].sum()"
     assert f"{count}.clamp(min=1)\n" in grpo
     folder = hand_in(tmp_path / "plain", grpo=grpo.replace(f"{count}.clamp(min=1)", count), **PLAIN)
     found = graded(folder, "gae", "value_loss", "grpo_loop")
-    assert [score for score, _ in found.values()] == [6, 4, 6]
+    assert [score for score, _ in found.values()] == [5, 4, 6], "a broken rule costs one"
     assert "is the number of tokens 0 where all rows of a minibatch are" in found["grpo_loop"][1]
 
 
-def test_a_class_has_a_row_for_each_whatever_the_others_hand_in(tmp_path):
-    folder = tmp_path / "class"
+RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
+UNWRITTEN = "def gae(*args):\n    raise NotImplementedError('not written yet')\n"
+
+
+def hand_ins(folder: Path) -> None:
+    """A class of 28: whatever its students hand in, each has a row."""
+    text, zipped = (REPOSITORY / "common.py").read_text(), folder.parent / "hand_in.zip"
     hand_in(folder / "deep" / "homework")
-    data = Path(shutil.make_archive(str(folder / "zipped"), "zip", folder / "deep")).read_bytes()
+    shutil.make_archive(str(zipped.with_suffix("")), "zip", folder / "deep")
+    data = zipped.read_bytes()
+    for name in ("zipped.zip", "CAPITALS.ZIP"):
+        (folder / name).write_bytes(data)
+    for name in ("Zoë_1_assignsubmission_file_", "王伟_2_assignsubmission_file_"):
+        (folder / name / "in").mkdir(parents=True)
+        (folder / name / "in" / "hand_in.zip").write_bytes(data)  # zip > homework > the files
+    hand_in(folder / "deeper" / "a" / "b" / "c")
+    hand_in(folder / "macos" / "homework")
+    hand_in(folder / "macos" / "__MACOSX")
+    hand_in(folder / "venv")
+    hand_in(folder / "venv" / ".venv")
+    (hand_in(folder / "scratch") / "my try (2).py").write_text("raise SystemExit")
+    helped = text.replace("def gae(", "from helpers import one\n\n\ndef gae(")
+    hand_in(folder / "helper", common=helped, helpers="one = 1")
+    for name, encoding in (("utf16", "utf-16"), ("mark", "utf-8-sig")):
+        hand_in(folder / name)
+        (folder / name / "common.py").write_text(text, encoding=encoding)
+    hand_in(folder / "tabs", common=text.replace("    ", "\t"))
+    (hand_in(folder / "crlf") / "common.py").write_bytes(text.replace("\n", "\r\n").encode())
     (folder / "broken.zip").write_bytes(data[:2000])
-    (folder / "CAPITALS.ZIP").write_bytes(data)
-    (folder_of_moodle := folder / "Ada_123_assignsubmission_file_").mkdir()
-    (folder_of_moodle / "hand_in.zip").write_bytes(data)
     (folder / "tape.tar.gz").write_bytes(data)
+    (folder / "lab1.ipynb").write_text("{}")
     (folder / "empty").mkdir()
-    wide = hand_in(folder / "utf16") / "common.py"
-    wide.write_text(wide.read_text(), encoding="utf-16")
-    mark = hand_in(folder / "mark") / "common.py"
-    mark.write_text(mark.read_text(), encoding="utf-8-sig")
+    for version in ("new", "old"):
+        hand_in(folder / "versions" / version)
     (hand_in(folder / "without") / "common.py").unlink()
-    flood = "def gae(*args):\n    while True:\n        print('9' * 9999)"
-    hand_in(folder / "floods", common=flood)
-    args = [str(folder), "--class", str(tmp_path / "grades.csv"), "--problems", "gae"]
-    assert grade.main(args) == 0
-    with (tmp_path / "grades.csv").open(newline="") as file:
-        found = {row["name"]: (row["total"], row["faults"]) for row in csv.DictReader(file)}
-    right = {name for name, row in found.items() if row == ("6", "")}
-    assert right == {"deep", "zipped.zip", "CAPITALS.ZIP", "mark", "utf16", folder_of_moodle.name}
-    assert found["broken.zip"] == ("", "broken.zip: File is not a zip file")
-    assert found["tape.tar.gz"] == ("", "tape.tar.gz: no folder, and no zip file")
-    nothing = "empty: 0 places have files of the assignment, and not one"
-    assert found["empty"] == ("", nothing), "what can't be read has no total, which a 0 would be"
-    assert found["without"][0] == "0" and "common.py isn't in the submission" in found["without"][1]
-    assert found["floods"][0] == "0" and "endless prints" in found["floods"][1]
+    hand_in(folder / "syntax", common="def gae(:")
+    hand_in(folder / "long sum", common="x = " + "1 + " * 3000 + "1\n" + text)
+    hand_in(folder / "floods", common="def gae(*args):\n    while True:\n        print('9' * 9999)")
+    hand_in(folder / "exits", common="def gae(*args):\n    __import__('os')._exit(0)")
+    hand_in(folder / "passes", common=UNWRITTEN, conftest=RUNS_EVERYTHING, small="import conftest")
+    for name in ("pytest.ini", "setup.cfg"):
+        (folder / "passes" / name).write_text("[pytest]\n[tool:pytest]\naddopts = --collect-only\n")
+    hand_in(folder / "site", common=UNWRITTEN, sitecustomize="raise SystemExit")
+    hand_in(folder / "peeks", common="import importlib\n" + text)
+    (hand_in(folder / "old") / "version.txt").write_text("0123abc\n")
+
+
+def test_a_class_of_28_hand_ins_has_28_rows(tmp_path, capsys):
+    hand_ins(folder := tmp_path / "class")
+    args = ["--class", str(tmp_path / "grades.csv"), "--problems", "gae"]
+    assert grade.main([str(tmp_path / "hand_in.zip"), *args]) == 2
+    assert "hand_in.zip is no folder: unpack it" in capsys.readouterr().err
+    (last := folder / "zipped.zip").rename(tmp_path / "late.zip")  # the class is interrupted
+    assert grade.main([str(folder), *args]) == 0
+    (tmp_path / "late.zip").rename(last)
+    assert grade.main([str(folder), *args]) == 0
+    assert [x for x in capsys.readouterr().out.split("\n") if " of " in x][-1].endswith(
+        "zipped.zip  "
+    )
+    with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert {*rows} == {path.name for path in folder.iterdir()} and len(rows) == 28
+    faults = {name: row["faults"] for name, row in rows.items() if row["total"] == ""}
+    assert faults == {
+        "broken.zip": "broken.zip: File is not a zip file",
+        "tape.tar.gz": "tape.tar.gz: no folder, and no zip file",
+        "lab1.ipynb": "lab1.ipynb: no folder, and no zip file",
+        "empty": "empty: no file of the assignment is in it, as common.py",
+        "versions": "versions: 2 of its folders have files of the assignment: keep one",
+    }, "what can't be read has no total, which a 0 would be"
+    lost = {name: row["faults"] for name, row in rows.items() if row["total"] == "0"}
+    for name, words in {
+        "without": "common.py isn't in the submission",
+        "syntax": "common.py doesn't parse: invalid syntax",
+        "long sum": "common.py doesn't parse: ",
+        "floods": "by an exit, or by endless prints",
+        "exits": "by an exit, or by endless prints",
+        "passes": "not written yet",
+        "site": "not written yet",
+    }.items():
+        assert words in lost.pop(name), name
+    assert (
+        not lost and sum(row["total"] == "5" and not row["faults"] for row in rows.values()) == 16
+    )
+    remarks = {name: row["remarks"] for name, row in rows.items() if row["remarks"]}
+    assert remarks == {
+        "peeks": "common.py says importlib: read it",
+        "old": f"made from commit 0123abc, graded at {commit()}: check that one out",
+    }
+
+
+SPOKEN = """log_softmax gather logsigmoid sigmoid softplus expm1 exp log clamp minimum cumsum nansum
+nanmean argmax rsqrt sqrt logsumexp""".split()
+
+
+def test_a_failing_test_shows_no_expression_of_a_solution():
+    """Numbers by hand stand there; what helps to make numbers stands in functions of its own."""
+    for problem in PROBLEMS:
+        own = function_of((REPOSITORY / problem.file).read_text(), problem.function)
+        calls = {x.attr for x in ast.walk(own) if isinstance(x, ast.Attribute)}
+        calls |= {x.id for x in ast.walk(own) if isinstance(x, ast.Name)}
+        for part in () if problem.step else problem.properties:
+            file, test = part.split(" [")[0].split("::")
+            source = function_of((REPOSITORY / "tests" / file).read_text(), test)
+            shown = {x.attr for x in ast.walk(source) if isinstance(x, ast.Attribute)}
+            assert not shown & calls & {*SPOKEN}, (problem.name, test)
+
+
+def test_drafts_get_half_of_the_points_and_wrong_versions_a_quarter():
+    for name, scores in drafts.table().items():
+        most = BY_NAME[name].points
+        assert scores.pop("draft") >= most / 2, name
+        assert scores.pop("detached", 0) <= most / 2, name
+        assert scores and max(scores.values()) <= most / 4, (name, scores)
 
 
 CLAIM = re.compile(
@@ -343,10 +438,12 @@ def test_what_the_key_says_and_what_is_to_be_predicted_holds_for_99_of_100_singl
 
 def test_an_answer_is_right_or_gets_a_hint(monkeypatch, capsys):
     predict, found = EXPERIMENTS["dropout"].predict, {"left on": [({"kl_first": -1}, [])]}
-    monkeypatch.setattr(labs, "run", lambda names, seeds: [(names[0], found)])
-    labs.main(["dropout", "--predict", "-"])
+    found |= {"forgotten": [({"ratio_dev": 1}, [])]}
+    monkeypatch.setattr(labs, "run", lambda names, seeds: [(name, found) for name in names])
+    labs.main(["dropout", "temperature", "--predict", "-", "+"])
     said = capsys.readouterr().out
-    assert said.startswith("What will you see?") and said.endswith("\nYou said -: right.\n")
+    assert said.startswith("What will you see?") and said.count("What will you see?") == 2
+    assert "\nYou said -: right.\n" in said and said.endswith("\nYou said +: right.\n")
     assert labs.answered(predict, "0", found) == f"It is -. {predict.hint}"
     predict, found = EXPERIMENTS["difficulty"].predict, {"none": [({"one_of_8": 7 / 16}, [])]}
     assert labs.answered(predict, "0.44", found) == "You said 0.44: right."

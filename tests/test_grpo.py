@@ -163,8 +163,9 @@ def test_loss_and_gradient_are_those_of_the_definition(losses):
 def test_no_tokens_cost_nothing_and_unknown_losses_are_refused(kind):
     x, A = numbers(0).requires_grad_(), numbers(2)[0]
     for mask in (MASK, torch.zeros(4, 4).long()):  # of numbers, as a tokenizer's
-        loss, _, _ = grpo_loss(x, numbers(1), A, mask, **options(kind))
-        expected, _ = naive_loss(x, numbers(1), A, mask, kind, x, 0, "k3", 0.3)
+        more = options(kind) | {"ref_logprobs": numbers(3), "kl_coef": 0.5}
+        loss, _, _ = grpo_loss(x, numbers(1), A, mask, **more)
+        expected, _ = naive_loss(x, numbers(1), A, mask, kind, numbers(3), 0.5, "k3", 0.3)
         expected = torch.as_tensor(expected)
         assert loss.item() == pytest.approx(expected.item()), "a division by 0 tokens?"
     assert not torch.autograd.grad(loss, x)[0].any(), "a division by 0 tokens?"
@@ -302,8 +303,8 @@ def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_
 def test_groups_of_one_an_unknown_scale_and_for_the_mean_a_reward_below_0_are_refused(size, scale):
     with pytest.raises(ValueError):
         advantages_of(torch.tensor([1.0, 1, -0.5, 1]), size, scale)
-    near = pytest.approx([-0.70706, 0.70706], abs=1e-4)
-    assert group_advantages(torch.tensor([0.0, 2]), 2).tolist() == near, "what isn't refused"
+    near = pytest.approx([-0.70706, 0.70706] * 2, abs=1e-4)
+    assert group_advantages(torch.tensor([0.0, 2, 4, 6]), 2).tolist() == near, "these are right"
 
 
 @pytest.mark.parametrize("kind", KINDS)

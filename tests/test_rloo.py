@@ -16,8 +16,8 @@ def test_padding_an_empty_row_and_a_huge_ratio_do_no_harm():
     lengths = torch.tensor([3, 1, 4, 0])
     mask = torch.arange(4) < lengths[:, None]
     old = numbers(0).masked_fill(~mask, math.nan)
-    log_ratios = torch.tensor([0.1, 0.2, 400.0, 0.0], dtype=torch.float64)
-    new = (old + (log_ratios / lengths.clamp(min=1))[:, None]).requires_grad_()
+    of_each_token = torch.tensor([0.1 / 3, 0.2, 100.0, 0.0], dtype=torch.float64)
+    new = (old + of_each_token[:, None]).requires_grad_()
     inputs = new, old, torch.tensor([1.0, 2.0, -3.0, -1.0], dtype=torch.float64), mask
     before = [x.clone() for x in inputs]
     loss, _, clipped = rloo_loss(*inputs, clip_range=0.2)

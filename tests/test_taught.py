@@ -101,8 +101,8 @@ def test_the_baseline_is_the_mean_of_the_others():
 
 @pytest.mark.problem("group_advantages", 3)
 def test_a_score_is_compared_with_its_group():
-    found = group_advantages(torch.tensor([1.0, 2, 3, 0, 0, 6]), 3)
-    hint = "both groups have the mean 2, and stds of 1 and 3.4641 with Bessel's correction"
+    found = group_advantages(torch.tensor([1.0, 2, 3, 4, 4, 10]), 3)
+    hint = "the groups have means of 2 and 6, stds of 1 and 3.4641 with Bessel's correction"
     near(found, [-0.9999, 0, 0.9999, -0.577334, -0.577334, 1.154667], hint)
 
 
