@@ -466,25 +466,6 @@ EXPERIMENTS = {
         ),
         curve="length/mean",
     ),
-    "entropy_bonus": Experiment(
-        5,
-        "Entropy falls as the policy becomes sure. What does a bonus for it keep, and what does it"
-        " cost? (Without a KL; pass@8 on held-out sums.)",
-        "accuracy entropy pass_at_8",
-        {
-            f"{coef}": Variant(
-                "grpo", f"{GROUPS} --kl_coef 0 --eval_generations 8 --entropy_coef {coef}"
-            )
-            for coef in (0, 0.01, 0.1)
-        },
-        Prediction(
-            "A sample is right with chance 0.8. If that were so for every sum, pass@8 would be"
-            " 0.9999. Is `pass_at_8` without a bonus above, below or at that?",
-            "pass_at_8", "0", 0.9999,
-            "0.8 is a mean: most sums are right nearly always, a few nearly never.",
-        ),
-        curve="policy/entropy_avg",
-    ),
     "bfloat16": Experiment(
         5,
         "Decoding in bfloat16 draws from a rounded policy. How far is it from the one that trains,"
