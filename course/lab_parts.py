@@ -109,8 +109,8 @@ def forget_the_temperature(module: ModuleType) -> None:
     module.completion_logprobs = lambda model, rollout, temperature, **options: in_update(
         model, rollout, 1.0, **options
     )
-    module.rollout_logprobs = lambda model, rollout, config: in_rollout(
-        model, rollout, replace(config, temperature=1.0)
+    module.rollout_logprobs = lambda model, rollout, config, **options: in_rollout(
+        model, rollout, replace(config, temperature=1.0), **options
     )
 
 
