@@ -40,8 +40,8 @@ def grade(
     changed: dict | str, problem: Problem, template: Path, seconds: int, hanging: set[str]
 ) -> dict:
     """Run the tests of a problem on what `transplanted` gives: its points, in Gradescope's form.
-    `template` is a copy of the repository. Files whose import never ends are noted in `hanging`,
-    and are tried only once.
+    `template` is a copy of the repository. A file whose import never ends gets into `hanging`, and
+    isn't tried again.
     """
     if met := hanging & {problem.file, *(SHARED if not problem.function else ())}:
         changed = f"{min(met)} hangs while it is imported"
@@ -52,8 +52,8 @@ def grade(
             shutil.copytree(template, folder)
             for name, text in changed.items():
                 (folder / name).write_text(text, encoding="utf-8")
-            found, ending, is_imported = in_a_process(folder, problem, seconds)
-        if not is_imported:
+            found, ending, hangs = in_a_process(folder, problem, seconds)
+        if hangs:
             hanging.add(problem.file)
         faults = {test: found.get(test, ending) for test in problem.properties}
     lines = {}  # each once
@@ -66,28 +66,26 @@ def grade(
 
 
 def in_a_process(folder: Path, problem: Problem, seconds: int) -> tuple[dict[str, str], str, bool]:
-    """({test: its fault, or ""}, the fault of all others, whether imports came to an end)"""
+    """({test: its fault, or ""}, the fault of all others, whether it hung while it was imported)"""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     args = str(folder), problem.name, problem.test_files, theirs
     process = FORKSERVER.Process(target=judge.run, args=args)
     process.start()
     theirs.close()
-    found, ending = {}, "the process ended before the tests did: by an exit, or by endless prints"
-    is_imported = True
+    found, hangs = {}, False
+    ending = "the process ended before the tests did: by an exit, or by endless prints"
     with contextlib.suppress(OSError, EOFError, ValueError):
-        if is_imported := ours.poll(seconds):
-            found = json.loads(ours.recv_bytes(1_000_000))  # empty: the tests come now
-        if not found and is_imported and ours.poll(seconds):
-            found = json.loads(ours.recv_bytes(1_000_000))
-        elif not found:
-            ending = f"not done after {seconds} seconds" + ", while it is imported" * (
-                not is_imported
-            )
+        for phase in (", while it is imported", ""):
+            if not ours.poll(seconds):
+                ending, hangs = f"not done after {seconds} seconds{phase}", phase != ""
+                break
+            if found := json.loads(ours.recv_bytes(1_000_000)):  # {} once all is imported
+                break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
     process.kill()
     process.join()
-    return found, found.get(judge.IMPORTS, ending), is_imported
+    return found, found.get(judge.IMPORTS, ending), hangs
 
 
 def graded(texts: dict[str, str], problems: list[Problem], seconds: int) -> list[dict]:

@@ -187,7 +187,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the new folder, or zip file")
     names = [problem.name for problem in PROBLEMS]
     parser.add_argument("--problems", nargs="+", default=names, metavar="NAME", choices=names)
-    parser.add_argument("--no_hints", action="store_true", help="leave the docstring alone")
+    parser.add_argument("--no_hints", action="store_true", help="leave only the docstrings")
     parser.add_argument(
         "--url", default="https://github.com/OWNER/assignment",
         help="where you put the starter: the notebooks clone it on Colab",

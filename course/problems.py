@@ -228,9 +228,11 @@ def commit() -> str:
     """
     if (file := REPOSITORY / "version.txt").exists():
         return file.read_text(encoding="utf-8").strip()
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    # Of full length, without tags: so that every clone says the same.
+    command = "git describe --always --dirty --exclude=* --abbrev=40".split()
+    options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, **options).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -110,7 +110,8 @@ def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
     assert re.search("note: common.py: not written yet: .*, gae, ", said)
     assert f"answers.md: {len(QUESTIONS)} answers are empty" in said
     names = zipfile.ZipFile(starter / "hand_in.zip").namelist()
-    assert {*FILES, "answers.md"} <= set(names) and not {*make.LABS} & set(names)
+    assert (starter / "version.txt").read_text().strip() == commit()
+    assert {*FILES, "answers.md", "version.txt"} <= set(names) and not {*make.LABS} & set(names)
     (starter / "figures" / "lab1").mkdir(parents=True)
     for name in ("figures/a.PNG", "figures/b.jpg", "figures/lab1/a.png", "lost.png"):
         (starter / name).write_bytes(b"x")

@@ -19,8 +19,9 @@ def unwritten(source: str) -> list[str]:
 def chosen() -> list[Path]:
     """What is packed: code, answers, notebooks, pictures, and the figures of runs."""
     own = [path for path in ROOT.glob("*.py") if path.name not in GIVEN]  # helpers as well
-    paths = {*own, *(ROOT / name for name in [*FILES, "answers.md", "version.txt"])}
-    for pattern in ("notebooks/*.ipynb", "figures/**/*", "runs/*/*.json", "runs/*/*.jsonl"):
+    paths = {*own, *(ROOT / name for name in [*FILES, "answers.md"])}
+    patterns = "version.txt notebooks/*.ipynb figures/**/* runs/*/*.json runs/*/*.jsonl"
+    for pattern in patterns.split():
         paths |= {path for path in ROOT.glob(pattern) if path.is_file()}
     return sorted(path for path in paths if not path.name.startswith("tokens"))
 
