@@ -52,7 +52,7 @@ def test_every_bug_that_is_called_none_is_one_bug_and_has_a_reason():
     assert all(EQUIVALENT[EQUIVALENT.index(name) + 1].startswith("    ") for name in names)
 
 
-TEST = "test_a_completion_ends_with_its_first_eos_whichever_of_the_eos_ids_it_is"
+TEST = "test_the_first_of_several_eos_ids_ends_a_completion"
 
 
 @pytest.mark.parametrize(
