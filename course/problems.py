@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # The program, without its tests and pages: a list, so that nothing else of a folder is handed out.
 PROGRAM = """common.py forward.py grpo.py ppo.py reward_model.py rloo.py sampling.py tasks.py
 requirements.txt plumbing/__init__.py plumbing/errors.py plumbing/decoder.py plumbing/config.py
-plumbing/data.py plumbing/metrics.py plumbing/models.py
+plumbing/data.py plumbing/metrics.py plumbing/models.py one_page/rloo.py
 plumbing/preferences.py plumbing/run.py tools/__init__.py tools/look.html tools/look.py
 tools/to_trl.py tiny/README.md tiny/config.json tiny/generation_config.json
 tiny/make.py tiny/model.safetensors tiny/temperature.py tiny/tokenizer.json
