@@ -38,6 +38,7 @@ from plumbing.metrics import (
     draw_curves,
     headline,
     sample_records,
+    warnings_of_evaluation,
 )
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
@@ -170,12 +171,17 @@ class Run:
         # What is learnt from a named reference alone has no score, and may begin far away from it.
         distils = getattr(self.config, "reference", None) and metrics["objective/scores"] == 0
         silent = {"large KL", "flat groups", "constant reward"} if distils else set()
-        for name, text in meter.warnings(self.history, self.config.bf16):
-            if name not in self.warned | silent:
+        found = meter.warnings(self.history, self.config.bf16)
+        self._warn(step, [x for x in found if x[0] not in silent])
+        self.bar.set_postfix_str(meter.progress(metrics))
+
+    def _warn(self, step: int, found: list[tuple[str, str]]) -> None:
+        """Print and keep warnings, (name, line) each, that the run hasn't given yet."""
+        for name, text in found:
+            if name not in self.warned:
                 self.warned.add(name)
                 self._write("warnings", [{"text": text}], step=step)
                 tqdm.write(f"warning, step {step}: {text}")
-        self.bar.set_postfix_str(meter.progress(metrics))
 
     def show(
         self,
@@ -217,6 +223,7 @@ class Run:
         title = headline(step, found.headline, found.metrics, self.first_metrics)
         shown = found.lines[: 4 if self.config.num_steps else 20]
         tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print tears the bar
+        self._warn(step, warnings_of_evaluation(found.metrics, [self.first_metrics, *self.history]))
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they become null.
