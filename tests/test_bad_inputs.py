@@ -105,6 +105,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--prompts good.jsonl", "needs a column answer in each row", ""),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
+    ("ppo", "--prompts given.jsonl", "one number as an answer, not '2 3'", TWO.replace("2", "2 3")),
     # Folders
     ("ppo", "--output_dir a_run --model no/where", "a_run already holds a run: --overwrite", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "--output_dir rewards.py/new: NotADirect", TWO),
