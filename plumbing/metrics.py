@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common import Rollout, is_flat, kl_estimate, masked_mean
-from plumbing.data import Task, text_of
+from plumbing.data import Task, json_lines, text_of
 from plumbing.errors import Fault, blame
 from sampling import sample
 
@@ -341,8 +340,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     writing it, or was killed. Raises InputError.
     """
     with blame(str(path)):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        text = path.read_text(encoding="utf-8", errors="replace")
+    return json_lines(text.rpartition("\n")[0], str(path))
 
 
 PANELS = {

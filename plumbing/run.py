@@ -10,14 +10,16 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,6 +66,7 @@ class Run:
         self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
         self.generators, self.files = list(generators), {}
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
+        self.process = os.getpid()
         self.history, self.warned = [], set()
         self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
@@ -121,7 +124,8 @@ class Run:
         """
         Run.active, last, first = self, self.config.num_steps, self.step
         shape = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # 80 columns
-        options = {"initial": first, "dynamic_ncols": True, "disable": last == 0}
+        options = {"initial": first, "dynamic_ncols": True}
+        options |= {"disable": True} if last == 0 else {}  # else TQDM_DISABLE decides
         self.bar = tqdm(total=last, desc=self.config.script, bar_format=shape, **options)
         self._note_state(first)
         due = range(self.config.save_every, last, self.config.save_every)
@@ -234,7 +238,9 @@ class Run:
 
     def _write(self, name: str, records: list[dict], **first: Any) -> None:
         for record in records:
-            self.files[name].write(json.dumps(first | record, ensure_ascii=False) + "\n")
+            self.files[name].write(
+                json.dumps(first | record, ensure_ascii=False, default=str) + "\n"
+            )
         self.files[name].flush()
 
     # --- Checkpoints ---
@@ -277,7 +283,7 @@ class Run:
                 if old.is_dir():
                     shutil.rmtree(old)
                 new.replace(old)
-            except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
+            except Exception as e:  # torch, safetensors and tokenizers raise kinds of their own
                 faults.append(f"{new} can't be written ({e})")
                 new.unlink() if new.is_file() else shutil.rmtree(new, ignore_errors=True)
             else:
@@ -299,25 +305,31 @@ class Run:
         """Take up the state of the checkpoint, and drop the records of later steps."""
         if not (self.folder / "checkpoint.pt").exists():
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
-        state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
-        if state["origin"] != self.origin:
-            raise InputError("the rows or the weights of a model aren't those that it began with")
-        for name, p in self._weights().items():
-            p.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for generator, its_state in zip(self.generators, state["generators"], strict=True):
-            generator.set_state(its_state)
-        torch.set_rng_state(state["torch"])
-        for its_state in state["cuda"][:1]:  # of the run's device: others may be hidden today
-            torch.cuda.set_rng_state(its_state)
-        self.step = self.saved_step = state["step"]
-        self.first_metrics = state["first_metrics"]
-        for name in FILES:  # cut, not written anew: on a full disk nothing is lost
-            (self.folder / f"{name}.jsonl").touch()  # somebody may have deleted an empty one
-            with (self.folder / f"{name}.jsonl").open("rb+") as file:
-                whole = takewhile(lambda line: line.endswith(b"\n"), file)
-                kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)
-                file.truncate(sum(map(len, kept)))
+        cut = f"{self.folder / 'checkpoint.pt'} is cut short, or of another version"
+        with blame(f"{cut}: --overwrite begins anew"):
+            state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+            if state["origin"] != self.origin:
+                raise InputError("the rows or the weights of a model aren't those it began with")
+            for name, p in self._weights().items():
+                p.copy_(state["weights"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            for generator, its_state in zip(self.generators, state["generators"], strict=True):
+                generator.set_state(its_state)
+            torch.set_rng_state(state["torch"])
+            for its_state in state["cuda"][:1]:  # of the run's device: others may be hidden today
+                torch.cuda.set_rng_state(its_state)
+            self.step = self.saved_step = state["step"]
+            self.first_metrics = state["first_metrics"]
+        for path in (self.folder / f"{name}.jsonl" for name in FILES):
+            path.touch()  # somebody may have deleted an empty one
+            with path.open("rb+") as file:
+                size = 0
+                for number, line in enumerate(file, 1):
+                    with blame(f"{path}, line {number}: is no record"):
+                        if not line.endswith(b"\n") or json.loads(line)["step"] >= self.step:
+                            break
+                    size += len(line)
+                file.truncate(size)  # cut, not written anew: on a full disk nothing is lost
 
     def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;
@@ -405,8 +417,10 @@ def run_main(main: Callable[[], None]) -> None:
         main()
     except BaseException as e:
         run, Run.active = Run.active, None
-        if run is not None:
+        if run is not None and run.process == os.getpid():  # no child that a reward has forked
+            heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C: it saves
             print(run.rescue(), file=sys.stderr)
+            signal.signal(signal.SIGINT, heard)
             if isinstance(e, SystemExit):  # else exit code 0, as if the run were whole
                 e = Fault("exit() was called within the run: by a reward?")
         words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself
