@@ -193,7 +193,7 @@ def _show_prompts(config: Any, task: Task) -> None:
     if count == 1 and any(x != rows[0] for x in rows) and (written or len(task.tokens) > 1):
         fault = f"all {len(rows)} rows are one prompt to the model, {shown}"
         raise InputError(f"{fault}: name a {{column}} in --prompt_template, mend a chat template")
-    print(f"The model continues {count} different prompts, such as {shown}")
+    print(f"Different prompts: {count}. The model continues, for one, {shown}")
     columns = {re.split(r"[.[]", x[1] or "")[0] for x in string.Formatter().parse(written)} - {""}
     read = [inspect.signature(x).parameters for x in (task.verifier, *task.rewards) if x]
     # A column that stands there by itself is the question, which a judge may read.

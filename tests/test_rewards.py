@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from small import byte_tokenizer, letter_tokenizer, make_rollout, save_model, task_of
+from small import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_model, task_of
 from tokenizers import decoders
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from plumbing.data import Task, decode, load_reward
+from plumbing.data import Task, completion_ids, decode, load_reward
 from plumbing.errors import InputError
 from plumbing.preferences import RewardModel
 from tasks import REWARDS, TASKS, add_prompts
@@ -108,6 +108,15 @@ def test_the_text_that_is_scored_ends_before_eos_and_padding():
 
 
 # --- By name, from a file, a model ---
+
+
+def test_a_completion_mask_with_a_hole_is_refused():
+    """Of the tokens that a tool has written, say: the ids would be those of other tokens."""
+    rollout = make_rollout([[1], [1]], [[5, 6, EOS], [7, EOS]])
+    assert completion_ids(rollout) == [[5, 6, EOS], [7, EOS]]
+    rollout.completion_mask[0, 1] = False
+    with pytest.raises(ValueError, match="completion_mask has a hole"):
+        completion_ids(rollout)
 
 
 def test_ready_made_rewards_read_text_or_messages():
