@@ -248,11 +248,6 @@ def read_rows(name: str, split: str) -> list[dict]:
         if kind in (".csv", ".tsv"):
             delimiter = "\t" if kind == ".tsv" else ","
             return list(csv.DictReader(io.StringIO(text), delimiter=delimiter))
-    return json_lines(text, name)
-
-
-def json_lines(text: str, name: str) -> list[dict]:
-    """The objects of a text with one JSON object a line; `name` is its file. Raises InputError."""
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         with blame(f"{name}, line {number}: give one JSON object a line"):

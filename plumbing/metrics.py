@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common import Rollout, is_flat, kl_estimate, masked_mean
-from plumbing.data import Task, json_lines, text_of
+from plumbing.data import Task, text_of
 from plumbing.errors import Fault, blame
 from sampling import sample
 
@@ -126,16 +127,16 @@ def warnings_of_evaluation(now: Metrics, earlier: list[Metrics]) -> list[tuple[s
     """As warnings_about: whether the reward has risen since an earlier evaluation while the
     accuracy has fallen, by more than chance does.
     """
-    names, found = ("eval/reward", "eval/accuracy", "eval/accuracy_se"), []
-    reward, accuracy, error = map(now.get, names)
-    for was in ([m.get(name) for name in names] for m in earlier):
-        if None in (reward, accuracy, *was):
+    names = ("eval/reward", "eval/accuracy", "eval/accuracy_se")
+    for was in earlier:
+        if None in (numbers := [m.get(name) for m in (was, now) for name in names]):
             continue
-        if reward > was[0] and was[1] - accuracy > 2.5 * math.hypot(error, was[2]):
-            text = f"eval/accuracy fell from {was[1]:.3f} to {accuracy:.3f} while eval/reward rose:"
-            remedy = "the reward pays for other things than right answers; change it"
-            found = [("hacked reward", f"{text} {remedy}")]
-    return found
+        reward, right, error, reward_now, right_now, error_now = numbers
+        if reward_now > reward and right - right_now > 2.5 * math.hypot(error, error_now):
+            text = f"eval/accuracy fell from {right:.3f} to {right_now:.3f} while eval/reward rose:"
+            text += " the reward pays for other things than right answers; change it"
+            return [("hacked reward", text)]
+    return []
 
 
 class Meter(Totals):
@@ -340,8 +341,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     writing it, or was killed. Raises InputError.
     """
     with blame(str(path)):
-        text = path.read_text(encoding="utf-8", errors="replace")
-    return json_lines(text.rpartition("\n")[0], str(path))
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
 
 
 PANELS = {

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -237,10 +237,9 @@ class Run:
             track({name: x for name, x in finite.items() if x is not None}, step)
 
     def _write(self, name: str, records: list[dict], **first: Any) -> None:
+        options = {"ensure_ascii": False, "default": str}  # a message may hold a datetime
         for record in records:
-            self.files[name].write(
-                json.dumps(first | record, ensure_ascii=False, default=str) + "\n"
-            )
+            self.files[name].write(json.dumps(first | record, **options) + "\n")
         self.files[name].flush()
 
     # --- Checkpoints ---
@@ -322,14 +321,10 @@ class Run:
             self.first_metrics = state["first_metrics"]
         for path in (self.folder / f"{name}.jsonl" for name in FILES):
             path.touch()  # somebody may have deleted an empty one
-            with path.open("rb+") as file:
-                size = 0
-                for number, line in enumerate(file, 1):
-                    with blame(f"{path}, line {number}: is no record"):
-                        if not line.endswith(b"\n") or json.loads(line)["step"] >= self.step:
-                            break
-                    size += len(line)
-                file.truncate(size)  # cut, not written anew: on a full disk nothing is lost
+            with path.open("rb+") as file, blame(f"{path}: a line is no record"):
+                whole = takewhile(lambda line: line.endswith(b"\n"), file)
+                kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)
+                file.truncate(sum(map(len, kept)))  # not written anew: the disk may be full
 
     def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;

@@ -40,7 +40,6 @@ FILES = {
     "empty/tokens.jsonl": "",
     "cut/config.json": json.dumps(SETTINGS),
     "cut/checkpoint.pt": "",
-    "broken/tokens.jsonl": '{"step": 0}\n{"step\n{"step": 2}\n',
 }
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -150,7 +149,6 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("look", "nowhere --output x.png", "error: nowhere/metrics.jsonl: FileNotFoundError: ", ""),
     ("look", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),
     ("look", "a_run --output nowhere/x.html", "--output nowhere/x.html: FileNotFoundError", ""),
-    ("look", "broken", "broken/tokens.jsonl, line 2: give one JSON object a line", ""),
     ("look", "empty", "empty/tokens.jsonl: holds no completions, or none yet", ""),
 ]
 

@@ -214,7 +214,7 @@ def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
     Path("run/checkpoint.pt").write_bytes(whole_file)
     Path("run/samples.jsonl").write_text('{"step": 0}\n{"step\n')
     code, text = run("--resume", "run")
-    assert code == 2 and "run/samples.jsonl, line 2: is no record: JSONDecodeError" in text
+    assert code == 2 and "run/samples.jsonl: a line is no record: JSONDecodeError" in text
     torch.save(Path("run"), "run/checkpoint.pt")
     code, text = run("--resume", "run")
     assert code == 2 and "UnpicklingError" in text, "it could run anything"
