@@ -383,7 +383,7 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(
 # --- Records ---
 
 PRINTED = """3 of the 3 held-out prompts are trained on as well.
-Different prompts: 8. The model continues, for one, 'x'
+Different prompts: 8. The model continues, for one, 'the'
 NAME: 0.0 M weights train on cpu, 29 prompts to train on, 3 held out
 It writes to run
 step 0: eval/reward #, greedy #
@@ -470,11 +470,11 @@ def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_pri
 def test_what_json_lacks_in_a_prompt_is_written_as_text(run, monkeypatch):
     """Of a dataset's messages: a datetime, bytes."""
     row = {"prompt": [message := {"role": "user", "content": "x", "at": datetime(2026, 3, 1)}]}
-    records, _ = plumbing.metrics.sample_records([row], ["y"], torch.zeros(1))
-    monkeypatch.setattr(plumbing.run, "sample_records", lambda *_: (records, []))
+    one, _ = plumbing.metrics.sample_records([row], ["y"], torch.zeros(1))
+    monkeypatch.setattr(plumbing.run, "sample_records", lambda _, texts, __: (one * len(texts), []))
     assert run("--num_steps", "1")[0] == 0
-    [line] = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
-    assert line["prompt"] == [message | {"at": "2026-03-01 00:00:00"}]
+    lines = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
+    assert lines[0]["prompt"] == [message | {"at": "2026-03-01 00:00:00"}]
 
 
 def test_tqdm_itself_decides_whether_a_bar_is_shown(run, monkeypatch):
