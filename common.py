@@ -55,7 +55,7 @@ class Rollout:
 
     tokens: Tensor  # (B, P+T) prompt and completion; pad_token_id after the end
     attention_mask: Tensor  # (B, P+T) bool: False at padding on either side
-    completion_mask: Tensor  # (B, T) bool: True up to the end, EOS included
+    completion_mask: Tensor  # (B, T) bool: True up to the end, EOS included, without a hole
     # (B, T) as the sampler computed them, 0 off the mask. Decoding rounds differently from the
     # forward pass that trains, so the loops compute log-probs of their own in step 3.
     logprobs: Tensor

@@ -166,29 +166,44 @@ def brevity(completions: list, **columns) -> list[float]:
 
 # --- Verifiers: rewards that compare a completion with the column answer ---
 
-COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,024 and 1,024g
+# 1,024 and 1,024g; LaTeX's 1{,}024, 1,\!024, 1\,024 and 1~024; thin spaces; 1_024 and 1'024.
+COMMA = re.compile(
+    r"(?<=\d)(?:[,\uff0c](?:\\!)?|\{,\}|\\[,:; ]|[~_'\u2019\u2009\u202f\xa0])(?=\d{3}(?!\d))"
+)
 MINUS = re.compile(r"[-\u2212\u2013\uff0d](?:\\?[$€£])?")  # of Unicode, a dash, before $5
-# Of 10-5: 10 and 5. Longer exponents overflow a Decimal.
-NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?!\d))?")
+# GSM8K's mark, with a number right behind it: "#### Part 2" and "#### 2. How" are headings.
+MARK = re.compile(
+    r"(?<!#)####(?=(?:\\[a-z]+|[^\w#])*\.?\d)(?!\W*\d+(?:[.):]\s+[^\W\d]|st|nd|rd|th))"
+)
+# An exponent or an index, as of m^2; the part of a fraction or a power, as of 1/18 and 2^10; and
+# between them the number. Of 10-5: 10 and 5. Longer exponents overflow a Decimal.
+NUMBER = re.compile(
+    r"(\^\{?|(?<=\w)_\{?)?([/\u2044]\s*|\}\{)?"
+    r"((?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?!\d))?)"
+    r"((?:\s*[/\u2044^]\s*\{?-?|\*\*|\}?\{)\d[\d.]*)?"
+)
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the completion is the answer, except for white space around it; else 0."""
-    if bad := [a for a in answer if type(a) not in (str, int, float)]:
+    """1 where the completion is the answer, except for white space around it; else 0. The number
+    18.0 is written 18: files with gaps turn whole numbers into these.
+    """
+    if bad := [a for a in answer if type(a) not in (str, int, float) or a != a]:
         raise InputError(f"the reward exact_match needs text or numbers as answers, not {bad[0]!r}")
+    expected = [int(a) if isinstance(a, float) and a.is_integer() else a for a in answer]
     return [
         float(text_of(c).strip() == str(a).strip())
-        for c, a in zip(completions, answer, strict=True)
+        for c, a in zip(completions, expected, strict=True)
     ]
 
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     """1 where the last number of the completion is that of the answer, else 0. Of a text with
-    "####", GSM8K's mark, the number behind it counts. 1,024 and $1,024. are read as 1024.
+    "####", GSM8K's mark, the number right behind it counts. 1,024 and $1,024. are read as 1024.
+    The 2 of m^2 isn't read, and a fraction or a power, 1/18 or 2^10, is no number here.
     """
-    expected = [_numbers(str(a).rpartition("####")[2]) for a in answer]
-    # Of the answer 3/2 it would look for the 2 alone, and pay 1/2.
-    if bad := [a for a, numbers in zip(answer, expected) if len(numbers) != 1]:
+    expected = [_numbers(str(a))[0] for a in answer]
+    if bad := [a for a, n in zip(answer, expected) if len(n) != 1 or n[0].is_nan()]:
         fault = f"needs one number as an answer, not {bad[0]!r}; give another --reward"
         raise InputError(f"the reward numeric_match {fault}")
     found = [_last_number(text_of(c)) for c in completions]
@@ -196,15 +211,20 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def _last_number(text: str) -> list[Decimal]:
-    """The last number of a text, or the first one behind "####"; none of a text without one."""
-    marked = _numbers(text.rpartition("####")[2]) if "####" in text else []
-    return marked[:1] or _numbers(text)[-1:]
+    """The last number of a text, or the first one behind its mark; none of a text without one."""
+    numbers, has_mark = _numbers(text)
+    return numbers[:1] if has_mark else numbers[-1:]
 
 
-def _numbers(text: str) -> list[Decimal]:
-    # LaTeX writes the commas in numbers as {,}.
-    text = COMMA.sub("", MINUS.sub("-", text.replace("{,}", ",")))
-    return [Decimal(number) for number in NUMBER.findall(text)]
+def _numbers(text: str) -> tuple[list[Decimal], bool]:
+    """The numbers of a text, of what stands behind its last mark if it has one; and if so. A
+    fraction and a power are NaN, which equals nothing.
+    """
+    text = COMMA.sub("", MINUS.sub("-", text))
+    *_, start = 0, *(mark.end() for mark in MARK.finditer(text))
+    found = [match.groups() for match in NUMBER.finditer(text, start)]
+    numbers = [Decimal("nan" if over or rest else n) for up, over, n, rest in found if not up]
+    return numbers, start > 0
 
 
 # Those whose mean is an accuracy: 1 for a right answer, 0 for a wrong one.

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class TrainConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, more time")
     bf16: bool | None = flag(None, "train in bfloat16; default: where the device is fast at it")
     device: str | None = flag(None, "cuda, mps or cpu; default: the first there is")
-    seed: int = flag(0, "of all random draws, except a reward's own", least=0)
+    seed: int = flag(0, "of all random draws, except a reward's own", least=0, most=2**63)
     output_dir: str | None = flag(None, "default: runs/<script>-<model>-<task>-s<seed>")
     overwrite: bool = flag(False, "begin anew in a folder that holds a run, which is lost")
     resume: str | None = flag(None, "go on with the run in this folder, with its settings")
@@ -131,6 +132,8 @@ def parse_flags(
         usage="python %(prog)s [--flag value ...]", description=doc, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
     )  # fmt: skip
+    # Before Python 3.14 argparse takes -1e-3, a number, for a flag.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     kinds = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         default = field.default if field.default is not dataclasses.MISSING else []
@@ -156,8 +159,11 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: E
         settings = settings_of_run(Path(folder))
         if settings.pop("script", None) != config_class.script:
             raise InputError(f"--resume {folder}: is not a run of {config_class.script}.py")
-        if "output_dir" in given or given.get("num_steps") not in (None, settings["num_steps"]):
-            raise InputError("--num_steps and --output_dir can't change on --resume")
+        # Which rows a step draws depends on these: others would skip some, and repeat some.
+        fixed = ("num_steps", "prompts_per_step", "pairs_per_step", "oversample", "seed")
+        for name in (x for x in given if x in ("output_dir", *fixed)):
+            if name == "output_dir" or given[name] != settings.get(name):
+                raise InputError(f"--{name} can't change on --resume")
         given = settings | {"overwrite": False} | given | {"output_dir": folder}
     else:
         # --task cups alone means the embedded model that plays it.
@@ -206,10 +212,16 @@ def _boolean(text: str) -> bool:
 def _check_numbers(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
         value, (least, most) = getattr(config, field.name), field.metadata["bounds"]
+        kind = list if field.default is dataclasses.MISSING else type(field.default)
+        fits = isinstance(value, (kind, int) if kind is float else kind)
+        if field.default is not None and not fits:  # config.json, edited by hand
+            raise InputError(f"--{field.name} {value!r}: must be of type {kind.__name__}")
         for x in value if isinstance(value, list) else [value]:
+            if x == "" and field.name != "system_prompt":  # "$FILE", where no FILE is set
+                raise InputError(f"--{field.name}: is empty; leave the flag out for its default")
             if type(x) not in (int, float):
                 continue
-            if not math.isfinite(x) or (x <= 0 if least is None else not least <= x <= most):
+            if not abs(x) < math.inf or (x <= 0 if least is None else not least <= x <= most):
                 rule = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
                 rule = "above 0" if least is None else rule
                 raise InputError(f"--{field.name} {x}: must be a finite number {rule}")

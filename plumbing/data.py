@@ -9,7 +9,10 @@ import inspect
 import io
 import json
 import math
+import os
 import random
+import re
+import string
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,10 +170,7 @@ def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
         print('The prompts are text. --system_prompt "" makes messages of them and of completions.')
     task.tokenise(task.train + task.heldout)
-    if isinstance(first := task.train[0]["prompt"], list) and first[-1]["role"] != "assistant":
-        template = functools.partial(task.tokenizer.apply_chat_template, tokenize=False)
-        if template(first, add_generation_prompt=True) == template(first):
-            print("The chat template opens no assistant's turn: right for few models (Mistral's).")
+    _show_prompts(config, task)
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
     if len(longest) + new > limit:
@@ -180,6 +180,44 @@ def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     if largest >= len(known):
         fault = f"its tokenizer gives id {largest}, and the model knows {len(known)} tokens"
         raise InputError(f"--model {config.model}: {fault}: they don't belong together")
+
+
+def _show_prompts(config: Any, task: Task) -> None:
+    """Print a prompt as the model sees it, and what templates have done to it. They fail silently:
+    the run goes on, and learns something else. Raises InputError where rows become one prompt.
+    """
+    rows, first, tokenizer = task.train + task.heldout, task.train[0]["prompt"], task.tokenizer
+    count, written = len({tuple(ids) for ids in task.tokens.values()}), config.prompt_template or ""
+    shown = tokenizer.decode(task.tokens[str(first)])
+    shown = repr(shown if len(shown) < 400 else f"{shown[:200]} ... {shown[-200:]}")
+    if count == 1 and any(x != rows[0] for x in rows) and (written or len(task.tokens) > 1):
+        fault = f"all {len(rows)} rows are one prompt to the model, {shown}"
+        raise InputError(f"{fault}: name a {{column}} in --prompt_template, mend a chat template")
+    print(f"Different prompts: {count}. The model continues, for one, {shown}")
+    columns = {re.split(r"[.[]", x[1] or "")[0] for x in string.Formatter().parse(written)} - {""}
+    read = [inspect.signature(x).parameters for x in (task.verifier, *task.rewards) if x]
+    # A column that stands there by itself is the question, which a judge may read.
+    for name in columns & {"answer"}.union(*read) if len(columns) > 1 else ():
+        print(f"{{{name}}} puts what a reward checks into the prompt: as text it is {{{{{name}}}}}")
+    if any(str(row["prompt"])[-1] in " \t" for row in rows):
+        print("Prompts end in a space, which most tokenizers put in front of a word: leave it out.")
+    if isinstance(first, str):
+        return
+    for prompt in {str([m["role"] for m in x["prompt"]]): x["prompt"] for x in rows}.values():
+        text = "".join(_in_template(tokenizer, prompt).split())
+        for m in (m for m in prompt if "".join(m["content"].split()) not in text):
+            print(f"The chat template leaves out what {m['role']} says: {m['content'][:60]!r}")
+    template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    asked, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}
+    end = template([asked, answer]).partition("ANSWER")[2].strip()
+    ids = tokenizer(end, add_special_tokens=False).input_ids
+    if end and {*ids}.isdisjoint(task.eos_token_ids) and not any(x in end for x in config.stop):
+        print(f"A turn ends with {end!r} in the chat template, and no completion: --stop {end!r}")
+    opened = template([asked], add_generation_prompt=True) != template([asked])
+    if not opened and first[-1]["role"] != "assistant":
+        print("The chat template opens no assistant's turn: right for few models (Mistral's).")
+    if "strftime_now" in str(tokenizer.chat_template):
+        print("The chat template writes the date: a run that goes on tomorrow has other prompts.")
 
 
 # --- Reading prompts ---
@@ -220,7 +258,8 @@ def read_rows(name: str, split: str) -> list[dict]:
 def _prompt_of(config: Any, row: Any) -> Prompt:
     """The prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
-    with blame(f"a row of the prompts (--prompt_template?), {str(row)[:60]}"):
+    hint = " Braces that are text are {{ }}." if config.prompt_template else ""
+    with blame(f"a row of the prompts (--prompt_template?{hint}), {str(row)[:60]}"):
         alone = [x for key, x in row.items() if template == f"{{{key}}}"]  # it may hold messages
         prompt = alone[0] if alone else template.format(**row)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -320,8 +359,11 @@ def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> di
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
-    """The token ids of each completion, EOS included."""
-    rows = rollout.tokens[:, -rollout.completion_mask.shape[1] :].tolist()
+    """The token ids of each completion, EOS included. Raises ValueError for a mask with a hole."""
+    mask = rollout.completion_mask
+    if (mask[:, 1:] > mask[:, :-1]).any():  # as of what a tool answers in the middle
+        raise ValueError("completion_mask has a hole: in each row it is True, then False")
+    rows = rollout.tokens[:, -mask.shape[1] :].tolist()
     return [row[:length] for row, length in zip(rows, rollout.lengths.tolist(), strict=True)]
 
 
@@ -400,8 +442,11 @@ def call_reward(
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
     with blame(f"the reward {name} gets the columns {sorted(map(str, keys))} besides the prompt"):
         signature.bind(**arguments)
+    process = os.getpid()
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         values = reward(**arguments)
+    if os.getpid() != process:  # a child that the reward has forked must not train as well
+        os._exit(0)
     with blame(f"the reward {name} must return a list of numbers or None"):
         values = list(values)
         scores = torch.tensor([math.nan if x is None else float(x) for x in values])

@@ -97,25 +97,46 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
         text = f"sampling and training differ by {sampler_kl:.2g} nats per token, beyond rounding:"
         remedy = "leave dropout off, try --bf16 false --fp16 false, another transformers"
         found += [("sampler", f"{text} {remedy}")]
-    flat = now.get("reward/frac_flat_groups", 0)
+    flat, solved = (now.get(f"reward/frac_{x}_groups", 0) for x in ("flat", "solved"))
+    scores = [m["objective/scores"] for m in history if not math.isnan(m["objective/scores"])]
+    # Equal scores are no fault where they are the highest: these prompts are solved. A constant
+    # reward has no others, and in the whole run none that are lower.
+    has_risen = now["objective/scores"] > min(scores, default=math.inf)
     if math.isnan(now["objective/scores"]):
         text = "no completion has a reward, all are None: what does the reward function look for?"
         found += [("no reward", f"{text} --num_steps 0 shows what it gives")]
-    elif flat > 0.5:
+    elif flat > 0.5 and not (solved > flat / 2 and (solved < 1 or has_risen)):
         text = f"in {flat:.0%} of the groups all rewards are equal, and they teach nothing:"
         found += [("flat groups", f"{text} prompts too easy or hard, or low --num_generations")]
     truncated = now["length/truncated_frac"]
     if truncated > 0.5:
         text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
-        found += [("truncated", f"{text} the reward means unfinished text")]
+        found += [("truncated", f"{text} the reward means unfinished text, or favours length")]
+    is_best = has_risen and now["objective/scores"] == max(scores)
     last = history[-5:]
-    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1:
+    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1 and not is_best:
         text = "the mean reward has been the same for five steps"
         cause = ": is the reward function constant? --num_steps 0 shows what it gives"
         if (kl is not None and kl > 10) or now["policy/entropy_avg"] < 0.01:
             cause = ", and the policy is destroyed (see KL and entropy): lower --learning_rate"
         found += [("constant reward", text + cause)]
     return found
+
+
+def warnings_of_evaluation(now: Metrics, earlier: list[Metrics]) -> list[tuple[str, str]]:
+    """As warnings_about: whether the reward has risen since an earlier evaluation while the
+    accuracy has fallen, by more than chance does.
+    """
+    names = ("eval/reward", "eval/accuracy", "eval/accuracy_se")
+    for was in earlier:
+        if None in (numbers := [m.get(name) for m in (was, now) for name in names]):
+            continue
+        reward, right, error, reward_now, right_now, error_now = numbers
+        if reward_now > reward and right - right_now > 2.5 * math.hypot(error, error_now):
+            text = f"eval/accuracy fell from {right:.3f} to {right_now:.3f} while eval/reward rose:"
+            text += " the reward pays for other things than right answers; change it"
+            return [("hacked reward", text)]
+    return []
 
 
 class Meter(Totals):
@@ -194,7 +215,8 @@ class Meter(Totals):
 
     def groups(self, scores: Tensor, num_generations: int) -> None:
         """Of scores (B,), NaN left out: their standard deviation within a group, averaged over the
-        groups, and the share of groups whose scores are all the same.
+        groups; the share of groups whose scores are all the same; and of those where they are all
+        the highest of the step.
         """
         groups = scores.view(-1, num_generations)
         flat, num_known = is_flat(groups), (~groups.isnan()).sum(1, keepdim=True)
@@ -202,6 +224,8 @@ class Meter(Totals):
         variance = squares.nansum(1, keepdim=True) / (num_known - 1)  # of a single one 0 / 0
         self.add("reward/std_within_group", variance.sqrt().masked_fill(flat, 0))
         self.add("reward/frac_flat_groups", flat)
+        highest = groups.nan_to_num(-math.inf).amax(1, keepdim=True)
+        self.add("reward/frac_solved_groups", flat & (highest == highest.max()))
 
     @staticmethod
     def progress(metrics: Metrics) -> str:

@@ -130,6 +130,8 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     and start at 0.
     """
     path = folder_of(name)
+    if Path(path, "metrics.jsonl").exists():
+        raise InputError(f"{name}: is the folder of a run: give {Path(name, 'model')}")
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     options = {"dtype": torch.float32, "use_safetensors": True} | options  # not as it was saved
     options |= {"trust_remote_code": False}  # or transformers asks at the terminal

@@ -10,8 +10,10 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -38,6 +40,7 @@ from plumbing.metrics import (
     draw_curves,
     headline,
     sample_records,
+    warnings_of_evaluation,
 )
 
 FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
@@ -63,6 +66,7 @@ class Run:
         self.config, self.data, self.models, self.optimizer = config, data, models, optimizer
         self.generators, self.files = list(generators), {}
         self.step, self.saved_step = 0, None  # steps done; and in the checkpoint
+        self.process = os.getpid()
         self.history, self.warned = [], set()
         self.origin = self._hash()
         self.first_metrics: Metrics = {}  # of the evaluation before the first step
@@ -120,7 +124,8 @@ class Run:
         """
         Run.active, last, first = self, self.config.num_steps, self.step
         shape = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # 80 columns
-        options = {"initial": first, "dynamic_ncols": True, "disable": last == 0}
+        options = {"initial": first, "dynamic_ncols": True}
+        options |= {"disable": True} if last == 0 else {}  # else TQDM_DISABLE decides
         self.bar = tqdm(total=last, desc=self.config.script, bar_format=shape, **options)
         self._note_state(first)
         due = range(self.config.save_every, last, self.config.save_every)
@@ -170,12 +175,17 @@ class Run:
         # What is learnt from a named reference alone has no score, and may begin far away from it.
         distils = getattr(self.config, "reference", None) and metrics["objective/scores"] == 0
         silent = {"large KL", "flat groups", "constant reward"} if distils else set()
-        for name, text in meter.warnings(self.history, self.config.bf16):
-            if name not in self.warned | silent:
+        found = meter.warnings(self.history, self.config.bf16)
+        self._warn(step, [x for x in found if x[0] not in silent])
+        self.bar.set_postfix_str(meter.progress(metrics))
+
+    def _warn(self, step: int, found: list[tuple[str, str]]) -> None:
+        """Print and keep warnings, (name, line) each, that the run hasn't given yet."""
+        for name, text in found:
+            if name not in self.warned:
                 self.warned.add(name)
                 self._write("warnings", [{"text": text}], step=step)
                 tqdm.write(f"warning, step {step}: {text}")
-        self.bar.set_postfix_str(meter.progress(metrics))
 
     def show(
         self,
@@ -217,6 +227,7 @@ class Run:
         title = headline(step, found.headline, found.metrics, self.first_metrics)
         shown = found.lines[: 4 if self.config.num_steps else 20]
         tqdm.write("\n".join([f"step {step}: {title}", *shown]))  # print tears the bar
+        self._warn(step, warnings_of_evaluation(found.metrics, [self.first_metrics, *self.history]))
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they become null.
@@ -226,8 +237,9 @@ class Run:
             track({name: x for name, x in finite.items() if x is not None}, step)
 
     def _write(self, name: str, records: list[dict], **first: Any) -> None:
+        options = {"ensure_ascii": False, "default": str}  # a message may hold a datetime
         for record in records:
-            self.files[name].write(json.dumps(first | record, ensure_ascii=False) + "\n")
+            self.files[name].write(json.dumps(first | record, **options) + "\n")
         self.files[name].flush()
 
     # --- Checkpoints ---
@@ -270,7 +282,7 @@ class Run:
                 if old.is_dir():
                     shutil.rmtree(old)
                 new.replace(old)
-            except (OSError, RuntimeError) as e:  # torch reports a full disk as a RuntimeError
+            except Exception as e:  # torch, safetensors and tokenizers raise kinds of their own
                 faults.append(f"{new} can't be written ({e})")
                 new.unlink() if new.is_file() else shutil.rmtree(new, ignore_errors=True)
             else:
@@ -292,25 +304,27 @@ class Run:
         """Take up the state of the checkpoint, and drop the records of later steps."""
         if not (self.folder / "checkpoint.pt").exists():
             raise InputError("there is no checkpoint yet: begin anew with --overwrite")
-        state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
-        if state["origin"] != self.origin:
-            raise InputError("the rows or the weights of a model aren't those that it began with")
-        for name, p in self._weights().items():
-            p.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for generator, its_state in zip(self.generators, state["generators"], strict=True):
-            generator.set_state(its_state)
-        torch.set_rng_state(state["torch"])
-        for its_state in state["cuda"][:1]:  # of the run's device: others may be hidden today
-            torch.cuda.set_rng_state(its_state)
-        self.step = self.saved_step = state["step"]
-        self.first_metrics = state["first_metrics"]
-        for name in FILES:  # cut, not written anew: on a full disk nothing is lost
-            (self.folder / f"{name}.jsonl").touch()  # somebody may have deleted an empty one
-            with (self.folder / f"{name}.jsonl").open("rb+") as file:
+        cut = f"{self.folder / 'checkpoint.pt'} is cut short, or of another version"
+        with blame(f"{cut}: --overwrite begins anew"):
+            state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+            if state["origin"] != self.origin:
+                raise InputError("the rows or the weights of a model aren't those it began with")
+            for name, p in self._weights().items():
+                p.copy_(state["weights"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            for generator, its_state in zip(self.generators, state["generators"], strict=True):
+                generator.set_state(its_state)
+            torch.set_rng_state(state["torch"])
+            for its_state in state["cuda"][:1]:  # of the run's device: others may be hidden today
+                torch.cuda.set_rng_state(its_state)
+            self.step = self.saved_step = state["step"]
+            self.first_metrics = state["first_metrics"]
+        for path in (self.folder / f"{name}.jsonl" for name in FILES):
+            path.touch()  # somebody may have deleted an empty one
+            with path.open("rb+") as file, blame(f"{path}: a line is no record"):
                 whole = takewhile(lambda line: line.endswith(b"\n"), file)
                 kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)
-                file.truncate(sum(map(len, kept)))
+                file.truncate(sum(map(len, kept)))  # not written anew: the disk may be full
 
     def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;
@@ -398,8 +412,10 @@ def run_main(main: Callable[[], None]) -> None:
         main()
     except BaseException as e:
         run, Run.active = Run.active, None
-        if run is not None:
+        if run is not None and run.process == os.getpid():  # no child that a reward has forked
+            heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C: it saves
             print(run.rescue(), file=sys.stderr)
+            signal.signal(signal.SIGINT, heard)
             if isinstance(e, SystemExit):  # else exit code 0, as if the run were whole
                 e = Fault("exit() was called within the run: by a reward?")
         words = f"{type(e).__name__}: {e}"  # CUDA, a CPU, Python itself

@@ -38,6 +38,8 @@ FILES = {
     "a_checkpoint/checkpoint.pt": "",
     "records/samples.jsonl": "",
     "empty/tokens.jsonl": "",
+    "cut/config.json": json.dumps(SETTINGS),
+    "cut/checkpoint.pt": "",
 }
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -60,6 +62,15 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--model own_tokenizer_config", "_config contains custom code", ""),
     ("ppo", "--model hybrid", "a Lfm2ForCausalLM has layers other than attention", ""),
     ("ppo", "--model state", "a RwkvForCausalLM has layers other than attention", ""),
+    *(
+        (script, flags, "a_run: is the folder of a run: give a_run/model", TWO)
+        for script, flags in (
+            ("ppo", f"{RUN} --model a_run"),
+            ("grpo", f"{RUN} --reference a_run"),
+            ("ppo", f"{RUN} --reward_model a_run"),
+            ("reward_model", f"{PAIRS} --model a_run"),
+        )
+    ),
     ("ppo", f"{RUN} --model mixed", "they don't belong together", TWO),
     ("ppo", f"{RUN} --model adapter --lora_r 1", "holds an adapter, leave the flag out", TWO),
     ("grpo", f"{RUN} --reference small/no", "--reference small/no (no folder, so", TWO),
@@ -87,6 +98,9 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --system_prompt Hello", "not empty", '{"prompt": []}'),
     ("ppo", f"{RUN} --system_prompt Hello", "the model has no chat template", TWO),
     ("ppo", RUN + r" --prompt_template \boxed{}{prompt}", "IndexError: Replacement index 0", TWO),
+    ("ppo", RUN + r" --prompt_template {prompt}\boxed{}", "Braces that are text are {{ }}.", TWO),
+    ("ppo", RUN + ' --prompt_template {"a":1}', "Braces that are text are {{ }}.", TWO),
+    ("ppo", f"{RUN} --prompt_template a.txt", "name a {column} in", TWO + TWO.replace("2", "3")),
     # Pairs
     ("reward_model", "--model small --output_dir new", "--pairs: is needed for --model small", ""),
     ("reward_model", PAIRS, "can't be read: KeyError: 'rejected'", '{"chosen": "a"}'),
@@ -105,6 +119,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--prompts good.jsonl", "needs a column answer in each row", ""),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
+    ("ppo", "--prompts given.jsonl", "one number as an answer, not '2 3'", TWO.replace("2", "2 3")),
     # Folders
     ("ppo", "--output_dir a_run --model no/where", "a_run already holds a run: --overwrite", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "--output_dir rewards.py/new: NotADirect", TWO),
@@ -125,8 +140,9 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ),
     ("ppo", "--resume small", "--resume small: is not a run of ppo.py", ""),
     ("ppo", "--resume a_run --output_dir new", "--output_dir can't change on --resume", ""),
+    ("ppo", "--resume cut", "checkpoint.pt is cut short, or of another version: --overwrite", ""),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
-    ("ppo", "--resume a_run --num_steps 8", "--num_steps and --output_dir can't change", ""),
+    ("ppo", "--resume a_run --num_steps 8", "--num_steps can't change on --resume", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("ppo", "--resume old_run", "--resume old_run: TypeError: ", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),

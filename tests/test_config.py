@@ -99,7 +99,7 @@ ABOVE_0 = """micro_batch_tokens save_every max_new_tokens rollout_batch_size num
 num_mini_batches num_eval_prompts eval_generations prompts_per_step num_generations oversample
 num_eval_pairs max_length pairs_per_step"""
 FLOATS = "max_grad_norm clip_range clip_range_high clip_range_value learning_rate"
-FROM_0 = """num_steps warmup_steps lora_r seed entropy_coef kl_coef missing_eos_penalty vf_coef
+FROM_0 = """num_steps warmup_steps lora_r entropy_coef kl_coef missing_eos_penalty vf_coef
 overlong_buffer center_rewards_coef"""
 BOUNDS = {  # by hand: of a flag the rule, what is refused and what is just taken
     name: bounds
@@ -107,9 +107,10 @@ BOUNDS = {  # by hand: of a flag the rule, what is refused and what is just take
         (ABOVE_0, "above 0", "-1 0", ""),
         (FLOATS, "above 0", "-1 0", "1e-9"),
         (FROM_0, "of at least 0", "-1", "0"),
+        ("seed", f"from 0 to {2**63}", f"-1 {2**63 + 1} {10**400}", f"0 {2**63}"),
         ("gamma lam", "from 0 to 1", "-0.01 1.01", "0 1"),
         ("temperature", "of at least 0.001", "0.0009", "0.001"),
-        ("reward_weights", "of at least -inf", "", "-2 0"),
+        ("reward_weights", "of at least -inf", "", "-2 0 -1e-3 -.5"),
     )
     for name in names.split()
 }
@@ -130,6 +131,12 @@ def test_every_number_has_its_bounds_and_is_finite(script):
                 parse(script, f"--{name}={value}")
         for value in taken.split():
             parse(script, f"--{name}={value}")
+
+
+def test_numbers_below_0_may_follow_each_other_in_a_list():
+    """Before Python 3.14 argparse takes -1e-3 for a flag."""
+    flags = "--reward brevity exact_match --reward_weights 1 -1e-3 -.5"
+    assert parse("grpo", flags)["reward_weights"] == [1, -0.001, -0.5]
 
 
 def test_an_adapter_takes_ten_times_the_learning_rate_unless_it_is_given(tmp_path):
@@ -211,3 +218,34 @@ def test_a_resumed_run_has_the_settings_of_its_folder_and_the_flags_win(tmp_path
     resumed = parse("grpo", f"--resume {tmp_path} --num_steps 40 --save_every 9")
     folder = {"resume": str(tmp_path), "output_dir": str(tmp_path)}  # it may have been moved
     assert resumed == settings | folder | {"save_every": 9, "overwrite": False}
+    same = "--seed 3 --prompts_per_step 4 --oversample 1"
+    assert parse("grpo", f"--resume {tmp_path} {same}") == resumed | {"save_every": 7}
+    # With another batch or order, rows are skipped and others come twice.
+    for flag in ("seed 4", "prompts_per_step 8", "oversample 2", "num_steps 41", "output_dir x"):
+        with pytest.raises(InputError, match=f"--{flag.split()[0]} can't change on --resume"):
+            parse("grpo", f"--resume {tmp_path} --{flag}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("learning_rate", "2e-5", "float"),
+        ("lora_r", 0.5, "int"),
+        ("seed", None, "int"),
+        ("disable_dropout", "false", "bool"),
+        ("reward", "brevity", "list"),
+        ("model", 3, "str"),
+    ],
+)
+def test_a_setting_edited_to_another_type_is_refused(name, value, kind, tmp_path):
+    settings = {"script": "grpo"} | parse("grpo", "--model x/y") | {name: value}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=f"--{name} {value!r}: must be of type {kind}"):
+        parse("grpo", f"--resume {tmp_path}")
+
+
+@pytest.mark.parametrize("flag", "prompts resume stop prompt_template output_dir verifier".split())
+def test_an_empty_text_as_of_an_unset_variable_is_refused(flag):
+    for value in ([""], ["a", ""]) if flag == "stop" else ([""],):
+        with pytest.raises(InputError, match=f"--{flag}: is empty; leave the flag out"):
+            parse_flags(ppo.Config, "", EMBEDDED["ppo"], [f"--{flag}", *value])

@@ -1,5 +1,6 @@
 """Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
 
+import contextlib
 import json
 import random
 import re
@@ -123,7 +124,7 @@ def test_a_tenth_of_the_prompts_is_held_out_with_all_their_rows_of_fewer_than_te
     for n, sizes in ((1, (1, 1)), (9, (9, 9)), (10, (9, 1)), (6000, (5488, 512))):
         both = split([{"id": i} for i in range(n)])
         assert tuple(map(len, both)) == sizes
-        assert capsys.readouterr().out == said * (n < 10)
+        assert (said in capsys.readouterr().out) == (n < 10)
         train, heldout = ({row["prompt"] for row in rows} for rows in both)
         assert len(train | heldout) == n and (n < 10 or not train & heldout)
     train, heldout = split([{"id": i % 40, "n": i} for i in range(600)])
@@ -156,6 +157,72 @@ def test_a_template_that_opens_no_assistants_turn_is_named(tmp_path, capsys):
         path = write(tmp_path / "p.jsonl", rows)
         task_of(CHAT_TEMPLATE + end, reward=["brevity"], prompts=path)
         assert ("opens no assistant's turn" in capsys.readouterr().out) == named
+
+
+OPENS = "{% if add_generation_prompt %}[assistant]{% endif %}"
+WHOLE = CHAT_TEMPLATE + OPENS
+ONLY = "{% for m in messages if m.role in ROLES %}[{{ m.role }}]{{ m.content }}{% endfor %}" + OPENS
+NO_SYSTEM = ONLY.replace("ROLES", "('user', 'assistant')")
+NO_QUESTION = ONLY.replace("ROLES", "('assistant',)")
+ENDS = CHAT_TEMPLATE.replace("{% endfor %}", "<|im_end|>\n{% endfor %}") + OPENS
+CHAT = {"system_prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("flags", "template", "said"),
+    [
+        ({}, None, None),
+        (CHAT, WHOLE, None),
+        (CHAT, ENDS, "and no completion: --stop '<|im_end|>'"),
+        (CHAT | {"stop": ["<|im_end|>"]}, ENDS, None),
+        (CHAT, ENDS.replace("im_end", "endoftext"), None),
+        (CHAT, NO_SYSTEM, None),
+        ({"system_prompt": "Be brief."}, NO_SYSTEM, "leaves out what system says: 'Be brief.'"),
+        (CHAT, "{{ strftime_now('%d') }}" + WHOLE, "writes the date"),
+        ({"prompt_template": r"{prompt} \boxed{answer}"}, None, "{answer} puts what a reward"),
+        ({"prompt_template": "{prompt} {gold[0]}"}, None, None),
+        ({"prompt_template": "{prompt} {gold[0]}", "reward": ["FILE:f"]}, None, "{gold} puts what"),
+        ({"prompt_template": "{answer}?", "reward": ["FILE:f"]}, None, None),  # the question
+        ({"prompt_template": "{prompt} \t"}, None, "end in a space"),
+        ({"prompt_template": "{prompt}\n"}, None, None),
+    ],
+)
+def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, capsys):
+    (file := tmp_path / "judge.py").write_text("def f(completions, gold, **k): return [0.0]")
+    flags = {"reward": ["numeric_match"]} | flags
+    flags["reward"] = [x.replace("FILE", str(file)) for x in flags["reward"]]
+    rows = [{"prompt": f"{n}+1", "answer": n + 1, "gold": [n]} for n in range(12)]
+    task = task_of(template, prompts=write(tmp_path / "p.jsonl", rows), **flags)
+    lines = [x for x in capsys.readouterr().out.splitlines() if "makes messages of" not in x]
+    seen = task.tokenizer.decode(task.tokens[str(task.train[0]["prompt"])])
+    assert lines[0] == f"Different prompts: 12. The model continues, for one, {seen!r}"
+    assert len(lines) == 1 + (said is not None) and (said or "") in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "template"),
+    [
+        ({"prompt_template": "Solve it:"}, None),
+        ({"prompt_template": "{{question}}"}, None),
+        ({"prompt_template": "prompts/math.txt", "system_prompt": ""}, WHOLE),
+        ({"prompt_template": "{unit}"}, None),  # it is the same in all rows
+        (CHAT, NO_QUESTION),
+    ],
+)
+def test_rows_that_templates_make_one_prompt_of_are_refused(flags, template, tmp_path):
+    rows = [{"prompt": f"{n}+1", "question": n, "answer": n, "unit": "m"} for n in range(12)]
+    for some, is_refused in ((rows, True), (rows[:1] * 2, False)):
+        path = write(tmp_path / "p.jsonl", some)
+        with pytest.raises(InputError) if is_refused else contextlib.nullcontext() as error:
+            task_of(template, reward=["brevity"], prompts=path, **flags)
+        words = r"all (12|24) rows are one prompt to the model, .*: name a \{column\} in"
+        assert not is_refused or re.match(words, str(error.value))
+
+
+def test_rows_of_ones_own_that_have_one_prompt_are_taken(tmp_path, capsys):
+    rows = [{"prompt": "x" * 500, "n": n} for n in range(12)]
+    task_of(reward=["brevity"], prompts=write(tmp_path / "p.jsonl", rows))
+    assert f"'{'x' * 200} ... {'x' * 200}'" in capsys.readouterr().out
 
 
 def test_held_out_prompts_are_checked_like_those_that_are_trained_on(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from plumbing.metrics import (
     mean_and_error,
     sample_records,
     warnings_about,
+    warnings_of_evaluation,
 )
 from tools import look
 
@@ -75,6 +76,7 @@ def test_missing_scores_are_left_out_and_a_group_without_two_different_ones_is_f
     stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
     assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
     assert metrics["reward/frac_flat_groups"] == 0.5
+    assert metrics["reward/frac_solved_groups"] == 0, "6 is higher than 5, 5, 5"
     assert is_flat(torch.tensor([[nan, 2.0], [1.0, 2.0]])).tolist() == [[1], [0]]
 
 
@@ -91,6 +93,8 @@ STEP = {
 LOST = {"objective/scores": 0.0, "objective/kl_token": 0.05}
 NEARLY = {"objective/kl": 10.0, "policy/entropy_avg": 0.01}
 NO_REWARD = {"objective/scores": math.nan, "reward/frac_flat_groups": 1.0}
+FLAT = {"reward/frac_flat_groups": 0.6}
+SAME = {"reward/frac_flat_groups": 1.0, "reward/frac_solved_groups": 1.0}
 INFINITE = dict.fromkeys(["objective/kl", "objective/kl_token"], math.inf)
 ALL = dict.fromkeys([*STEP, "val/sampler_kl"], 0.6) | {"objective/kl": 12.0}
 EVERY_WARNING = "negative KL, large KL, ratio, sampler, flat groups, truncated, constant reward"
@@ -118,7 +122,16 @@ def around(mean, spread):
         ([{"val/sampler_kl": 0.0011}], "sampler", "--bf16 false"),
         ([{"val/sampler_kl": 0.001}], "", ""),
         ([{"reward/frac_flat_groups": 0.5, "length/truncated_frac": 0.5}], "", ""),
-        ([{}] + [{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
+        # Prompts that are solved are no fault: equal scores that are the highest.
+        ([FLAT | {"reward/frac_solved_groups": 0.31}], "", ""),
+        ([FLAT | {"reward/frac_solved_groups": 0.3}], "flat groups", "too easy or hard"),
+        ([SAME], "flat groups", ""),
+        ([{}, SAME | {"objective/scores": 0.0}], "flat groups", ""),
+        ([NO_REWARD, {}, SAME], "", ""),
+        ([{}] + [{"objective/scores": 0.5}] * 5, "", ""),
+        ([{"objective/scores": 0.6}] + [{"objective/scores": 0.5}] * 5, "constant reward", "0 sh"),
+        ([{"objective/scores": 0.5}] * 5, "constant reward", "--num_steps 0"),
+        ([{"length/truncated_frac": 0.6}], "truncated", "or favours length"),
         ([{"objective/scores": 0.5}] * 4, "", ""),
         # The cause that the other metrics show.
         ([LOST | {"policy/entropy_avg": 0.009}] * 5, "constant reward", "steps, and the policy"),
@@ -136,6 +149,26 @@ def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(st
     assert all(text in line and "\n" not in line for _, line in found)
     rounding_does_it = names in ("ratio", "sampler")
     assert warnings_about(history, bf16=True) == ([] if rounding_does_it else found)
+
+
+def test_a_reward_that_rises_while_accuracy_falls_is_warned_of():
+    """As measured with the number of nines as the reward, and what chance or success gives."""
+    names, start = ("eval/reward", "eval/accuracy", "eval/accuracy_se"), (0.15, 0.45, 0.016)
+    for steps, warned in (
+        ([start, (4.99, 0.0, 0.0)], True),
+        ([start, (0.3, 0.9, 0.01), (0.6, 0.8, 0.012)], True),  # above the start, and hacked since
+        ([start, (0.16, 0.4, 0.016)], False),  # 2.2 standard errors of the difference
+        ([start, (0.14, 0.1, 0.01)], False),  # both fall: no hack
+        ([start, (0.9, 0.9, 0.01)], False),
+        ([start, (0.9, None, None)], False),
+        ([(None, 0.4, 0.016), (0.9, 0.1, 0.016)], False),
+        ([(0.1, 1.0, math.nan), (0.9, 0.0, math.nan)], False),  # of a single prompt
+    ):
+        *earlier, now = (dict(zip(names, step)) for step in steps)
+        found = warnings_of_evaluation(now, [{}, *earlier])
+        assert [name for name, _ in found] == ["hacked reward"] * warned, steps
+    pairs = {"eval/accuracy": 0.5, "eval/loss": 0.7}  # of a reward model
+    assert warnings_of_evaluation(pairs, [pairs | {"eval/accuracy": 0.9}]) == []
 
 
 def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_rounding_is_not():

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from small import byte_tokenizer, letter_tokenizer, make_rollout, save_model, task_of
+from small import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_model, task_of
 from tokenizers import decoders
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from plumbing.data import Task, decode, load_reward
+from plumbing.data import Task, completion_ids, decode, load_reward
 from plumbing.errors import InputError
 from plumbing.preferences import RewardModel
 from tasks import REWARDS, TASKS, add_prompts
@@ -110,6 +110,15 @@ def test_the_text_that_is_scored_ends_before_eos_and_padding():
 # --- By name, from a file, a model ---
 
 
+def test_a_completion_mask_with_a_hole_is_refused():
+    """Of the tokens that a tool has written, say: the ids would be those of other tokens."""
+    rollout = make_rollout([[1], [1]], [[5, 6, EOS], [7, EOS]])
+    assert completion_ids(rollout) == [[5, 6, EOS], [7, EOS]]
+    rollout.completion_mask[0, 1] = False
+    with pytest.raises(ValueError, match="completion_mask has a hole"):
+        completion_ids(rollout)
+
+
 def test_ready_made_rewards_read_text_or_messages():
     texts = " a b\n", "0"
     for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
@@ -179,6 +188,11 @@ def test_a_reward_model_scores_prompt_and_completion_and_is_the_last_of_the_rewa
 # --- Verifiers ---
 
 
+THOUSANDS = [r"12,\!500", r"12\,500", "12~500", "12\xa0500", "12\u2009500", "12_500", "12'500"]
+PARTS = ["1/18", "1 / 18.", r"\frac{1}{18}", r"\dfrac 1{18}", r"\frac{x}{18}", "1\u204418", "x/18"]
+PARTS += ["2^10", "2^{10}", "10^-2", "2**10", "10^{12}", "2 ^ 10"]
+
+
 def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_last_one_exactly():
     gsm8k = "She has 7 * 10 = <<7*10=70>>70, and 1002 more, of 2000.\n#### 1,072"
     for text, answer, expected in (
@@ -207,11 +221,37 @@ def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_las
         ("1002 + 70 = 1072 dollars, as 268 * 4", gsm8k, 0),
         ("1072,000", gsm8k, 0),
         ("four", gsm8k, 0),
+        # A heading of Markdown is no mark.
+        ("#### Part 1\n4 bags\n#### Part 2: more\n4 + 5 = 9", 9, 1),
+        ("#### Part 1\n4 bags\n#### Part 2: more\n4 + 5 = 9", 2, 0),
+        ("#### 1. Bags\n4\n#### 2) More\n4 + 5 = 9", 9, 1),
+        ("#### 2nd step\n9", 9, 1),
+        ("##### 2 steps\n9", 9, 1),
+        ("#### **$-9.**\nAs 4", -9, 1),
+        ("####\n\\boxed{.5}. As 4", 0.5, 1),
+        # Thousands, of LaTeX and of others.
+        *((f"{text} dollars", 12500, 1) for text in THOUSANDS),
+        *(("12500", f"{text} dollars", 1) for text in THOUSANDS),
+        ("12\u202f500\u202f000", 12500000, 1),
+        ("12 500", 12500, 0),
+        ("_18_", 18, 1),
+        # What is a part of a number, or of a unit.
+        ("18 m^2", 18, 1),
+        ("18 $m^{2}$", "18 cm^2", 1),
+        ("x_1 = 18, not x_{12}", 18, 1),
+        ("**18**", 18, 1),
+        ("18/2 = 9", 9, 1),
+        ("x^2 + 3", 3, 1),
+        *((text, part, 0) for text in PARTS for part in (1, 2, 10, 12, 18, 0.1)),
     ):
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
 
 
-@pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}])
+def test_exact_match_reads_a_whole_number_that_a_gap_made_a_float():
+    assert REWARDS["exact_match"](["18", "18.0", "1.5"], answer=[18.0, 18.0, 1.5]) == [1, 0, 1]
+
+
+@pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}, float("nan")])
 def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
     with pytest.raises(InputError, match="needs text or numbers as answers, not"):
         REWARDS["exact_match"](["2"], answer=[answer])

@@ -11,12 +11,14 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from small import (
     computed,
     contents,
@@ -32,6 +34,8 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 import grpo
 import plumbing.config
 import plumbing.data
+import plumbing.metrics
+import plumbing.run
 import ppo
 import reward_model
 import rloo
@@ -130,6 +134,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(script, run, monkeypatch):
 
 SPACE = OSError(28, "No space left on device")
 FULL = RuntimeError("pos. 64, expected 0")  # what torch makes of it
+LACKS_SPACE = SafetensorError("I/O error: No space left on device (os error 28)")
 ENDS = {  # what raises in which step, exit code, a part of what is said, where it goes on
     "optimiser": (torch, "_fused_adamw_", 3, KeyboardInterrupt(), 130, "interrupted", 2),
     "records": (Run, "_write", 3, SPACE, 1, "No space left", 2),
@@ -139,8 +144,10 @@ ENDS = {  # what raises in which step, exit code, a part of what is said, where 
     "state": (torch, "save", 4, FULL, 1, "checkpoint.pt.new can't be written (pos", 2),
     # The checkpoint is written all the same.
     "model": (Run, "_write_model", 4, SPACE, 1, "model.new can't be written ([Errno 28]", 4),
+    "weights": (Run, "_write_model", 4, LACKS_SPACE, 1, "be written (I/O error: No space", 4),
 }
-FAILED = {"early": "checkpoint.pt", "state": "checkpoint.pt", "model": "model/"}
+FAILED = dict.fromkeys(("model", "weights"), "model/")
+FAILED |= dict.fromkeys(("early", "state"), "checkpoint.pt")
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -197,9 +204,62 @@ def test_a_run_does_not_go_on_with_other_rows_or_another_model(run):
         assert code == 2 and "the rows or the weights of a model aren't" in text, name
         assert contents("run") == before
         file.write_bytes(kept)
+    whole_file = Path("run/checkpoint.pt").read_bytes()
+    state = torch.load("run/checkpoint.pt", weights_only=True)
+    Path("run/checkpoint.pt").write_bytes(whole_file[:-100])
+    assert "run/checkpoint.pt is cut short, or of another" in run("--resume", "run")[1]
+    del state["first_metrics"]
+    torch.save(state, "run/checkpoint.pt")
+    assert "version: --overwrite begins anew: KeyError" in run("--resume", "run")[1]
+    Path("run/checkpoint.pt").write_bytes(whole_file)
+    Path("run/samples.jsonl").write_text('{"step": 0}\n{"step\n')
+    code, text = run("--resume", "run")
+    assert code == 2 and "run/samples.jsonl: a line is no record: JSONDecodeError" in text
     torch.save(Path("run"), "run/checkpoint.pt")
     code, text = run("--resume", "run")
     assert code == 2 and "UnpicklingError" in text, "it could run anything"
+
+
+FORKS = """import os, sys
+CALLS = []
+
+def plain(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def forks(completions, **columns):
+    CALLS.append(0)
+    if len(CALLS) == 5:
+        if (child := os.fork()) == 0:
+            END
+        with open("ended", "w") as file:
+            file.write(str(os.waitpid(child, 0)[1] >> 8))
+    return plain(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(3)", 3), ("raise ValueError('no')", 1), ("return plain(completions)", 0)],
+)
+def test_a_child_that_a_reward_forks_harms_nothing(end, code, run):
+    Path("forks.py").write_text(FORKS.replace("END", end))
+    parent = os.getpid()
+    ended, _ = run("--reward", "forks.py:forks")
+    if os.getpid() != parent:  # as the end of the script does
+        os._exit(ended)
+    assert ended == 0 and Path("ended").read_text() == str(code)
+    assert run("--reward", "forks.py:plain", "--output_dir", "expected")[0] == 0
+    assert_same_run("run", "expected")
+
+
+def test_a_second_interrupt_does_not_end_the_saving(run, monkeypatch):
+    save = Run.save
+    with monkeypatch.context() as patch:
+        fails(patch, ppo, "sample", 3, KeyboardInterrupt())
+        patch.setattr(Run, "save", lambda self: [os.kill(os.getpid(), signal.SIGINT), save(self)])
+        code, text = run("--save_every", "50")
+    assert code == 130 and text.endswith("--resume run goes on from step 3.\ninterrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_rows_that_hold_a_function_are_the_same_in_the_next_process():
@@ -323,6 +383,7 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused_at_step_0(
 # --- Records ---
 
 PRINTED = """3 of the 3 held-out prompts are trained on as well.
+Different prompts: 8. The model continues, for one, 'the'
 NAME: 0.0 M weights train on cpu, 29 prompts to train on, 3 held out
 It writes to run
 step 0: eval/reward #, greedy #
@@ -404,6 +465,23 @@ def test_each_sample_stands_beside_its_own_prompt_and_one_of_each_of_four_is_pri
         assert [line[:2] == "  " for line in lines[:5]] == [True] * 4 + [False]
     code, text = run(*flags, "--overwrite", script=ppo)
     assert code == 2 and "a reward is None, and this algorithm needs one" in text
+
+
+def test_what_json_lacks_in_a_prompt_is_written_as_text(run, monkeypatch):
+    """Of a dataset's messages: a datetime, bytes."""
+    row = {"prompt": [message := {"role": "user", "content": "x", "at": datetime(2026, 3, 1)}]}
+    one, _ = plumbing.metrics.sample_records([row], ["y"], torch.zeros(1))
+    monkeypatch.setattr(plumbing.run, "sample_records", lambda _, texts, __: (one * len(texts), []))
+    assert run("--num_steps", "1")[0] == 0
+    lines = [x for x in lines_of("run/samples.jsonl") if x["split"] == "train"]
+    assert lines[0]["prompt"] == [message | {"at": "2026-03-01 00:00:00"}]
+
+
+def test_tqdm_itself_decides_whether_a_bar_is_shown(run, monkeypatch):
+    """By TQDM_DISABLE, say."""
+    monkeypatch.setattr(plumbing.run, "tqdm", bar := Mock(wraps=plumbing.run.tqdm))
+    run("--num_steps", "1")
+    assert "disable" not in bar.call_args.kwargs
 
 
 def test_half_a_surrogate_pair_in_a_text_ends_no_run_and_is_kept(run, monkeypatch):

@@ -2,13 +2,14 @@
 
 import copy
 import math
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from small import letter_tokenizer, lines_of, save_model
+from small import SCRIPTS, letter_tokenizer, lines_of, save_model
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -193,6 +194,12 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(job, monkeypatch
     file.with_name("zero.py").write_text("def zero(prompts, **_): return [0] * len(prompts)")
     assert job(reward=f"{file.with_name('zero.py')}:zero", **flags)[0]["grad_norm"] == 0
     assert sum(len(call.args[1].tokens) for call in calls) == 1, "the optimiser needs a gradient"
+
+
+def test_every_script_is_one_that_the_tests_run():
+    files = Path(__file__).parent.parent.glob("*.py")
+    scripts = {x.stem for x in files if "\n    run_main(main)" in x.read_text(encoding="utf-8")}
+    assert scripts == {*SCRIPTS}, "add a new script to SCRIPTS in tests/small.py"
 
 
 @pytest.mark.problem("ppo_script", 4, "ppo")
