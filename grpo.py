@@ -250,13 +250,7 @@ def main(args: list[str] | None = None) -> None:
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N * config.oversample)
-        rollout = sample(
-            policy,
-            *task.encode(prompts),
-            num_generations=G,
-            temperature=config.temperature,
-            **sampling,
-        )
+        rollout = sample(policy, *task.encode(prompts), num_generations=G, **sampling)
         num_drawn = rollout.completion_mask.sum()  # tokens; some groups may be left out below
 
         # 2. Score the text of each completion. A reward that is None is NaN here.

@@ -593,7 +593,7 @@ def sampler_kl(model: str) -> dict[str, dict[str, float]]:
             prompts = load_task(config, tasks, policy, tokenizer)
             spread_weights(policy.base_model)
             options = sampling_options(config, policy, tokenizer)
-            options |= {"num_generations": 1, "temperature": config.temperature}
+            options |= {"num_generations": 1}
             for name, change in MISTAKES.items():
                 change = {"generator": torch.Generator().manual_seed(0)} | change
                 rollout = sample(policy, *prompts.encode(prompts.train[:24]), **options | change)

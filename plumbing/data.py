@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import math
-import os
 import random
 import re
 import string
@@ -216,8 +215,6 @@ def _show_prompts(config: Any, task: Task) -> None:
     opened = template([asked], add_generation_prompt=True) != template([asked])
     if not opened and first[-1]["role"] != "assistant":
         print("The chat template opens no assistant's turn: right for few models (Mistral's).")
-    if "strftime_now" in str(tokenizer.chat_template):
-        print("The chat template writes the date: a run that goes on tomorrow has other prompts.")
 
 
 # --- Reading prompts ---
@@ -350,6 +347,7 @@ def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> di
     return {
         "max_rows": config.rollout_batch_size,
         "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
         "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
@@ -442,11 +440,8 @@ def call_reward(
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
     with blame(f"the reward {name} gets the columns {sorted(map(str, keys))} besides the prompt"):
         signature.bind(**arguments)
-    process = os.getpid()
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         values = reward(**arguments)
-    if os.getpid() != process:  # a child that the reward has forked must not train as well
-        os._exit(0)
     with blame(f"the reward {name} must return a list of numbers or None"):
         values = list(values)
         scores = torch.tensor([math.nan if x is None else float(x) for x in values])

@@ -272,7 +272,6 @@ def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any
         # differ by the policy alone, and evaluating more often changes no run.
         generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         options = sampling | {"generator": generator} | options
-        options |= {"temperature": config.temperature}
         rollout = sample(policy, *task.encode(rows), **options)
         scores, texts = task.score(rows, rollout)
         known = scores[~scores.isnan()]

@@ -216,8 +216,8 @@ def evaluated(K, reward, verifier, seed=0):
     rows = [{"prompt": prompt} for prompt in ("x", "yy y", "zzz", "w", "the", "a b", "q")]
     options = {"tokenizer": letter_tokenizer(), "eos_token_ids": [19]}
     task = Task([], rows, [reward], verifier=verifier, **options)
-    config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed, temperature=0.7)
-    sampling = {"max_new_tokens": 6, "eos_token_ids": [19]}
+    config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed)
+    sampling = {"max_new_tokens": 6, "temperature": 0.7, "eos_token_ids": [19]}
     sampling |= {"pad_token_id": 0, "max_rows": 8}
     found = evaluate(config, small_gpt2(vocab_size=20).eval(), task, sampling)
     texts = [record["completion"] for record in found.records]

@@ -239,7 +239,7 @@ def forks(completions, **columns):
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("sys.exit(3)", 3), ("raise ValueError('no')", 1), ("return plain(completions)", 0)],
+    [("sys.exit(3)", 3), ("raise ValueError('no')", 1)],
 )
 def test_a_child_that_a_reward_forks_harms_nothing(end, code, run):
     Path("forks.py").write_text(FORKS.replace("END", end))
