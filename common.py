@@ -63,11 +63,11 @@ class Rollout:
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each completion, EOS included: (B,)."""
+        """Count the tokens of each completion, EOS included: (B,)."""
         return self.completion_mask.sum(1)
 
     def __getitem__(self, rows: Tensor | slice) -> Rollout:
-        """The given rows of every field."""
+        """Take the given rows of every field."""
         return Rollout(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
@@ -273,7 +273,7 @@ def reference(
     # A new LoRA adapter: the reference is the policy without it, which needs no memory.
     if has_new_adapter(policy):
         return partial(adapter_off, policy)
-    # Else a frozen copy, taken after dropout is off: of all weights, or of a trained adapter alone.
+    # Else a frozen copy, taken after dropout is off: of all weights, or of only a trained adapter.
     # A reload by name would miss any change made in memory, and the KL at step 0 would not be 0.
     return partial(contextlib.nullcontext, copy_what_trains(policy).eval().requires_grad_(False))
 

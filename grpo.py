@@ -83,7 +83,7 @@ class Config(RunConfig):
     mask_truncated_completions: bool = flag(False, "learn nothing from completions that are cut")
 
 
-# The embedded models' own defaults. They are small and have a single job: so they take large steps.
+# The embedded models' own defaults. They are small and have a single job, so they take large steps.
 TINY = SUMS | {
     "num_steps": 180,
     "prompts_per_step": 32,
@@ -116,8 +116,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
         variance = (centred**2).nansum(dim=1, keepdim=True) / (num_known - 1)
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "batch":
-        known = groups[~groups.isnan()]
-        variance = ((known - known.mean()) ** 2).sum() / (len(known) - 1)
+        given = groups[~groups.isnan()]
+        variance = ((given - given.mean()) ** 2).sum() / (len(given) - 1)
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "mean":  # [6]: a group that seldom succeeds counts more
         if (groups < 0).any():  # a negative mean would turn good into bad

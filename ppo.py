@@ -17,7 +17,7 @@ clip_range, eps_v is clip_range_value.
 
 One AdamW trains pi and V, which share no trained weight, at one learning rate; their gradients
 are clipped together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
-PPO has many parts, and most mistakes in them raise no error: so each formula stands here.
+PPO has many parts, and most mistakes in them raise no error, so each formula stands here.
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
@@ -85,7 +85,7 @@ class Config(RunConfig):
     vf_coef: float = flag(0.1, "weight of the value loss; acts through the joint clip", least=0)
 
 
-# The embedded models' own defaults. They are small and have a single job: so they take large steps.
+# The embedded models' own defaults. They are small and have a single job, so they take large steps.
 TINY = SUMS | {
     "num_steps": 60,
     "prompts_per_step": 256,

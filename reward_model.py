@@ -31,7 +31,6 @@ import math
 import random
 import textwrap
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +79,8 @@ TINY = {
 def preference_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coef: float = 0.0
 ) -> Tensor:
-    """The loss of each pair: scores (N,), margin (N,) or a number -> (N,). [2] eq. 1; [3]; [4].
-    It is finite, and so is its gradient, however far apart the scores are.
+    """Compute the loss of each pair: scores (N,), margin (N,) or a number -> (N,). [2] eq. 1; [3];
+    [4]. It is finite, and so is its gradient, however far apart the scores are.
     """
     # logsigmoid, not log(sigmoid): for a pair that is badly wrong the sigmoid is 0 in float32.
     loss = -logsigmoid(chosen - rejected - margin)
@@ -103,8 +102,8 @@ class Pairs:
     name: str = "pairs"
 
 
-def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
-    """The pairs that the flags name, with their tokens. Raises InputError."""
+def load_pairs(config: Config, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
+    """Read the pairs that the flags name, with their tokens. Raises InputError."""
     limit = min(context_length(model) or math.inf, config.max_length or math.inf)
     with_ids = functools.partial(_with_ids, tokenizer=tokenizer, limit=limit)
     if config.pairs:
@@ -123,7 +122,7 @@ def load_pairs(config: Any, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
 
 
 def _with_ids(rows: list[dict], tokenizer: Tokenizer, limit: float) -> list[dict]:
-    """The rows with their tokens, without those that teach nothing. Raises InputError."""
+    """Add their tokens to the rows, without those that teach nothing. Raises InputError."""
     pairs = []
     for row in rows:
         with blame(f"chosen or rejected of {str(row)[:60]} can't be read"):
@@ -144,7 +143,7 @@ def _with_ids(rows: list[dict], tokenizer: Tokenizer, limit: float) -> list[dict
 
 def pair_batches(pairs: list[dict], max_tokens: int) -> list[list[dict]]:
     """Cut pairs, those of short texts first, into parts whose texts, padded to the longest, have at
-    most max_tokens tokens; a pair alone may have more.
+    most max_tokens tokens; a single pair may have more.
     """
 
     def width(pair: dict) -> int:
@@ -159,19 +158,19 @@ def pair_batches(pairs: list[dict], max_tokens: int) -> list[list[dict]]:
 
 
 def pair_scores(model: nn.Module, pairs: list[dict], bf16: bool) -> Tensor:
-    """The scores of b pairs by one forward pass, chosen and rejected: (2, b), with gradient."""
+    """Score b pairs by one forward pass, chosen and rejected: (2, b), with gradient."""
     rows = [pair["ids"][which] for which in (0, 1) for pair in pairs]
     return sequence_scores(model, rows, bf16).view(2, -1)
 
 
 def above_0(x: Tensor) -> Tensor:
-    """1 where an element is above 0, a half where it is 0, else 0."""
+    """Return 1 where an element is above 0, a half where it is 0, else 0."""
     return x.sign() / 2 + 0.5
 
 
 @torch.no_grad()
-def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
-    """How well the model judges the held-out pairs."""
+def evaluate_pairs(config: Config, model: nn.Module, pairs: Pairs) -> Evaluation:
+    """Measure how well the model judges the held-out pairs."""
     parts = pair_batches(pairs.heldout, config.micro_batch_tokens)
     with evaluating(model):
         found = [pair_scores(model, part, config.bf16).cpu().double() for part in parts]
@@ -201,7 +200,7 @@ def evaluate_pairs(config: Any, model: nn.Module, pairs: Pairs) -> Evaluation:
 
 
 class PairMeter(Totals):
-    """The metrics of an update of a reward model."""
+    """Collects the metrics of an update of a reward model."""
 
     def add_pairs(self, pairs: list[dict], chosen: Tensor, rejected: Tensor) -> None:
         """Add b pairs with their scores, each (b,)."""
@@ -218,10 +217,10 @@ class PairMeter(Totals):
 
     @staticmethod
     def warnings(history: list[Metrics], bf16: bool = False) -> list[tuple[str, str]]:
-        """As metrics.warnings_about, of pairs."""
+        """Do for pairs what metrics.warnings_about does."""
         found, mean = [], history[-1]["reward/mean"]
         if abs(mean) > 10:
-            text = f"the mean score is {mean:.0f}, and differences alone are learnt:"
+            text = f"the mean score is {mean:.0f}, and only differences are learnt:"
             found += [("far scores", f"{text} raise --center_rewards_coef, to 0.01 say")]
         if evaluations := [m for m in history if "eval/loss" in m]:
             now, best = evaluations[-1], min(m["eval/loss"] for m in evaluations)

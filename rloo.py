@@ -59,7 +59,7 @@ class Config(RunConfig):
     kl_coef: float = flag(0.05, "weight of the KL penalty in the reward; 0: none", least=0)
 
 
-# The embedded models' own defaults. They are small and have a single job: so they take large steps.
+# The embedded models' own defaults. They are small and have a single job, so they take large steps.
 TINY = SUMS | {
     "num_steps": 180,
     "prompts_per_step": 64,

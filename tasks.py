@@ -56,15 +56,15 @@ def add_prompts(chat: bool = False) -> tuple[list[dict], list[dict]]:
 
 
 def add_prompt(a: int, b: int, chat: bool) -> Prompt:
-    """The question for a + b: as plain text for a base model, as a message for a chat model."""
+    """Ask for a + b: as plain text for a base model, as a message for a chat model."""
     if not chat:
         return f"{a}+{b}="
     return [{"role": "user", "content": f"Add the numbers {a} and {b}. Write only the equation."}]
 
 
 def add_pairs() -> tuple[list[dict], list[dict]]:
-    """Pairs of answers, for reward_model.py: (train, held out). The right sum is preferred to the
-    one that forgets to carry, and to a random number. Some of the training labels are flipped.
+    """Make pairs of answers for reward_model.py: (train, held out). The right sum is preferred to
+    the one that forgets to carry, and to a random number. Some of the training labels are flipped.
     """
     rng = random.Random(0)
 
@@ -105,17 +105,17 @@ def cups_prompts() -> tuple[list[dict], list[dict]]:
 
 
 def cups_game(rng: random.Random, num_swaps: int) -> tuple[str, list[str]]:
-    """The ball's cup, 1 to 5, and the pairs of cups that change places."""
+    """Make up a game: the ball's cup, 1 to 5, and the pairs of cups that change places."""
     return rng.choice("12345"), ["".join(sorted(rng.sample("12345", 2))) for _ in range(num_swaps)]
 
 
 def cups_prompt(ball: str, swaps: list[str]) -> str:
-    """The game as text: 5:23,25="""
+    """Write the game as text: 5:23,25="""
     return f"{ball}:{','.join(swaps)}="
 
 
 def cups_path(ball: str, swaps: list[str]) -> list[str]:
-    """The ball's cup after each swap."""
+    """Follow the ball's cup after each swap."""
     return [ball := {a: b, b: a}.get(ball, ball) for a, b in swaps]
 
 
@@ -150,7 +150,7 @@ def sentiment_prompts() -> tuple[list[dict], list[dict]]:
 
 
 def sentiment_reward(completions: list, **columns) -> list[float]:
-    """Positive minus negative words, in -3 to 3: crude on purpose, so that it can be hacked."""
+    """Count positive minus negative words, in -3 to 3: crude, so that it can be hacked."""
     words = [re.findall(r"[a-z]+", text_of(c).lower()) for c in completions]
     counts = [sum((w in POSITIVE) - (w in NEGATIVE) for w in ws) for ws in words]
     return [float(max(-3, min(3, count))) for count in counts]
@@ -160,7 +160,7 @@ def sentiment_reward(completions: list, **columns) -> list[float]:
 
 
 def brevity(completions: list, **columns) -> list[float]:
-    """Minus the number of words, in hundreds."""
+    """Return minus the number of words, in hundreds."""
     return [-len(text_of(c).split()) / 100 for c in completions]
 
 
@@ -185,8 +185,8 @@ NUMBER = re.compile(
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the completion is the answer, except for white space around it; else 0. The number
-    18.0 is written 18: files with gaps turn whole numbers into these.
+    """Return 1 where the completion is the answer, except for white space around it; else 0. The
+    number 18.0 is written 18: files with gaps turn whole numbers into these.
     """
     if bad := [a for a in answer if type(a) not in (str, int, float) or a != a]:
         raise InputError(f"the reward exact_match needs text or numbers as answers, not {bad[0]!r}")
@@ -198,9 +198,9 @@ def exact_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
-    """1 where the last number of the completion is that of the answer, else 0. Of a text with
-    "####", GSM8K's mark, the number right behind it counts. 1,024 and $1,024. are read as 1024.
-    The 2 of m^2 isn't read, and a fraction or a power, 1/18 or 2^10, is no number here.
+    """Return 1 where the last number of the completion is that of the answer, else 0. Of a text
+    with "####", GSM8K's mark, the number right behind it counts. 1,024 and $1,024. are read as
+    1024. The 2 of m^2 isn't read, and a fraction or a power, 1/18 or 2^10, is no number here.
     """
     expected = [_numbers(str(a))[0] for a in answer]
     if bad := [a for a, n in zip(answer, expected) if len(n) != 1 or n[0].is_nan()]:
@@ -211,13 +211,13 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def _last_number(text: str) -> list[Decimal]:
-    """The last number of a text, or the first one behind its mark; none of a text without one."""
+    """Find the last number of a text, or the first one behind its mark, if there is one."""
     numbers, has_mark = _numbers(text)
     return numbers[:1] if has_mark else numbers[-1:]
 
 
 def _numbers(text: str) -> tuple[list[Decimal], bool]:
-    """The numbers of a text, of what stands behind its last mark if it has one; and if so. A
+    """Find the numbers of a text, of what stands behind its last mark if it has one; and if so. A
     fraction and a power are NaN, which equals nothing.
     """
     text = COMMA.sub("", MINUS.sub("-", text))

@@ -29,8 +29,8 @@ SWAPS = {"task": "cups", "max_new_tokens": 16, "num_eval_prompts": 512, "learnin
 
 
 def flag(default: Any, help: str, *, least: float | None = None, most: float = math.inf) -> Any:
-    """A field of a Config: the default of the flag and its help text. A number must be above 0, or
-    in least..most where `least` is given.
+    """Make a field of a Config: the default of the flag and its help text. A number must be above
+    0, or in least..most where `least` is given.
     """
     metadata = {"help": help, "bounds": (least, most)}
     if isinstance(default, list):
@@ -65,7 +65,7 @@ class TrainConfig:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half precision to which weights are rounded: in each forward pass, or to decode."""
+        """Name the half precision to which weights are rounded, in each pass or to decode."""
         decodes_in_fp16 = getattr(self, "fp16", False)
         return torch.bfloat16 if self.bf16 else torch.float16 if decodes_in_fp16 else None
 
@@ -127,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_flags(
     config_class: type[TrainConfig], doc: str, embedded: Embedded, args: list[str] | None = None
 ) -> Any:
-    """The command line as a complete, checked `config_class`. Raises InputError."""
+    """Read the command line as a complete, checked `config_class`. Raises InputError."""
     parser = _Parser(
         usage="python %(prog)s [--flag value ...]", description=doc, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
@@ -151,7 +151,7 @@ def parse_flags(
 
 
 def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: Embedded) -> Any:
-    """The flags that are given, as a complete, checked `config_class`. Raises InputError."""
+    """Make of the flags that are given a complete, checked `config_class`. Raises InputError."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would write to the same folder
         raise InputError("a run is one process, not several as of torchrun: see docs/outgrow.md")
     has_own_rate = "learning_rate" in given or "resume" in given
@@ -166,7 +166,7 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: E
                 raise InputError(f"--{name} can't change on --resume")
         given = settings | {"overwrite": False} | given | {"output_dir": folder}
     else:
-        # --task cups alone means the embedded model that plays it.
+        # --task cups by itself means the embedded model that plays it.
         of_task = [name for name, own in embedded.items() if own.get("task") == given.get("task")]
         given = {"model": (of_task or ["tiny"])[0]} | given
         given = embedded.get(given["model"], {}) | given
@@ -190,7 +190,7 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: E
 
 
 def _argument(kind: Any) -> dict[str, Any]:
-    """What argparse has to know of a flag whose field has this type."""
+    """Say what argparse has to know of a flag whose field has this type."""
     inner = typing.get_args(kind)
     if type(None) in inner:  # X | None
         return _argument(inner[0])
@@ -235,14 +235,14 @@ checkpoint.pt.new model.new curve.png look.html tensorboard""".split()
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
-    """The settings of the run in `folder`, with its `script`. Raises InputError."""
+    """Read the settings of the run in `folder`, with its `script`. Raises InputError."""
     with blame(f"{folder / 'config.json'}"):
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def claim_folder(config: TrainConfig) -> Path:
-    """The folder of the run, absolute. The run claims it by making metrics.jsonl, which only one
-    process can do: of two that start at once, one gets the next number or an InputError.
+    """Return the folder of the run, absolute. The run claims it by making metrics.jsonl, which only
+    one process can do: of two that start at once, one gets the next number or an InputError.
     """
     while True:
         folder = find_folder(config)
@@ -254,7 +254,9 @@ def claim_folder(config: TrainConfig) -> Path:
 
 
 def find_folder(config: TrainConfig) -> Path:
-    """--output_dir, or a free folder of the default name. Raises InputError if a run were lost."""
+    """Return --output_dir, or a free folder of the default name. Raises InputError if a run were
+    lost.
+    """
     path = Path(folder_of(config.model))
     model = path.resolve().name if path.is_dir() else config.model
     data = getattr(config, "pairs", None) or getattr(config, "prompts", None)
@@ -273,7 +275,7 @@ def find_folder(config: TrainConfig) -> Path:
 
 
 def _lost(config: TrainConfig, folder: Path) -> str | None:
-    """What this run would destroy in a folder, and what to do instead; None if nothing."""
+    """Say what this run would destroy in a folder, and what to do instead; None if nothing."""
     needed = [getattr(config, flag, None) for flag in ("model", "reference", "reward_model")]
     for path in [Path(name).resolve() for name in needed if name and Path(name).exists()]:
         if folder.resolve() in (path, *path.parents):

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import StopStringCriteria
 
 from common import Rollout
+from plumbing.config import RunConfig
 from plumbing.decoder import Decoder
 from plumbing.errors import Fault, InputError, blame
 from plumbing.models import context_length, eos_token_ids
@@ -34,7 +35,7 @@ from plumbing.preferences import RewardModel
 Prompt = str | list[dict[str, str]]  # text, or chat messages
 RewardFunction = Callable[..., list[float | None]]  # (prompts, completions, **columns), as in TRL
 # Any id will do: the masks say what is padding, not the id. That of the tokenizer may be one that
-# the model doesn't know: a pad token that was added to the tokenizer alone.
+# the model doesn't know: a pad token that was added only to the tokenizer.
 PADDING = 0
 
 
@@ -60,12 +61,12 @@ class Task:
     frozen_models: list[nn.Module] = field(default_factory=list)  # reference, reward model
 
     def batch(self, step: int, size: int) -> list[dict]:
-        """The `size` rows of a step."""
+        """Return the `size` rows of a step."""
         self.step = step
         return prompt_batch(self.train, step, size, self.seed)
 
     def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
-        """The tokens of N prompts: (ids, mask), each (N, P), on the CPU, padded on the left."""
+        """Return the tokens of N prompts: (ids, mask), each (N, P), on the CPU, left-padded."""
         self.tokenise(rows)
         return pad_rows([self.tokens[str(row["prompt"])] for row in rows])
 
@@ -99,7 +100,7 @@ class Task:
         return total.to(rollout.tokens.device), texts
 
     def verify(self, rows: list[dict], texts: list[str], rollout: Rollout) -> Tensor | None:
-        """What the verifier says of G completions for each of N prompts: (N, G), NaN for None."""
+        """Ask the verifier about G completions for each of N prompts: (N, G), NaN for None."""
         if self.verifier is None:
             return None
         verdicts = call_reward(self.verifier, rows, texts, completion_ids(rollout), self.step)
@@ -108,8 +109,10 @@ class Task:
         return verdicts.view(len(rows), -1)
 
 
-def load_task(config: Any, tasks: ModuleType, policy: nn.Module, tokenizer: Tokenizer) -> Task:
-    """The task that the flags name, of tasks.py; its prompts suit the policy. Raises InputError."""
+def load_task(
+    config: RunConfig, tasks: ModuleType, policy: nn.Module, tokenizer: Tokenizer
+) -> Task:
+    """Make the task that the flags name; its prompts suit the policy. Raises InputError."""
     if config.task not in tasks.TASKS:
         raise InputError(f"--task {config.task}: choose from {', '.join(tasks.TASKS)}")
     task = tasks.TASKS[config.task](tokenizer.chat_template is not None)
@@ -138,7 +141,7 @@ def load_task(config: Any, tasks: ModuleType, policy: nn.Module, tokenizer: Toke
     return task
 
 
-def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
+def _load_rewards(config: RunConfig, task: Task, tasks: ModuleType) -> None:
     """Put the rewards and the verifier that the flags name into the task. Raises InputError."""
     if config.reward or config.reward_model:
         task.rewards = [load_reward(spec, tasks.REWARDS) for spec in config.reward]
@@ -162,7 +165,7 @@ def _load_rewards(config: Any, task: Task, tasks: ModuleType) -> None:
             verifier([""] * len(answers), answer=answers)
 
 
-def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
+def _check_prompts(config: RunConfig, task: Task, policy: nn.Module) -> None:
     """Turn all prompts into tokens, and check that they suit the model. Raises InputError."""
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
@@ -175,13 +178,13 @@ def _check_prompts(config: Any, task: Task, policy: nn.Module) -> None:
     if len(longest) + new > limit:
         fault = f"a prompt of {len(longest)} tokens and {new} new ones don't fit into the model's"
         raise InputError(f"{fault} context of {limit}: lower --max_new_tokens or cut {text[:50]!r}")
-    largest, known = max(map(max, task.tokens.values())), policy.get_input_embeddings().weight
-    if largest >= len(known):
-        fault = f"its tokenizer gives id {largest}, and the model knows {len(known)} tokens"
+    largest, size = max(map(max, task.tokens.values())), len(policy.get_input_embeddings().weight)
+    if largest >= size:
+        fault = f"its tokenizer gives id {largest}, and the model knows {size} tokens"
         raise InputError(f"--model {config.model}: {fault}: they don't belong together")
 
 
-def _show_prompts(config: Any, task: Task) -> None:
+def _show_prompts(config: RunConfig, task: Task) -> None:
     """Print a prompt as the model sees it, and what templates have done to it. They fail silently:
     the run goes on, and learns something else. Raises InputError where rows become one prompt.
     """
@@ -221,12 +224,12 @@ def _show_prompts(config: Any, task: Task) -> None:
 
 
 def text_of(completion: Prompt) -> str:
-    """The text of a completion, whether it is a string or chat messages."""
+    """Return the text of a completion, whether it is a string or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def read_rows(name: str, split: str) -> list[dict]:
-    """The rows of a file of JSON lines, CSV or TSV (every cell is text), or of a dataset NAME,
+    """Read the rows of a file of JSON lines, CSV or TSV (every cell is text), or of a dataset NAME,
     NAME:SUBSET or NAME:SUBSET:SPLIT, a folder or on the hub; `split` where the name has none.
     Raises InputError.
     """
@@ -252,13 +255,13 @@ def read_rows(name: str, split: str) -> list[dict]:
     return rows
 
 
-def _prompt_of(config: Any, row: Any) -> Prompt:
-    """The prompt of a row, filled into the template: text or messages. Raises InputError."""
+def _prompt_of(config: RunConfig, row: Any) -> Prompt:
+    """Make the prompt of a row, filled into the template: text or messages. Raises InputError."""
     template, system = config.prompt_template or "{prompt}", config.system_prompt
     hint = " Braces that are text are {{ }}." if config.prompt_template else ""
     with blame(f"a row of the prompts (--prompt_template?{hint}), {str(row)[:60]}"):
-        alone = [x for key, x in row.items() if template == f"{{{key}}}"]  # it may hold messages
-        prompt = alone[0] if alone else template.format(**row)
+        whole = [x for key, x in row.items() if template == f"{{{key}}}"]  # it may hold messages
+        prompt = whole[0] if whole else template.format(**row)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         is_text = prompt and all(m["role"] and isinstance(m["content"], str) for m in turns)
         if system is not None:
@@ -270,8 +273,8 @@ def _prompt_of(config: Any, row: Any) -> Prompt:
 
 
 def split_rows(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
-    """(train, held out): the rows of a tenth of the keys, at most 512, are held out. Of fewer than
-    ten keys, all rows are on both sides.
+    """Split into (train, held out): the rows of a tenth of the keys, at most 512, are held out. Of
+    fewer than ten keys, all rows are on both sides.
     """
     # Whole keys are held out, not rows: a file may have a prompt several times.
     rows, keys = list(rows), list(dict.fromkeys(map(key, rows)))
@@ -286,15 +289,15 @@ def split_rows(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict]
 
 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:
-    """The `size` prompts of a step, from endless passes over `rows`, each shuffled anew."""
-    # They depend on seed and step alone: a resumed run gets the same prompts.
+    """Return the `size` prompts of a step, from endless passes over `rows`, each shuffled anew."""
+    # They depend only on seed and step: a resumed run gets the same prompts.
     places = range(step * size, (step + 1) * size)
     return [rows[_order(seed, i // len(rows), len(rows))[i % len(rows)]] for i in places]
 
 
 @functools.lru_cache(maxsize=4)
 def _order(seed: int, number: int, num_rows: int) -> list[int]:
-    """The order of the rows in a pass. Kept, for a million rows take half a second to shuffle."""
+    """Shuffle the rows for a pass. Kept, for a million rows take half a second to shuffle."""
     return random.Random(f"{seed},{number}").sample(range(num_rows), num_rows)
 
 
@@ -302,7 +305,7 @@ def _order(seed: int, number: int, num_rows: int) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
-    """The token ids of prompts, all text or all messages, to be completed. Raises InputError."""
+    """Make the token ids of prompts, all text or all messages. Raises InputError."""
     is_chat = isinstance(prompts[0], list)
     with blame("the prompts can't be turned into tokens"):
         texts = prompts if not is_chat else [_in_template(tokenizer, p) for p in prompts]
@@ -320,7 +323,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]
 
 
 def _in_template(tokenizer: Tokenizer, messages: list[dict]) -> str:
-    """Chat messages as text, where the assistant's turn begins, or goes on if the last is its."""
+    """Write chat messages as text, up to where the assistant's turn begins or goes on."""
     if tokenizer.chat_template is None:
         raise InputError("the prompts are chat messages, and the model has no chat template")
     begun = messages[-1]["role"] == "assistant"
@@ -329,15 +332,15 @@ def _in_template(tokenizer: Tokenizer, messages: list[dict]) -> str:
 
 
 def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of ids, padded on the left to the longest row: (ids, mask), each (B, L)."""
+    """Pad rows of ids on the left to the longest row: (ids, mask), each (B, L)."""
     options = {"batch_first": True, "padding_side": "left"}
     tokens = pad_sequence([torch.tensor(row) for row in rows], padding_value=PADDING, **options)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return tokens, pad_sequence(real, **options)
 
 
-def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Arguments of sample: softmax(logits / temperature), with a generator seeded by the run."""
+def sampling_options(config: RunConfig, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Make the arguments of `sample`, with a generator that the run's seed starts."""
     # A stop string that is a token of its own, "<|im_end|>" say, is another EOS.
     added = tokenizer.get_added_vocab()
     strings = [text for text in config.stop if text not in added]
@@ -357,7 +360,7 @@ def sampling_options(config: Any, policy: nn.Module, tokenizer: Tokenizer) -> di
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
-    """The token ids of each completion, EOS included. Raises ValueError for a mask with a hole."""
+    """Return the token ids of each completion, EOS included. ValueError: the mask has a hole."""
     mask = rollout.completion_mask
     if (mask[:, 1:] > mask[:, :-1]).any():  # as of what a tool answers in the middle
         raise ValueError("completion_mask has a hole: in each row it is True, then False")
@@ -366,7 +369,7 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
 
 
 def decode(tokenizer: Tokenizer, rollout: Rollout, eos_token_ids: list[int]) -> list[str]:
-    """The text of each completion, B strings, without EOS and padding, with its stop string."""
+    """Return the text of each of B completions, without EOS and padding, with its stop string."""
     length, texts = rollout.completion_mask.shape[1], []
     prompts, real = rollout.tokens[:, :-length].tolist(), rollout.attention_mask.tolist()
     for row, mask, ids in zip(prompts, real, completion_ids(rollout), strict=True):
@@ -383,13 +386,13 @@ def decode(tokenizer: Tokenizer, rollout: Rollout, eos_token_ids: list[int]) -> 
 
 
 def load_reward(spec: str, ready_made: dict[str, RewardFunction]) -> RewardFunction:
-    """One of `ready_made` by its name, or FILE.py:FUNCTION; runs the file. Raises InputError."""
+    """Find a reward: one of `ready_made`, or FILE.py:FUNCTION, by running it. Raises InputError."""
     if spec in ready_made:
         return ready_made[spec]
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py"):
-        known = ", ".join(ready_made)
-        raise InputError(f"{spec}: write a reward as FILE.py:FUNCTION, or choose from {known}")
+        names = ", ".join(ready_made)
+        raise InputError(f"{spec}: write a reward as FILE.py:FUNCTION, or choose from {names}")
     with blame(spec):
         file = Path(path).resolve(strict=True)
     if (function := getattr(_import(file), name, None)) is None:

@@ -46,7 +46,7 @@ class Decoder:
 
     def __exit__(self, *error: object) -> None:
         """End it. What it holds is kept where that takes less than a fifth of what is free."""
-        shared = {p.data_ptr() for p in self.trained.parameters()}  # it owns the others alone
+        shared = {p.data_ptr() for p in self.trained.parameters()}  # only the others are its own
         kept = [p for p in self.model.parameters() if p.data_ptr() not in shared]
         if self.graphs:
             kept += [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
@@ -117,7 +117,7 @@ class Decoder:
 
 
 class FilledColumns(StaticCache):
-    """Attention reads the first `length` of its columns alone."""
+    """Lets attention read only the first `length` of its columns."""
 
     def update(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         return tuple(x[:, :, : self.length] for x in super().update(*args, **options))
@@ -126,8 +126,8 @@ class FilledColumns(StaticCache):
 def masks_of_layers(
     model: nn.Module, mask: Tensor, columns: Tensor, column: Tensor
 ) -> Tensor | dict[str, Tensor]:
-    """An attention mask of four dimensions for a token in `column`, or one for each kind of layer
-    where a window hides old `columns`. transformers takes it as it is.
+    """Make an attention mask of four dimensions for a token in `column`, or one for each kind of
+    layer where a window hides old `columns`. transformers takes it as it is.
     """
     config = base_model(model).config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
@@ -139,7 +139,7 @@ def masks_of_layers(
 
 
 def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
-    """A copy of the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
+    """Copy the model with its weights rounded to bfloat16 or float16, to decode with. Buffers
     keep their precision: rotary frequencies of 8 bits would put late tokens at wrong positions.
     """
     floats = [p for p in model.parameters() if p.is_floating_point()]

@@ -18,8 +18,8 @@ class Fault(Exception):
 
 @contextlib.contextmanager
 def blame(what: str) -> Iterator[None]:
-    """`with blame("--model gpt2"):` what a library raises here, while it reads what the user gave,
-    becomes an InputError of one line.
+    """Turn what a library raises, while it reads what the user gave, into an InputError of one
+    line: `with blame("--model gpt2"):`.
     """
     try:
         yield

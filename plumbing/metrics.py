@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common import Rollout, is_flat, kl_estimate, masked_mean
+from plumbing.config import RunConfig
 from plumbing.data import Task, text_of
 from plumbing.errors import Fault, blame
 from sampling import sample
@@ -24,7 +25,8 @@ Metrics = dict[str, float | None]
 
 
 class Totals:
-    """The metrics of an update: masked sums over masked counts, over all its micro-batches.
+    """Collects the metrics of an update: masked sums over masked counts, over all its
+    micro-batches.
 
     A mean of the means of micro-batches would weigh the tokens of short rows more, and so change
     with the size of a micro-batch.
@@ -32,7 +34,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.sums, self.counts = {}, {}  # name -> sum, and over how many elements
-        self.known: Metrics = {}  # those that are single numbers
+        self.single: Metrics = {}  # those that are single numbers
         self.num_tokens = 0  # for the speed
 
     def add(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
@@ -47,7 +49,7 @@ class Totals:
 
     def add_share(self, name: str, x: Tensor) -> None:
         """Add a micro-batch's share of the minibatch's loss. It is divided by the counts of the
-        whole minibatch already, so `results` divides the sum by the number of minibatches alone.
+        whole minibatch already, so `results` divides the sum only by the number of minibatches.
         """
         self.sums[name] = self.sums.get(name, 0) + x.detach()
 
@@ -61,18 +63,18 @@ class Totals:
         self.add("grad_norm", grad_norm)
 
     def results(self) -> Metrics:
-        """The mean under each name; 0 of nothing. Waits for the device."""
+        """Return the mean under each name, 0 where nothing was added. Waits for the device."""
         # The shares of a loss were added up over this many minibatches: divide by it.
         num_mini_batches = self.counts.get("grad_norm")
         counts = [self.counts.get(name, num_mini_batches) for name in self.sums]
         # One transfer: each one waits until the device has done all its work.
         pairs = [torch.stack([x, n.float()]) for x, n in zip(self.sums.values(), counts)]
         numbers = torch.stack(pairs).tolist()
-        return self.known | {n: x / max(1, c) for n, (x, c) in zip(self.sums, numbers)}
+        return self.single | {n: x / max(1, c) for n, (x, c) in zip(self.sums, numbers)}
 
 
 def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
-    """What the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
+    """Say what the metrics of all steps so far warn of: (name, line with cause and remedy) each."""
     now, found = history[-1], []
     kl, last = now["objective/kl"], [m["objective/kl"] for m in history[-10:]]
     if len(last) == 10 and all(x is not None and math.isfinite(x) for x in last):
@@ -140,7 +142,7 @@ def warnings_of_evaluation(now: Metrics, earlier: list[Metrics]) -> list[tuple[s
 
 
 class Meter(Totals):
-    """The metrics of a rollout and of the update that learns from it."""
+    """Collects the metrics of a rollout and of the update that learns from it."""
 
     warnings = staticmethod(warnings_about)
 
@@ -152,7 +154,7 @@ class Meter(Totals):
         self.last_pass: dict[str, Tensor] = {}
         lengths = rollout.lengths.float()
         self.num_tokens = int(lengths.sum())
-        self.known = {
+        self.single = {
             "length/mean": lengths.mean().item(),
             "length/max": lengths.max().item(),
             "length/truncated_frac": 1 - rollout.finished.float().mean().item(),
@@ -203,7 +205,7 @@ class Meter(Totals):
         mask = self.rollout.completion_mask
         if kl_coef == 0:
             per_row = torch.zeros_like(scores)
-            self.known |= {"objective/kl": None, "objective/kl_token": None}
+            self.single |= {"objective/kl": None, "objective/kl_token": None}
         else:
             per_row = kl.masked_fill(~mask, 0).sum(1)
             self.add("objective/kl", per_row.mean())
@@ -229,7 +231,7 @@ class Meter(Totals):
 
     @staticmethod
     def progress(metrics: Metrics) -> str:
-        """What the progress bar shows of a step."""
+        """Write what the progress bar shows of a step."""
         kl = metrics["objective/kl"]
         kl = "off" if kl is None else f"{kl:.2f}"
         return (
@@ -239,10 +241,12 @@ class Meter(Totals):
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are constant."""
-    known, errors = returns[mask], (returns - values)[mask]
-    explained = 1 - errors.var() / known.var()
-    return torch.where(known.amax() > known.amin(), explained, 0.0)
+    """Return 1 - Var(returns - values) / Var(returns) over the mask; 0 where the returns are
+    constant.
+    """
+    errors, returns = (returns - values)[mask], returns[mask]
+    explained = 1 - errors.var() / returns.var()
+    return torch.where(returns.amax() > returns.amin(), explained, 0.0)
 
 
 # --- Evaluation ---
@@ -260,7 +264,9 @@ class Evaluation:
     lines: list[str]
 
 
-def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any]) -> Evaluation:
+def evaluate(
+    config: RunConfig, policy: nn.Module, task: Task, sampling: dict[str, Any]
+) -> Evaluation:
     """Complete the first --num_eval_prompts held-out prompts: --eval_generations completions each
     that are sampled, and a greedy one.
     """
@@ -269,13 +275,13 @@ def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any
     greedy, sampled = {"num_generations": 1, "top_k": 1}, {"num_generations": K}
     for kind, options in (("_greedy", greedy), ("", sampled)):  # the second is shown
         # The random numbers are the same every time and not those of training: two evaluations
-        # differ by the policy alone, and evaluating more often changes no run.
+        # differ only by the policy, and evaluating more often changes no run.
         generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         options = sampling | {"generator": generator} | options
         rollout = sample(policy, *task.encode(rows), **options)
         scores, texts = task.score(rows, rollout)
-        known = scores[~scores.isnan()]
-        metrics[f"eval/reward{kind}"] = known.mean().item() if len(known) else None
+        given = scores[~scores.isnan()]
+        metrics[f"eval/reward{kind}"] = given.mean().item() if len(given) else None
         verdicts = task.verify(rows, texts, rollout)  # (N, K), or None
         # Of the prompts that have all their verdicts.
         right = torch.empty(0, K) if verdicts is None else verdicts[~verdicts.isnan().any(1)]
@@ -293,8 +299,9 @@ def evaluate(config: Any, policy: nn.Module, task: Task, sampling: dict[str, Any
 
 
 def mean_and_error(right: Tensor) -> tuple[float | None, float | None]:
-    """Of (N, K) verdicts the mean, which is pass@1, and its standard error over the prompts; None
-    of nothing. The K completions of a prompt are alike: so each prompt counts once, as their mean.
+    """Average (N, K) verdicts, which is pass@1, and give its standard error over the prompts; None
+    where N is 0. The K completions of a prompt are alike, so each prompt counts once, as their
+    mean.
     """
     if len(right) == 0:
         return None, None
@@ -304,7 +311,7 @@ def mean_and_error(right: Tensor) -> tuple[float | None, float | None]:
 
 
 def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> str:
-    """The named metrics, sampled and greedy, each beside what it was before the training."""
+    """Write the named metrics, sampled and greedy, each beside what it was before the training."""
     parts = []
     for key in [key for name in names for key in (name, f"{name}_greedy") if key in metrics]:
         now, was = ("unknown" if x[key] is None else f"{x[key]:.3f}" for x in (metrics, first))
@@ -316,8 +323,8 @@ def headline(step: int, names: list[str], metrics: Metrics, first: Metrics) -> s
 def sample_records(
     prompts: list[dict], texts: list[str], scores: Tensor
 ) -> tuple[list[dict], list[str]]:
-    """G completions of each prompt as records for samples.jsonl, and the first of each as a line
-    to print.
+    """Make of G completions of each prompt records for samples.jsonl, and the first of each as a
+    line to print.
     """
     records, lines = [], []
     G = len(texts) // len(prompts)
@@ -336,8 +343,8 @@ def sample_records(
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file. A last line that is not complete is left out: the run may be
-    writing it, or was killed. Raises InputError.
+    """Read the records of a .jsonl file. A last line that is not complete is left out: the run may
+    be writing it, or was killed. Raises InputError.
     """
     with blame(str(path)):
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
@@ -364,7 +371,7 @@ COLOURS = {"ppo": "#8a63d2", "grpo": "#d6417f", "rloo": "#27a074"}  # in all pic
 
 def draw_curves(folders: list[Path], output: Path | BinaryIO) -> None:
     """Draw the runs in `folders` into the picture `output` (.png, .svg, ...). Those whose folders
-    differ in -s<seed> alone have one colour; the first job of a script has the script's.
+    differ only in -s<seed> have one colour; the first job of a script has the script's.
     """
     # No pyplot: it takes a second to import, and needs a screen. No backend: it may not be there.
     os.environ.pop("MPLBACKEND", None)

@@ -23,7 +23,7 @@ TINY = Path(__file__).parent.parent / "tiny"
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, else the first there is of cuda, mps and cpu. Raises InputError.
+    """Return the named device, else the first there is of cuda, mps and cpu. Raises InputError.
 
     A CUDA device becomes the current one, on which CUDA graphs are captured.
     """
@@ -42,9 +42,10 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def fast_half(device: torch.device) -> torch.dtype | None:
-    """The half precision whose matrix products are faster on the device than those of float32.
+    """Return the half precision whose matrix products are faster on the device than those of
+    float32.
 
-    Float16 (Volta and Turing: V100, T4) is for decoding alone: without gradients it needs no
+    Float16 (Volta and Turing: V100, T4) is only for decoding: without gradients it needs no
     scaling of the loss.
     """
     if device.type == "cuda":
@@ -60,21 +61,21 @@ def fast_half(device: torch.device) -> torch.dtype | None:
 
 
 def folder_of(name: str) -> str:
-    """Where a model is: an embedded one beside this program, `tiny` or `tiny/cups`; others where
-    their name says.
+    """Say where a model is: an embedded one beside this program, `tiny` or `tiny/cups`; others
+    where their name says.
     """
     return str(TINY.parent / name) if name in ("tiny", "tiny/cups") else name
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the folder `name` holds an adapter, as peft saves it."""
+    """Say whether the folder `name` holds an adapter, as peft saves it."""
     return (Path(name) / "adapter_config.json").exists()
 
 
 def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]:
-    """The policy that the flag names, on its device, and its tokenizer. Raises InputError.
+    """Load the policy that the flag names, on its device, and its tokenizer. Raises InputError.
 
-    It is in float32. With --lora_r, or an adapter as --model, the adapter alone trains: a
+    It is in float32. With --lora_r, or an adapter as --model, only the adapter trains: a
     PeftModel, whose frozen weights are in bfloat16 where the run computes in it.
     """
     name = base = getattr(config, flag)
@@ -108,7 +109,9 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
 
 
 def load_reference(config: Any, task: Any) -> nn.Module | None:
-    """The model that --reference names, for a Task's prompts; None without the flag. InputError."""
+    """Load the model that --reference names, for a Task's prompts; None without the flag.
+    InputError.
+    """
     if config.reference is None:
         return None
     model, its_tokenizer = load_policy(config, "reference")
@@ -125,7 +128,7 @@ def load_reference(config: Any, task: Any) -> nn.Module | None:
 
 
 def load(auto_class: type, name: str, new_head: bool = False, **options: Any) -> PreTrainedModel:
-    """A model of safetensors: an embedded one, a folder, or a name on the model hub. Raises
+    """Load a model of safetensors: an embedded one, a folder, or a name on the model hub. Raises
     InputError where the checkpoint lacks weights; with `new_head` those of a head may be missing,
     and start at 0.
     """
@@ -158,7 +161,9 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
 
 
 def load_tokenizer(name: str, base: str | None = None) -> Tokenizer:
-    """The tokenizer of a model; for an adapter without one, that of its base model. InputError."""
+    """Load the tokenizer of a model; for an adapter without one, that of its base model.
+    InputError.
+    """
     name = base if base and not any(Path(name).glob("tokenizer*")) else name
     with blame(f"the tokenizer of {name}"):
         tokenizer = AutoTokenizer.from_pretrained(folder_of(name), trust_remote_code=False)
@@ -183,7 +188,7 @@ def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> n
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
-    """All ids that end a completion. Chat models have several: Llama 3, Phi 3.5."""
+    """Find all ids that end a completion. Chat models have several: Llama 3, Phi 3.5."""
     found = set()
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -192,7 +197,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """The longest sequence for the model, in tokens; None where it has no limit (Bloom)."""
+    """Return the longest sequence for the model, in tokens; None where it has no limit (Bloom)."""
     config = model.config.get_text_config()
     # LongRoPE (Phi-3) reads a longer row by other frequencies, and with it all rows of its batch.
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
@@ -271,13 +276,13 @@ def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, lis
             for p in trained:
                 p.grad = None
             clear_cache()
-    torch.cuda.reset_peak_memory_stats()  # memory/peak_gb is of the run alone
+    torch.cuda.reset_peak_memory_stats()  # memory/peak_gb is that of the run
     if config.micro_batch_tokens < asked:
         print(f"--micro_batch_tokens {asked} doesn't fit: it is {config.micro_batch_tokens} here.")
 
 
 def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> Rollout:
-    """That of full rows; the completions of a prompt share it."""
+    """Make that of full rows; the completions of a prompt share it."""
     N, G, T = config.prompts_per_step, config.num_generations, config.max_new_tokens
     vocab_size = len(policy.get_input_embeddings().weight)
     numbers = torch.Generator().manual_seed(0)  # its own: no draw of the run changes
@@ -292,7 +297,7 @@ def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> R
 
 
 def _one_pass(config: Any, models: list[nn.Module], part: Rollout) -> None:
-    """Forward and backward over a micro-batch."""
+    """Run forward and backward over a micro-batch."""
     options = {"bf16": config.bf16, "entropy_grad": getattr(config, "entropy_coef", 0) > 0}
     logprobs, entropy = completion_logprobs(models[0], part, config.temperature, **options)
     (logprobs + entropy).sum().backward()

@@ -18,8 +18,8 @@ Text = str | list[dict[str, str]]  # plain text, or chat messages
 
 
 def text_ids(tokenizer: Tokenizer, prompt: Text | None, completion: Text) -> list[int]:
-    """The tokens that a reward model reads of a prompt, if there is one, and what follows it. Plain
-    text ends with EOS where the tokenizer has one, messages end as their chat template does.
+    """Make the tokens that a reward model reads of a prompt, if there is one, and what follows it.
+    Plain text ends with EOS where the tokenizer has one, messages end as their chat template does.
     """
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
@@ -38,8 +38,9 @@ def text_ids(tokenizer: Tokenizer, prompt: Text | None, completion: Text) -> lis
 
 
 def load_classifier(name: str, lora_r: int = 0, new_head: bool = False) -> nn.Module:
-    """A sequence classifier with one label, with a new adapter if there is a rank. With `new_head`
-    a causal model too: its head starts at 0, and so the first scores are 0. Raises InputError.
+    """Load a sequence classifier with one label, with a new adapter if there is a rank. With
+    `new_head` a causal model too: its head starts at 0, and so the first scores are 0. Raises
+    InputError.
     """
     with blame(name):
         base, has_adapter = name, is_adapter(name)
@@ -60,8 +61,8 @@ def load_classifier(name: str, lora_r: int = 0, new_head: bool = False) -> nn.Mo
 
 
 def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
-    """Of each row what stands at its last real token: x (B, L) or (B, L, D) and mask (B, L), padded
-    on either side -> (B,) or (B, D).
+    """Take of each row what stands at its last real token: x (B, L) or (B, L, D) and mask (B, L),
+    padded on either side -> (B,) or (B, D).
     """
     # By the mask, not by the pad id: where pad is EOS, the last token that isn't pad is the one
     # before EOS, and a row that fills the width has none. argmax finds the first of the largest.
@@ -70,7 +71,7 @@ def last_real_token(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_scores(model: nn.Module, rows: list[list[int]], bf16: bool) -> Tensor:
-    """The score of each of B rows of token ids: (B,), with gradient. With bf16 a causal model runs
+    """Score each of B rows of token ids: (B,), with gradient. With bf16 a causal model runs
     in bfloat16, except for its head.
     """
     model = base_model(model)
@@ -83,8 +84,8 @@ def sequence_scores(model: nn.Module, rows: list[list[int]], bf16: bool) -> Tens
         # BERT and its kin, bidirectional, have read the whole text at every token. In bfloat16 a
         # score would have three digits, and the loss is made of differences.
         return model(input_ids=tokens, attention_mask=mask).logits[:, 0]
-    # A causal model has read the whole text at its last token alone. No real token sees the padding
-    # on its right: so it needs no position ids, and no mask.
+    # A causal model has read the whole text only at its last token. No real token sees the padding
+    # on its right, so it needs no position ids, and no mask.
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     return model.score(at_least_float32(last_real_token(hidden, mask)))[:, 0]

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import Rollout, evaluating, is_flat
 from forward import rollout_logprobs
-from plumbing.config import MADE, claim_folder
+from plumbing.config import MADE, TrainConfig, claim_folder
 from plumbing.data import text_of
 from plumbing.errors import Fault, InputError, blame
 from plumbing.metrics import (
@@ -47,7 +47,7 @@ FILES = ("metrics", "samples", "tokens", "warnings")  # .jsonl
 
 
 class Run:
-    """The records and checkpoints of a run.
+    """Keeps the records and checkpoints of a run.
 
     models: those that train, by name, the one to save as model/ first. generators: all from which
     the run draws. data: what it trains on, with `train`, `heldout`, `name` and `tokenizer`.
@@ -57,7 +57,7 @@ class Run:
 
     def __init__(
         self,
-        config: Any,
+        config: TrainConfig,
         data: Any,
         models: dict[str, nn.Module],
         optimizer: torch.optim.Optimizer,
@@ -117,7 +117,7 @@ class Run:
         self.weights_moved = True
 
     def steps(self, evaluate: Callable[[], Evaluation]) -> Iterator[int]:
-        """The numbers of the steps that are left, for `for step in run.steps(...)`.
+        """Yield the numbers of the steps that are left, for `for step in run.steps(...)`.
 
         Evaluates before every eval_every-th step and after the last. When the loop asks for the
         next step, the one before is over, and saved if a checkpoint is due.
@@ -172,7 +172,7 @@ class Run:
         if len(self.history) == 1 and off > 0.3 and self.config.disable_dropout:
             fault = f"sampling and training differ by {off:.2g} nats per token, beyond rounding"
             raise Fault(f"{fault}: --model {self.config.model} can't be trained here")
-        # What is learnt from a named reference alone has no score, and may begin far away from it.
+        # What is learnt only from a named reference has no score, and may begin far away from it.
         distils = getattr(self.config, "reference", None) and metrics["objective/scores"] == 0
         silent = {"large KL", "flat groups", "constant reward"} if distils else set()
         found = meter.warnings(self.history, self.config.bf16)
@@ -249,7 +249,7 @@ class Run:
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def _hash(self) -> str:
-        """A hash of the rows, and of a few weights of each matrix, that the run begins with."""
+        """Hash the rows, and of a few weights of each matrix, that the run begins with."""
         # Not of a reward's file: a fault that has ended the run may be mended there.
         digest = hashlib.sha256()
         for row in (row for rows in (self.data.train, self.data.heldout) for row in rows):
@@ -343,8 +343,8 @@ class Run:
         return f"{ended}: --resume {self.config.output_dir} goes on from step {self.saved_step}."
 
 
-def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], None]:
-    """What sends the metrics of a step to "tensorboard" or "wandb". Raises InputError."""
+def tracker(name: str, folder: Path, config: TrainConfig) -> Callable[[Metrics, int], None]:
+    """Make what sends the metrics of a step to "tensorboard" or "wandb". Raises InputError."""
     with blame(f"--report_to {name}"):
         if name == "wandb":
             import wandb
@@ -362,7 +362,7 @@ def tracker(name: str, folder: Path, config: Any) -> Callable[[Metrics, int], No
 
 
 def token_records(tokenizer: Tokenizer, rollout: Rollout, columns: dict[str, Tensor]) -> list[dict]:
-    """Records of b completions: `columns`, (b, T) for each token or (b,) for each completion."""
+    """Make records of b completions: `columns`, (b, T) a token or (b,) a completion."""
     columns = {"sampler_logprobs": rollout.logprobs} | columns
     numbers = {name: x.tolist() for name, x in columns.items()}
     T, records = rollout.completion_mask.shape[1], []
@@ -378,19 +378,19 @@ def token_records(tokenizer: Tokenizer, rollout: Rollout, columns: dict[str, Ten
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text of each token but the first one, each decoded with the token in front of it:
+    """Return the text of each token except the first, each decoded with the token in front of it:
     SentencePiece tokenizers drop the space in front of the first word of what they decode.
     """
     texts, options = [], {"clean_up_tokenization_spaces": False}
     for before, token in pairwise(ids):
         start, both = (tokenizer.decode(x, **options) for x in ([before], [before, token]))
-        alone = both.startswith(start)  # else a character whose bytes begin in the token before
-        texts.append(both[len(start) :] if alone else tokenizer.decode([token], **options))
+        is_whole = both.startswith(start)  # else a character whose bytes begin in the token before
+        texts.append(both[len(start) :] if is_whole else tokenizer.decode([token], **options))
     return texts
 
 
 def _short(x: float) -> float | None:
-    """Five digits; null for what isn't finite."""
+    """Round to five digits; null for what isn't finite."""
     return float(f"{x:.5g}") if math.isfinite(x) else None
 
 
@@ -398,8 +398,9 @@ def _short(x: float) -> float | None:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main(). What the user gave wrongly is one line and exit code 2, a fault is one
-    line and 1, Ctrl-C 130. All else keeps its traceback, after a line that says what is saved.
+    """Run a script's main(). A mistake in what the user gave is one line and exit code 2, a fault
+    is one line and 1, Ctrl-C 130. All else keeps its traceback, after a line that says what is
+    saved.
     """
     transformers_logging.set_verbosity(50)  # CRITICAL: its errors reach us as exceptions
     transformers_logging.disable_progress_bar()

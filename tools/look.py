@@ -28,7 +28,7 @@ from plumbing.run import run_main
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What the page shows of a run. Raises InputError."""
+    """Read what the page shows of a run. Raises InputError."""
     lines = read_lines(folder / "tokens.jsonl")
     if not lines:
         fault = "holds no completions, or none yet (a reward model's run never does)"
@@ -42,7 +42,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def curves_of(folders: list[Path]) -> str | None:
-    """The curves of the runs as the address of a picture; None without matplotlib."""
+    """Draw the curves of the runs as the address of a picture; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     draw_curves(folders, picture := io.BytesIO())
@@ -50,7 +50,7 @@ def curves_of(folders: list[Path]) -> str | None:
 
 
 def page(folders: list[Path]) -> str:
-    """The page, complete in itself. Raises InputError."""
+    """Make the page, complete in itself. Raises InputError."""
     # In ASCII: half a surrogate pair has no bytes in UTF-8.
     shown = {"runs": [read_run(folder) for folder in folders], "curves": curves_of(folders)}
     data = json.dumps(shown, separators=(",", ":"))

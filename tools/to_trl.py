@@ -22,7 +22,7 @@ import grpo
 import rloo
 import tasks
 from common import base_model, disable_dropout
-from plumbing.config import settings_of_run
+from plumbing.config import RunConfig, settings_of_run
 from plumbing.data import load_task
 from plumbing.errors import InputError, blame
 from plumbing.models import load_policy, spread_weights
@@ -33,8 +33,8 @@ SAME_NAME = "bf16 gradient_checkpointing learning_rate max_grad_norm num_generat
 SAME_NAME_GRPO = "entropy_coef loss_type mask_truncated_completions scale_rewards"
 
 
-def fields_of(config: Any, num_processes: int, longest: int) -> dict[str, Any]:
-    """The fields of GRPOConfig or RLOOConfig. longest: tokens of a prompt. Raises InputError."""
+def fields_of(config: RunConfig, num_processes: int, longest: int) -> dict[str, Any]:
+    """Make the fields of GRPOConfig or RLOOConfig; `longest` is of a prompt. Raises InputError."""
     completions = config.prompts_per_step * config.num_generations
     rows, rest = divmod(completions, config.num_mini_batches * num_processes)
     if rest:
@@ -77,8 +77,8 @@ def fields_of(config: Any, num_processes: int, longest: int) -> dict[str, Any]:
     return fields
 
 
-def not_in_trl(config: Any) -> list[str]:
-    """The flags of the run that TRL has nothing for."""
+def not_in_trl(config: RunConfig) -> list[str]:
+    """Name the flags of the run that TRL has nothing for."""
     unknown = {"stop": config.stop, "reference": config.reference}
     if isinstance(config, grpo.Config):
         unknown["oversample"] = config.oversample > 1
