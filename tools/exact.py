@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,8 +115,8 @@ def problem_of(seed: int, graded: bool = False, kl: float = 0.02, drift: str = "
     noise = torch.randn(logits.shape, **draws)
     old = new = vmap(logprobs_of)(logits)  # the groups come from old; the policy moves on
     while (old.sum(2).exp() * (old - new).sum(2)).sum() / 2 < kl:
-        step = grad(expected_reward)(logits, rewards) if drift == "learning" else noise
-        logits = logits + 0.1 * step
+        learning = 0.1 * grad(expected_reward)(logits, rewards)
+        logits = logits + (learning if drift == "learning" else 0.01 * noise)
         new = vmap(logprobs_of)(logits)
     derivatives = vmap(jacrev(logprobs_of))(logits)[:, GROUPS]
     true = grad(expected_reward)(logits, rewards)
@@ -133,10 +134,10 @@ def step_of(loss: Callable, b: SimpleNamespace, derivatives: Tensor, true: Tenso
     return torch.stack([along, (mean - along * true / true.norm()).norm(), std])
 
 
-def climb(losses: dict[str, Callable], **options: float | str) -> dict[str, Tensor]:
-    """{loss: (8, 4)}, for each problem: cosine, noise, along, across. See problem_of."""
+def climb(losses: dict[str, Callable], problems: int, **options: Any) -> dict[str, Tensor]:
+    """{loss: (problems, 4)}: cosine, noise, along and across of each. See problem_of."""
     found = {name: [] for name in losses}
-    for seed in range(8):
+    for seed in range(problems):
         on_policy, off_policy, *rest = problem_of(seed, **options)
         for name, loss in losses.items():
             along, across, std = step_of(loss, on_policy, *rest)
@@ -174,13 +175,15 @@ def main(args: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("losses", nargs="*", metavar="FILE.py:FUNCTION", help="losses of your own")
-    losses = LOSSES | {spec: own_loss(spec) for spec in parser.parse_args(args).losses}
+    parser.add_argument("--problems", type=int, default=8, help="how many (8)")
+    options = parser.parse_args(args)
+    losses = LOSSES | {spec: own_loss(spec) for spec in options.losses}
     print(f"{'':28s}   cosine   graded    noise    along      std   across")
-    found, graded = climb(losses), climb(losses, graded=True)
+    found, graded = (climb(losses, options.problems, graded=x) for x in (False, True))
     for name, (cosine, noise, along, across) in ((n, x.T) for n, x in found.items()):
         figures = [cosine, graded[name][:, 0], noise, along, across]
         cells = [f"{x.mean().round(decimals=6):9.3g}" for x in figures]
-        print(f"{name:28s}" + "".join(cells[:4]) + f"{along.std():9.2g}" + cells[4])
+        print(f"{name:28s}" + "".join(cells[:4]) + f"{along.std(correction=0):9.2g}" + cells[4])
 
 
 if __name__ == "__main__":

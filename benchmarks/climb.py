@@ -1,0 +1,89 @@
+"""The picture of docs/climb.md, and the runs of its section on learning.
+
+  python benchmarks/climb.py            # docs/climb.png and the table of the runs: two minutes
+  python benchmarks/climb.py --runs     # before that, the runs that climb.json lacks: 30 minutes
+
+Each run has one rollout and 16 updates a step. To repeat a run, take it out of climb.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from learning import INK, TEXTS, mpl, train
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tools.exact import LOSSES, climb
+
+RESULTS = Path(__file__).with_suffix(".json")
+PICTURE = Path(__file__).parent.parent / "docs" / "climb.png"
+SHOWN = ["RLOO, no clip", "CISPO", "GSPO", "GRPO", "Dr. GRPO", "RLOO"]
+DRIFTS = {"learning": "after learning", "noise": "after a random change of the logits"}
+JOB = """--task cups --num_steps 20 --eval_every 20 --num_epochs 4 --num_mini_batches 4 --kl_coef 0
+--prompts_per_step 64 --num_generations 4 --device cpu"""
+DR_GRPO = "grpo.py --loss_type dr_grpo --scale_rewards none"
+COMMANDS = {
+    "RLOO": "rloo.py",
+    "RLOO, no clip": "rloo.py --clip_range 1e9",
+    "Dr. GRPO": DR_GRPO,
+    "Dr. GRPO, no clip": f"{DR_GRPO} --clip_range 1e9",
+    "GSPO": "grpo.py --loss_type gspo",
+    "CISPO": "grpo.py --loss_type cispo",
+}
+
+
+def draw() -> None:
+    """How far each loss climbs along the true gradient, by the KL: mean of 24 problems."""
+    mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
+    figure = Figure(figsize=(5.2, 6.4), layout="constrained")
+    kls = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1]
+    losses = {name: LOSSES[name] for name in SHOWN}
+    for panel, (drift, title) in zip(figure.subplots(2, 1), DRIFTS.items(), strict=True):
+        found = [climb(losses, 24, kl=kl, drift=drift) for kl in kls]
+        for name in losses:
+            panel.plot(kls, [x[name][:, 2].mean() for x in found], ".-", label=name)
+        panel.axhline(0, color=INK, lw=0.8)
+        panel.set(xscale="log", title=title, ylabel="along the true gradient")
+        panel.grid(alpha=0.2)
+    panel.set_xlabel("KL(old || new) of a completion, in nats")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(PICTURE, dpi=110, transparent=True)
+
+
+def table(runs: dict[str, list[dict]]) -> str:
+    """A row for each loss: mean over the seeds, and the lowest and highest seed."""
+    lines = ["| | step 3 | step 6 | lowest later | last five | greedy at the end |"]
+    lines.append("|---" * 6 + "|")
+    for name, seeds in runs.items():
+        all_scores = [run["scores"] for run in seeds]
+        columns = [[x[2] for x in all_scores], [x[5] for x in all_scores]]
+        columns += [[min(x[6:]) for x in all_scores], [statistics.mean(x[15:]) for x in all_scores]]
+        columns.append([run["greedy"] for run in seeds])
+        cells = [f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--runs", action="store_true", help="make the runs that are missing")
+    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else {x: [] for x in COMMANDS}
+    if parser.parse_args().runs:
+        for seed in range(5):
+            for name, command in COMMANDS.items():
+                if len(runs[name]) == seed:
+                    lines, _, cpu = train(f"{command} {JOB} --seed {seed}")
+                    run = {"scores": [round(x["objective/scores"], 4) for x in lines[:20]]}
+                    run |= {"greedy": lines[-1]["eval/accuracy_greedy"], "cpu": round(cpu)}
+                    runs[name].append(run)
+                    RESULTS.write_text(json.dumps(runs) + "\n")
+    print(table(runs))
+    draw()
+
+
+if __name__ == "__main__":
+    main()
