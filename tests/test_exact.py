@@ -37,22 +37,18 @@ def test_a_counted_step_is_the_mean_of_sampled_steps():
 
 
 def test_theorems_hold_to_rounding():
-    found = climb(exact.LOSSES, problems=2, graded=True)
+    def times_inverse_length(b):  # E[(r - J) / T]
+        return b.new * (b.values[:, :1] - b.rewards[:, None]) / b.mask.sum(1, keepdim=True)
+
+    losses = exact.LOSSES | {"1 / T": times_inverse_length}
+    found = climb(losses, problems=2, graded=True)
     unbiased = "RLOO, no clip;CTPO's prefix ratio, no clip;no ratio, no clip;Dr. GRPO, no clip;RLOO"
     unbiased += ";Dr. GRPO;PPO, exact values, lam .95;PPO, values 0, lam 1"
     for name, figures in found.items():
         assert ((figures[:, 0] - 1).abs() < 1e-12).all() == (name in unbiased.split(";")), name
-    assert torch.allclose(found["RLOO, no clip"][:, 2:], torch.tensor([1.0, 0.0]).double())
-    for one, other in (("GRPO", "GSPO"), ("DAPO", "CISPO")):
-        assert torch.allclose(found[one][:, :2], found[other][:, :2])
-    short = {
-        "E[(r - J) / T]": lambda b: (
-            b.new * (b.values[:, :1] - b.rewards[:, None]) / b.mask.sum(1, True)
-        )
-    }
-    assert torch.allclose(
-        climb(short, 2, graded=True)["E[(r - J) / T]"][:, 0], found["GRPO, no std, no clip"][:, 0]
-    )
+    assert torch.allclose(found["RLOO, no clip"][:, 2:4], torch.tensor([1.0, 0.0]).double())
+    for one, other in (("GRPO", "GSPO"), ("DAPO", "CISPO"), ("GRPO, no std, no clip", "1 / T")):
+        assert torch.allclose(found[one][:, 0], found[other][:, 0]), one
 
 
 def test_maxrl_weighs_prompts_as_its_closed_form_says():
@@ -60,9 +56,8 @@ def test_maxrl_weighs_prompts_as_its_closed_form_says():
     p = b.values[:, 0].view(2, -1)[:, 0]  # the chance of a right answer to each prompt
     weight, length = (1 - (1 - p) ** 3) / p, true.flatten(1).norm(dim=1) ** 2
     cosine = (weight @ length) / (weight**2 @ length).sqrt() / true.norm()
-    assert climb({"MaxRL": exact.LOSSES["MaxRL"]}, problems=1)["MaxRL"][0, 0] == pytest.approx(
-        cosine.item()
-    )
+    found = climb({"MaxRL": exact.LOSSES["MaxRL"]}, problems=1)["MaxRL"][0, 0]
+    assert found.item() == pytest.approx(cosine.item(), abs=1e-9)
 
 
 OWN = """
@@ -85,12 +80,8 @@ def test_a_loss_of_ones_own_is_a_row_or_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(OWN)
     code, text = finished(exact, ["mine.py:good", "--problems", "1"], capsys)
     ours, theirs = (line[28:].split() for line in text.splitlines()[1:3])
-    assert code == 0 and ours == theirs and len(ours) == 6
-    faults = {
-        "mine.py:mixes": "other groups",
-        "mine.py:number": "no tensor",
-        "mine": "FILE.py:FUNCTION",
-    }
-    for spec, words in (faults | {"mine.py:absent": "no function"}).items():
-        code, text = finished(exact, [spec], capsys)
+    assert code == 0 and ours == theirs and len(ours) == 7
+    for spec, words in {"mixes": "other groups", "number": "no tensor", "absent": "no f"}.items():
+        code, text = finished(exact, [f"mine.py:{spec}"], capsys)
         assert code == 2 and words in text and text.count("\n") == 1, text
+    assert "FILE.py:FUNCTION" in finished(exact, ["mine"], capsys)[1]

@@ -11,8 +11,9 @@ are means over 8 such problems. The true gradient is that of the expected reward
   cosine   on policy: of the mean step and the true gradient; rewards are 0 and 1
   graded   the same where right answers have rewards between 0 and 1
   noise    on policy: the std of the step from a group of each prompt, over the mean step's length
-  along    after learning to a KL of 0.02: the part of the mean step along the true gradient, over
-           what it is on policy, with its std over the problems; across: the part at right angles
+  along    after learning to a KL of 0.02: the part of the mean step along the true gradient, and
+           its std over the problems; across: the part at right angles to it; noise: the std of a
+           step; all three as multiples of the way along on policy
 
 Your loss is called as my_loss(logprobs, old_logprobs, rewards, mask, num_generations), all (B, T)
 but rewards (B,), groups in consecutive rows. It returns the loss of each token or row, or a mean.
@@ -135,14 +136,14 @@ def step_of(loss: Callable, b: SimpleNamespace, derivatives: Tensor, true: Tenso
 
 
 def climb(losses: dict[str, Callable], problems: int, **options: Any) -> dict[str, Tensor]:
-    """{loss: (problems, 4)}: cosine, noise, along and across of each. See problem_of."""
+    """{loss: (problems, 5)}: cosine and noise on policy; along, across and noise off policy."""
     found = {name: [] for name in losses}
     for seed in range(problems):
         on_policy, off_policy, *rest = problem_of(seed, **options)
         for name, loss in losses.items():
             along, across, std = step_of(loss, on_policy, *rest)
             length = (along**2 + across**2).sqrt()
-            moved = step_of(loss, off_policy, *rest)[:2] / along
+            moved = step_of(loss, off_policy, *rest) / along
             found[name].append(torch.stack([along / length, std / length, *moved]))
     return {name: torch.stack(figures) for name, figures in found.items()}
 
@@ -177,13 +178,16 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("losses", nargs="*", metavar="FILE.py:FUNCTION", help="losses of your own")
     parser.add_argument("--problems", type=int, default=8, help="how many (8)")
     options = parser.parse_args(args)
+    if options.problems < 1:
+        raise InputError(f"--problems {options.problems}: must be at least 1")
     losses = LOSSES | {spec: own_loss(spec) for spec in options.losses}
-    print(f"{'':28s}   cosine   graded    noise    along      std   across")
+    print(f"{'':28s}   cosine   graded    noise    along      std   across    noise")
     found, graded = (climb(losses, options.problems, graded=x) for x in (False, True))
-    for name, (cosine, noise, along, across) in ((n, x.T) for n, x in found.items()):
-        figures = [cosine, graded[name][:, 0], noise, along, across]
-        cells = [f"{x.mean().round(decimals=6):9.3g}" for x in figures]
-        print(f"{name:28s}" + "".join(cells[:4]) + f"{along.std(correction=0):9.2g}" + cells[4])
+    for name, (cosine, *rest) in ((name, figures.T) for name, figures in found.items()):
+        noise, along, across, noise_off_policy = (x.mean() for x in rest)
+        columns = [cosine.mean(), graded[name][:, 0].mean(), noise, along]
+        columns += [rest[1].std(correction=0), across, noise_off_policy]
+        print(f"{name:28s}" + "".join(f"{x.round(decimals=6):9.3g}" for x in columns))
 
 
 if __name__ == "__main__":
