@@ -56,7 +56,7 @@ def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_a
     assert state.strip()[:1] in ("", "Z"), "nobody may have waited for it yet"
 
 
-def test_the_page_on_climbing_has_the_table_of_its_runs():
+def test_a_page_has_the_table_of_its_runs():
     pytest.importorskip("matplotlib")
     import climb
 

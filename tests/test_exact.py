@@ -74,7 +74,7 @@ def number(logprobs, old_logprobs, rewards, mask, num_generations):
 """
 
 
-def test_a_loss_of_ones_own_is_a_row_or_one_line(tmp_path, monkeypatch, capsys):
+def test_an_own_loss_is_a_row_or_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(exact, "LOSSES", {"Dr. GRPO, no clip": exact.LOSSES["Dr. GRPO, no clip"]})
     (tmp_path / "mine.py").write_text(OWN)
