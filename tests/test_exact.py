@@ -69,6 +69,9 @@ def good(logprobs, old_logprobs, rewards, mask, num_generations):
 def mixes(logprobs, old_logprobs, rewards, mask, num_generations):
     return -(rewards - rewards.mean())[:, None] * logprobs * mask
 
+def first(logprobs, old_logprobs, rewards, mask, num_generations):
+    return -(rewards[:, None] * logprobs * mask)[::num_generations]
+
 def number(logprobs, old_logprobs, rewards, mask, num_generations):
     return 0.0
 """
@@ -81,7 +84,8 @@ def test_an_own_loss_is_a_row_or_an_error(tmp_path, monkeypatch, capsys):
     code, text = finished(exact, ["mine.py:good", "--problems", "1"], capsys)
     ours, theirs = (line[28:].split() for line in text.splitlines()[1:3])
     assert code == 0 and ours == theirs and len(ours) == 7
-    for spec, words in {"mixes": "other groups", "number": "no tensor", "absent": "no f"}.items():
+    faults = {"mixes": "other groups", "first": "their order", "number": "no t", "absent": "no f"}
+    for spec, words in faults.items():
         code, text = finished(exact, [f"mine.py:{spec}"], capsys)
         assert code == 2 and words in text and text.count("\n") == 1, text
     assert "FILE.py:FUNCTION" in finished(exact, ["mine"], capsys)[1]
