@@ -19,7 +19,7 @@ PROGRAM = """common.py forward.py grpo.py ppo.py reward_model.py rloo.py samplin
 requirements.txt plumbing/__init__.py plumbing/errors.py plumbing/decoder.py plumbing/config.py
 plumbing/data.py plumbing/metrics.py plumbing/models.py one_page/rloo.py
 plumbing/preferences.py plumbing/run.py tools/__init__.py tools/look.html tools/look.py
-tools/to_trl.py tiny/README.md tiny/config.json tiny/generation_config.json
+tools/exact.py tools/to_trl.py tiny/README.md tiny/config.json tiny/generation_config.json
 tiny/make.py tiny/model.safetensors tiny/temperature.py tiny/tokenizer.json
 tiny/tokenizer_config.json tiny/cups/config.json tiny/cups/generation_config.json
 tiny/cups/model.safetensors tiny/cups/tokenizer.json tiny/cups/tokenizer_config.json""".split()

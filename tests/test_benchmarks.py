@@ -56,6 +56,15 @@ def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_a
     assert state.strip()[:1] in ("", "Z"), "nobody may have waited for it yet"
 
 
+def test_a_page_has_the_table_of_its_runs():
+    pytest.importorskip("matplotlib")
+    import climb
+
+    runs = json.loads(climb.RESULTS.read_text())
+    assert set(map(len, runs.values())) == {5}, "seeds"
+    assert climb.table(runs) in climb.PICTURE.with_name("climb.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_the_first_picture_is_drawn_from_a_run_for_light_dark_and_narrow_pages(
     tmp_path, monkeypatch

@@ -1,0 +1,121 @@
+"""The figures of docs/climb.md that tools/exact.py doesn't print, and its picture.
+
+  python benchmarks/climb.py            # value models, the table of the runs, docs/climb.png
+  python benchmarks/climb.py --runs     # before that, the runs that climb.json lacks: 15 minutes
+
+Each run makes 16 updates with each of 20 rollouts. To repeat a run, take it out of climb.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from learning import INK, TEXTS, mpl, train
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tools.exact import GROUPS, LOSSES, STATES, climb, ppo, problem_of, step_of
+
+RESULTS = Path(__file__).with_suffix(".json")
+PICTURE = Path(__file__).parent.parent / "docs" / "climb.png"
+SHOWN = ["RLOO, no clip", "CISPO", "GSPO", "GRPO", "Dr. GRPO", "RLOO"]
+DRIFTS = {"learning": "after learning", "noise": "after a random change of the logits"}
+JOB = """--task cups --num_steps 20 --eval_every 20 --num_epochs 4 --num_mini_batches 4 --kl_coef 0
+--prompts_per_step 64 --num_generations 4 --device cpu"""
+DR_GRPO = "grpo.py --loss_type dr_grpo --scale_rewards none"
+COMMANDS = {
+    "RLOO": "rloo.py",
+    "RLOO, no clip": "rloo.py --clip_range 1e9",
+    "Dr. GRPO": DR_GRPO,
+    "Dr. GRPO, no clip": f"{DR_GRPO} --clip_range 1e9",
+    "GSPO": "grpo.py --loss_type gspo",
+    "CISPO": "grpo.py --loss_type cispo",
+}
+
+
+def draw() -> None:
+    """How far each loss climbs along the true gradient, by the KL: mean of 24 problems."""
+    mpl.rcParams.update(dict.fromkeys(TEXTS, INK))
+    figure = Figure(figsize=(5.2, 6.4), layout="constrained")
+    kls = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1]
+    losses = {name: LOSSES[name] for name in SHOWN}
+    for panel, (drift, title) in zip(figure.subplots(2, 1), DRIFTS.items(), strict=True):
+        found = [climb(losses, 24, kl=kl, drift=drift) for kl in kls]
+        for name in losses:
+            panel.plot(kls, [x[name][:, 2].mean() for x in found], ".-", label=name)
+        panel.axhline(0, color=INK, lw=0.8)
+        panel.set(xscale="log", title=title, ylabel="along the true gradient")
+        panel.grid(alpha=0.2)
+    panel.set_xlabel("KL(old || new) of a completion, in nats")
+    handles = panel.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(PICTURE, dpi=110, transparent=True)
+
+
+def value_models() -> list[tuple[float, float]]:
+    """(explained variance, noise of PPO's step over that with V = 0), both with lambda 1, for exact
+    values to which noise was added, as a number for each prompt and prefix.
+    """
+    torch.manual_seed(0)
+    found = []
+    for seed in range(8):
+        b, _, *rest = problem_of(seed)
+        states = STATES[GROUPS].flatten(0, 1)  # (rows of a prompt, T)
+        share, rewards = b.chance / b.chance.sum(), b.rewards[:, None].expand_as(b.chance)
+
+        def noise(values: torch.Tensor) -> float:
+            along, _, std = step_of(lambda b: ppo(b, values * b.mask, 1), b, *rest)  # noqa: B023
+            return (std / along).item()
+
+        def variance(x: torch.Tensor) -> torch.Tensor:
+            return (share * x**2).sum() - (share * x).sum() ** 2  # noqa: B023
+
+        without = noise(0 * b.values)
+        for size in (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0):
+            values = b.values + (size * torch.randn(2, 7).double())[:, states].flatten(0, 1)
+            explained = 1 - variance(rewards - values) / variance(rewards)
+            found.append((explained.item(), noise(values) / without))
+    return found
+
+
+def table(runs: dict[str, list[dict]]) -> str:
+    """A row for each loss: mean over the seeds, and the lowest and highest seed."""
+    lines = ["| | step 3 | step 6 | lowest later | last five | greedy at the end |"]
+    lines.append("|---" * 6 + "|")
+    for name, seeds in runs.items():
+        all_scores = [run["scores"] for run in seeds]
+        columns = [[x[2] for x in all_scores], [x[5] for x in all_scores]]
+        columns += [[min(x[6:]) for x in all_scores], [statistics.mean(x[15:]) for x in all_scores]]
+        columns.append([run["greedy"] for run in seeds])
+        cells = [f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--runs", action="store_true", help="make the runs that are missing")
+    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else {x: [] for x in COMMANDS}
+    if parser.parse_args().runs:
+        for seed in range(5):
+            for name, command in COMMANDS.items():
+                if len(runs[name]) == seed:
+                    lines, _, cpu = train(f"{command} {JOB} --seed {seed}")
+                    run = {"scores": [round(x["objective/scores"], 4) for x in lines[:20]]}
+                    run |= {"greedy": lines[-1]["eval/accuracy_greedy"], "cpu": round(cpu)}
+                    runs[name].append(run)
+                    RESULTS.write_text(json.dumps(runs) + "\n")
+    print(table(runs))
+    models = value_models()
+    for sign, kind in ((-1, "below"), (1, "above")):
+        changes = [noise > 1 for explained, noise in models if sign * explained > 0]
+        print(f"explained variance {kind} 0: {sum(changes)} of {len(changes)} add noise")
+    draw()
+
+
+if __name__ == "__main__":
+    main()

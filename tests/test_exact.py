@@ -1,0 +1,91 @@
+"""tools/exact.py: what it counts, against sampled groups and closed forms; a loss of one's own."""
+
+import pytest
+import torch
+from small import finished
+
+from grpo import group_advantages, grpo_loss
+from tools import exact
+from tools.exact import ALL, GROUPS, MASK, STATES, TOKENS, climb, problem_of, step_of
+
+
+def gspo(new, old, rewards, mask):
+    A = group_advantages(rewards, 4)
+    return grpo_loss(new, old, A, mask, clip_range=0.2, loss_type="gspo", num_rows=1)[0]
+
+
+def test_a_counted_step_is_the_mean_of_sampled_steps():
+    _, b, derivatives, true = problem_of(seed=3)
+    wanted = step_of(lambda b: gspo(b.new, b.old, b.rewards, b.mask), b, derivatives, true)[0]
+    first = [GROUPS.flatten().tolist().index(c) for c in range(len(ALL))]  # a row of each
+    new, old, r = (
+        x.detach().view(2, -1, *x.shape[1:])[:, first] for x in (b.new, b.old, b.rewards)
+    )
+    logits = torch.zeros(2, 7, 3).double()
+    logits[:, STATES[MASK], TOKENS[MASK]] = new[:, MASK]  # log-probs are logits
+    logits.requires_grad_()
+    torch.manual_seed(0)
+    found = []
+    for _ in range(100):
+        drawn = old.sum(2).exp().multinomial(4 * 200, replacement=True)  # (2, rows)
+        logprobs = logits.log_softmax(2)[:, STATES, TOKENS] * MASK
+        rows = [torch.cat([x[k][drawn[k]] for k in (0, 1)]) for x in (logprobs, old, r)]
+        loss = gspo(*rows, MASK[drawn].flatten(0, 1)) / 200
+        found.append(-(torch.autograd.grad(loss, logits)[0] * true).sum() / true.norm())
+    error = torch.stack(found).std() / 10
+    assert abs(torch.stack(found).mean() - wanted) < 3 * error < 0.2 * wanted.abs()
+
+
+def test_theorems_hold_to_rounding():
+    def times_inverse_length(b):  # E[(r - J) / T]
+        return b.new * (b.values[:, :1] - b.rewards[:, None]) / b.mask.sum(1, keepdim=True)
+
+    losses = exact.LOSSES | {"1 / T": times_inverse_length}
+    found = climb(losses, problems=2, graded=True)
+    unbiased = "RLOO, no clip;CTPO's prefix ratio, no clip;no ratio, no clip;Dr. GRPO, no clip;RLOO"
+    unbiased += ";Dr. GRPO;PPO, exact values, lam .95;PPO, values 0, lam 1"
+    for name, figures in found.items():
+        assert ((figures[:, 0] - 1).abs() < 1e-12).all() == (name in unbiased.split(";")), name
+    assert torch.allclose(found["RLOO, no clip"][:, 2:4], torch.tensor([1.0, 0.0]).double())
+    for one, other in (("GRPO", "GSPO"), ("DAPO", "CISPO"), ("GRPO, no std, no clip", "1 / T")):
+        assert torch.allclose(found[one][:, 0], found[other][:, 0]), one
+
+
+def test_maxrl_weighs_prompts_as_its_closed_form_says():
+    b, _, _, true = problem_of(seed=0)
+    p = b.values[:, 0].view(2, -1)[:, 0]  # the chance of a right answer to each prompt
+    weight, length = (1 - (1 - p) ** 3) / p, true.flatten(1).norm(dim=1) ** 2
+    cosine = (weight @ length) / (weight**2 @ length).sqrt() / true.norm()
+    found = climb({"MaxRL": exact.LOSSES["MaxRL"]}, problems=1)["MaxRL"][0, 0]
+    assert found.item() == pytest.approx(cosine.item(), abs=1e-9)
+
+
+OWN = """
+def good(logprobs, old_logprobs, rewards, mask, num_generations):
+    groups = rewards.view(-1, num_generations)
+    A = (groups - groups.mean(1, keepdim=True)).view(-1, 1)
+    return (-A * (logprobs - old_logprobs).exp() * mask).mean()
+
+def mixes(logprobs, old_logprobs, rewards, mask, num_generations):
+    return -(rewards - rewards.mean())[:, None] * logprobs * mask
+
+def first(logprobs, old_logprobs, rewards, mask, num_generations):
+    return -(rewards[:, None] * logprobs * mask)[::num_generations]
+
+def number(logprobs, old_logprobs, rewards, mask, num_generations):
+    return 0.0
+"""
+
+
+def test_an_own_loss_is_a_row_or_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(exact, "LOSSES", {"Dr. GRPO, no clip": exact.LOSSES["Dr. GRPO, no clip"]})
+    (tmp_path / "mine.py").write_text(OWN)
+    code, text = finished(exact, ["mine.py:good", "--problems", "1"], capsys)
+    ours, theirs = (line[28:].split() for line in text.splitlines()[1:3])
+    assert code == 0 and ours == theirs and len(ours) == 7
+    faults = {"mixes": "other groups", "first": "their order", "number": "no t", "absent": "no f"}
+    for spec, words in faults.items():
+        code, text = finished(exact, [f"mine.py:{spec}"], capsys)
+        assert code == 2 and words in text and text.count("\n") == 1, text
+    assert "FILE.py:FUNCTION" in finished(exact, ["mine"], capsys)[1]
