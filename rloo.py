@@ -9,8 +9,8 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
   ratio       rho_i = pi(y) / pi_old(y), of the whole completion: a product over its tokens
   loss        max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), its mean over the completions
 
-There is no value model: a completion is compared with the others of its prompt. Read this file
-first: it is the shortest, and the loops of the other two are variations of this one.
+There is no value model: a completion is compared with the others of its prompt. Of the scripts read
+this one first: it is the shortest, and the loops of the other two are variations of it.
 Ratio and clip are TRL's. With one update per rollout rho_i is 1, and this is REINFORCE, as in [1].
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
