@@ -218,6 +218,8 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     opened = template([asked], add_generation_prompt=True) != template([asked])
     if not opened and first[-1]["role"] != "assistant":
         print("The chat template opens no assistant's turn: right for few models (Mistral's).")
+    if "strftime_now" in str(tokenizer.chat_template):
+        print("The chat template writes the date: a run that goes on tomorrow has other prompts.")
 
 
 # --- Reading prompts ---

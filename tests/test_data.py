@@ -178,6 +178,7 @@ CHAT = {"system_prompt": ""}
         (CHAT, ENDS.replace("im_end", "endoftext"), None),
         (CHAT, NO_SYSTEM, None),
         ({"system_prompt": "Be brief."}, NO_SYSTEM, "leaves out what system says: 'Be brief.'"),
+        (CHAT, "{{ strftime_now('%d') }}" + WHOLE, "writes the date"),
         ({"prompt_template": r"{prompt} \boxed{answer}"}, None, "{answer} puts what a reward"),
         ({"prompt_template": "{prompt} {gold[0]}"}, None, None),
         ({"prompt_template": "{prompt} {gold[0]}", "reward": ["FILE:f"]}, None, "{gold} puts what"),
