@@ -253,13 +253,13 @@ def test_a_child_that_a_reward_forks_harms_nothing(end, code, run):
 
 
 def test_a_second_interrupt_does_not_end_the_saving(run, monkeypatch):
-    save = Run.save
+    save, handler = Run.save, signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         fails(patch, ppo, "sample", 3, KeyboardInterrupt())
         patch.setattr(Run, "save", lambda self: [os.kill(os.getpid(), signal.SIGINT), save(self)])
         code, text = run("--save_every", "50")
     assert code == 130 and text.endswith("--resume run goes on from step 3.\ninterrupted\n")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_rows_that_hold_a_function_are_the_same_in_the_next_process():
