@@ -111,7 +111,7 @@ def test_no_flag_is_lost_on_the_way_to_trl(script):
     assert not lost, "give them a field in tools/to_trl.py, or add them to READ or NO_EFFECT here"
 
 
-OTHERS = "a run of {0}.py; for PPO docs/outgrow.md has verl's names, for reward models TRL's Reward"
+OTHERS = "a run of {0}.py; for PPO docs/outgrow.md names verl, for reward models TRL's Reward"
 
 
 @pytest.mark.parametrize(

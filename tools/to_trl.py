@@ -93,7 +93,7 @@ def main(args: list[str] | None = None) -> None:
     found = settings_of_run(given.run)
     script = found.pop("script")
     if script not in CONFIGS:
-        instead = "for PPO docs/outgrow.md names verl, for reward models there is TRL's RewardTrainer"
+        instead = "for PPO docs/outgrow.md names verl, for reward models TRL's RewardTrainer"
         raise InputError(f"{given.run}: a run of {script}.py; {instead}")
     with blame("many GPUs need pip install trl==1.16.0"):
         import trl
