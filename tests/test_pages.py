@@ -167,7 +167,7 @@ def test_the_commands_of_readme_run_in_its_order_in_one_folder_and_none_loses_an
     folders = []
     for command in commands(PAGES["README.md"]):
         _, program, *flags = shlex.split(command)
-        if program == "-m":  # the tests themselves
+        if program == "-m" or program.startswith("one_page/"):  # the tests run them elsewhere
             continue
         script = importlib.import_module(program.removesuffix(".py").replace("/", "."))
         if script in SCRIPTS.values():
