@@ -122,7 +122,8 @@ def block(name: str, page: str = "README.md") -> str:
 
 
 def test_the_loop_that_readme_shows_is_that_of_the_page():
-    assert block("its heart") in (REPOSITORY / "one_page" / "rloo.py").read_text(encoding="utf-8")
+    page = (REPOSITORY / "one_page" / "rloo.py").read_text(encoding="utf-8")
+    assert textwrap.indent(block("its heart"), "    ") in page
 
 
 def test_the_page_on_thinking_has_the_figures_of_its_experiments():
