@@ -121,7 +121,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
         centred = centred / (variance.sqrt() + 1e-4)
     elif scale_rewards == "mean":  # [6]: a group that seldom succeeds counts more
         if (groups < 0).any():  # a negative mean would turn good into bad
-            raise ValueError('scale_rewards "mean" needs rewards of 0 or more')
+            raise ValueError("the group's mean divides only rewards of 0 or more")
         centred = centred / mean  # 0 / 0 in a group that never succeeds: it gets 0 below
     elif scale_rewards != "none":  # [2] leaves the std out
         choices = "group, batch, none or mean"
@@ -277,7 +277,7 @@ def main(args: list[str] | None = None) -> None:
                 ref_logprobs = rollout_logprobs(ref_model, rollout, config)
 
         # 4. Compare each score with those of the same prompt's completions: the advantage.
-        with blame("--scale_rewards"):
+        with blame(f"--scale_rewards {config.scale_rewards}"):
             advantages = group_advantages(scores, G, config.scale_rewards)  # (B,)
         if config.mask_truncated_completions:  # [3]: out of the loss, not of the group's mean
             mask = mask & rollout.finished.unsqueeze(1)
@@ -336,7 +336,7 @@ def main(args: list[str] | None = None) -> None:
         # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         kl = None
         if config.kl_coef > 0:  # the metric is k1, which has no bias, as in RLOO
-            kl = kl_estimate(meter.last_pass["old_logprobs"], ref_logprobs, "k1")
+            kl = kl_estimate(old_logprobs, ref_logprobs, "k1")
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)
         run.log(step, meter, episode=(step + 1) * B * config.oversample)

@@ -188,8 +188,8 @@ def main(args: list[str] | None = None) -> None:
         for _ in range(config.num_epochs):
             order = torch.randperm(B, generator=shuffler)
             for mini_batch in order.split(B // config.num_mini_batches):
-                # Rows whose advantage is 0 have no gradient. Leave them out: with them the commands
-                # above take 1.2 times as long. One stays, so that there is a gradient at least.
+                # Rows whose advantage is 0 have no gradient. Leave them out: with them a step of
+                # the first command above takes 1.4 times as long. One stays, for the optimiser.
                 kept = mini_batch[(advantages[mini_batch] != 0).cpu()]
                 kept = kept if len(kept) > 0 else mini_batch[:1]
                 # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each

@@ -66,8 +66,8 @@ def generate(
 
     prompt_ids and prompt_mask (N, P), padded on the left -> Rollout of B = N * num_generations
     rows; the rows of a prompt are consecutive. settings: temperature, top_k and top_p of `draw`.
-    stop: the strings that end a completion. decoder: a Decoder of this model. Where the logits are
-    not finite, neither is a log-prob.
+    stop: the strings that end a completion. decoder: a Decoder of this model. NaN or +inf among the
+    logits makes a log-prob NaN.
     """
     model = decoder.model if decoder else model
     G, device = num_generations, model.device

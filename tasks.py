@@ -178,7 +178,7 @@ MARK = re.compile(
 # An exponent or an index, as of m^2; the part of a fraction or a power, as of 1/18 and 2^10; and
 # between them the number. Of 10-5: 10 and 5. Longer exponents overflow a Decimal.
 NUMBER = re.compile(
-    r"(\^\{?|(?<=\w)_\{?)?([/\u2044]\s*|\}\{)?"
+    r"(\^\{?|(?<=[^\W_])_\{?)?([/\u2044]\s*|\}\{)?"
     r"((?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?!\d))?)"
     r"((?:\s*[/\u2044^]\s*\{?-?|\*\*|\}?\{)\d[\d.]*)?"
 )

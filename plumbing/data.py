@@ -200,7 +200,7 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     read = [inspect.signature(x).parameters for x in (task.verifier, *task.rewards) if x]
     # A column that stands there by itself is the question, which a judge may read.
     for name in columns & {"answer"}.union(*read) if len(columns) > 1 else ():
-        print(f"{{{name}}} puts what a reward checks into the prompt: as text it is {{{{{name}}}}}")
+        print(f"A reward checks {{{name}}} too: is it the answer? As text it is {{{{{name}}}}}.")
     if any(str(row["prompt"])[-1] in " \t" for row in rows):
         print("Prompts end in a space, which most tokenizers put in front of a word: leave it out.")
     if isinstance(first, str):
@@ -211,11 +211,14 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
             print(f"The chat template leaves out what {m['role']} says: {m['content'][:60]!r}")
     template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     asked, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}
-    end = template([asked, answer]).partition("ANSWER")[2].strip()
+    try:
+        end = template([asked, answer]).partition("ANSWER")[2].strip()
+        opened = template([asked], add_generation_prompt=True) != template([asked])
+    except Exception:  # a template may refuse a conversation that isn't the user's
+        return
     ids = tokenizer(end, add_special_tokens=False).input_ids
     if end and {*ids}.isdisjoint(task.eos_token_ids) and not any(x in end for x in config.stop):
         print(f"A turn ends with {end!r} in the chat template, and no completion: --stop {end!r}")
-    opened = template([asked], add_generation_prompt=True) != template([asked])
     if not opened and first[-1]["role"] != "assistant":
         print("The chat template opens no assistant's turn: right for few models (Mistral's).")
     if "strftime_now" in str(tokenizer.chat_template):

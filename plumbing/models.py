@@ -133,7 +133,7 @@ def load(auto_class: type, name: str, new_head: bool = False, **options: Any) ->
     and start at 0.
     """
     path = folder_of(name)
-    if Path(path, "metrics.jsonl").exists():
+    if Path(path, "metrics.jsonl").exists() and Path(path, "model").is_dir():
         raise InputError(f"{name}: is the folder of a run: give {Path(name, 'model')}")
     path = str(Path(path).resolve()) if Path(path).exists() else path  # an adapter names its base
     options = {"dtype": torch.float32, "use_safetensors": True} | options  # not as it was saved
@@ -209,7 +209,8 @@ def set_up_training(config: Any, model: nn.Module) -> None:
     """Put a model into training mode, with the kind of attention and the checkpointing that suit
     the run. Raises InputError.
 
-    It comes before disable_dropout, whose copies of a config don't follow a change.
+    It comes before disable_dropout, whose copies of a config don't follow a change (rounded_copy in
+    decoder.py changes them too).
     """
     # The head stays in float32 where the rest is in bfloat16: TF32 makes its products far faster.
     torch.backends.cuda.matmul.allow_tf32 = config.bf16

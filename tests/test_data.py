@@ -179,9 +179,9 @@ CHAT = {"system_prompt": ""}
         (CHAT, NO_SYSTEM, None),
         ({"system_prompt": "Be brief."}, NO_SYSTEM, "leaves out what system says: 'Be brief.'"),
         (CHAT, "{{ strftime_now('%d') }}" + WHOLE, "writes the date"),
-        ({"prompt_template": r"{prompt} \boxed{answer}"}, None, "{answer} puts what a reward"),
+        ({"prompt_template": r"{prompt} \boxed{answer}"}, None, "A reward checks {answer} too"),
         ({"prompt_template": "{prompt} {gold[0]}"}, None, None),
-        ({"prompt_template": "{prompt} {gold[0]}", "reward": ["FILE:f"]}, None, "{gold} puts what"),
+        ({"prompt_template": "{prompt} {gold[0]}", "reward": ["FILE:f"]}, None, "{gold} too"),
         ({"prompt_template": "{answer}?", "reward": ["FILE:f"]}, None, None),  # the question
         ({"prompt_template": "{prompt} \t"}, None, "end in a space"),
         ({"prompt_template": "{prompt}\n"}, None, None),

@@ -15,12 +15,12 @@ from transformers import (
 )
 
 import sampling
-from common import completion_mask
+from common import completion_mask, disable_dropout
 from forward import model_inputs
 from plumbing.data import Task
 from plumbing.decoder import Decoder, masks_of_layers, rounded_copy
 from plumbing.errors import Fault
-from plumbing.models import add_adapter
+from plumbing.models import add_adapter, set_up_training
 from sampling import draw, generate, without_windows
 
 # Padding is 0, and 0 is a token as well.
@@ -203,6 +203,19 @@ def test_dropout_never_touches_a_sample_and_the_mode_stays_as_it_was():
         assert model.training is training
     assert torch.equal(*drawn), "the same seed"
     assert not torch.equal(sample(model, seed=1, num_generations=4).tokens, drawn[0])
+
+
+@torch.no_grad()
+def test_the_copy_that_decodes_sees_no_later_token():
+    """disable_dropout gives attention modules a config of their own, which must follow the change
+    of attention: plain attention without a mask sees all tokens.
+    """
+    model = small_gpt2(dropout=0.1)
+    set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), model)
+    assert disable_dropout(model) > 0
+    tokens = torch.arange(1, 9).view(2, 4)
+    logits, found = (x(tokens).logits for x in (model, rounded_copy(model, torch.float32)))
+    assert torch.allclose(found, logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

@@ -100,7 +100,8 @@ def main(args: list[str] | None = None) -> None:
         from datasets import Dataset
         from trl.rewards import get_soft_overlong_punishment
 
-    config = CONFIGS[script](**found)
+    with blame(f"{given.run / 'config.json'}"):  # a setting of another version
+        config = CONFIGS[script](**found)
     config.device = "cpu"  # TRL moves the policy to the device of the process
     set_seed(config.seed)  # of a new adapter
     policy, tokenizer = load_policy(config)
