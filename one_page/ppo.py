@@ -2,7 +2,7 @@
 
 A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
 and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses. Only
-the last digit is scored. Your own task needs another model, another game and a line for its score.
+the last digit is scored. Your task needs another model, game and score: see docs/architecture.md.
 """
 
 import copy
@@ -31,12 +31,12 @@ def rollout(games, greedy=False):
     tokens = new = tokenizer([prompt for prompt, _ in games], return_tensors="pt").input_ids
     cache = {}  # the keys and values of all tokens that the policy has read
     for _ in range(T):
-        cache = dict(policy(new, **cache))
+        cache = dict(policy(new, **cache))  # the cache with the new tokens in it, and "logits"
         probs = cache.pop("logits")[:, -1].softmax(-1)  # of the next token: (B, V)
         new = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (B, 1)
         new[tokens[:, -1] == EOS] = EOS  # after the first EOS there are only more
         tokens = torch.cat([tokens, new], 1)
-    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # True up to the first EOS, and at it
+    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # no second EOS yet: up to the first, and at it
     texts = tokenizer.batch_decode(tokens[:, -T:], skip_special_tokens=True)
     scores = torch.tensor([float(text.endswith(cup)) for text, (_, cup) in zip(texts, games)])
     return tokens, mask, texts, scores
@@ -59,7 +59,7 @@ torch.nn.init.zeros_(critic.lm_head.weight)
 optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], betas=(0.9, 0.95))
 
 for step in range(STEPS):
-    optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)  # it falls to 0
+    optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)  # to 0, so that it settles
     # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
     games = [game() for _ in range(N)] * G  # so each column of scores.view(G, N) is a group
     tokens, mask, texts, scores = rollout(games)
@@ -91,5 +91,5 @@ for step in range(STEPS):
         optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-scores = rollout([game() for _ in range(512)], greedy=True)[3]  # 99% of these games are new to it
+_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% are new to it
 print(f"greedy: right {scores.mean():.3f}")

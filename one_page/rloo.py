@@ -2,7 +2,7 @@
 
 A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
 and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses. Only
-the last digit is scored. Your own task needs another model, another game and a line for its score.
+the last digit is scored. Your task needs another model, game and score: see docs/architecture.md.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
-STEPS, LEARNING_RATE, KL_COEF = 30, 1e-3, 0.02  # KL_COEF: what a nat of KL costs
+STEPS, LEARNING_RATE, KL_COEF = 30, 1e-3, 0.02  # KL_COEF: the weight of the KL to the reference
 
 
 def game():
@@ -30,12 +30,12 @@ def rollout(games, greedy=False):
     tokens = new = tokenizer([prompt for prompt, _ in games], return_tensors="pt").input_ids
     cache = {}  # the keys and values of all tokens that the policy has read
     for _ in range(T):
-        cache = dict(policy(new, **cache))
+        cache = dict(policy(new, **cache))  # the cache with the new tokens in it, and "logits"
         probs = cache.pop("logits")[:, -1].softmax(-1)  # of the next token: (B, V)
         new = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (B, 1)
         new[tokens[:, -1] == EOS] = EOS  # after the first EOS there are only more
         tokens = torch.cat([tokens, new], 1)
-    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # True up to the first EOS, and at it
+    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # no second EOS yet: up to the first, and at it
     texts = tokenizer.batch_decode(tokens[:, -T:], skip_special_tokens=True)
     scores = torch.tensor([float(text.endswith(cup)) for text, (_, cup) in zip(texts, games)])
     return tokens, mask, texts, scores
@@ -74,5 +74,5 @@ for step in range(STEPS):
     optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-scores = rollout([game() for _ in range(512)], greedy=True)[3]  # 99% of these games are new to it
+_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% are new to it
 print(f"greedy: right {scores.mean():.3f}")

@@ -3,7 +3,9 @@
 A page runs as it stands, but in float64 and with other constants. It is told what it draws.
 """
 
+import contextlib
 import copy
+import io
 import re
 import subprocess
 import sys
@@ -84,12 +86,11 @@ def filled_in(games: list) -> list[str]:
     return [x.replace("c", c).replace("w", "12"[c == "1"]) for x, (_, c) in zip(texts, games)]
 
 
-@pytest.fixture(params=OWN)
-def ran(request, monkeypatch, capsys) -> SimpleNamespace:
+@pytest.fixture(scope="module", params=OWN)
+def ran(request) -> SimpleNamespace:
     """A page that has run: its names, its models as loaded, the tokens and games of its steps, the
-    probabilities from which it drew, and what it printed.
+    probabilities from which it drew, its seed and what it printed. No test may change them.
     """
-    monkeypatch.chdir(REPOSITORY)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.float64)
     page, models, steps, probs = {**GIVEN}, [], [], []
@@ -114,20 +115,24 @@ def ran(request, monkeypatch, capsys) -> SimpleNamespace:
         probs.append(given)
         return steps[-1][1][:, 19 + len(probs) - 6 * (len(steps) - 1), None].clone()
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(torch.optim, "Adam", adam)
-    monkeypatch.setattr(torch, "multinomial", multinomial)
-    monkeypatch.setattr(torch, "randperm", lambda n: torch.arange(n).flip(0))
     file = str(REPOSITORY / "one_page" / f"{request.param}.py")
     code = SourceFileLoader(request.param, file).get_code(request.param)
-    exec(code, page, names := Names(page))
-    out = capsys.readouterr().out.splitlines()
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(REPOSITORY)
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        patch.setattr(torch.optim, "Adam", adam)
+        patch.setattr(torch, "multinomial", multinomial)
+        patch.setattr(torch, "randperm", lambda n: torch.arange(n).flip(0))
+        exec(code, page, names := Names(page))
+    out, seed = printed.getvalue().splitlines(), torch.initial_seed()
     found = {"name": request.param, "page": page, "own": names.own, "models": models, "out": out}
-    return SimpleNamespace(**found, steps=steps, probs=probs)
+    return SimpleNamespace(**found, steps=steps, probs=probs, seed=seed)
 
 
 def test_a_page_makes_the_updates_of_its_script(ran):
-    trained = [p for model in ran.models for p in model.parameters() if p.requires_grad]
+    models = copy.deepcopy(ran.models)
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
     optimizer, probs, before = torch.optim.SGD(trained, lr=1), iter(ran.probs), trained[0].clone()
     for step, (games, rows) in enumerate(ran.steps):
         optimizer.param_groups[0]["lr"] = 0.01 / (step + 1 if ran.name == "ppo" else 1)
@@ -136,7 +141,7 @@ def test_a_page_makes_the_updates_of_its_script(ran):
         for t in range(6):  # what stands behind the end is drawn from EOS
             mask_of_read = torch.cat([mask.new_ones(12, 20), mask[:, :t]], 1)
             read = rows[:, : 20 + t].where(mask_of_read, ran.page["EOS"])
-            expected = ran.models[0](read).logits[:, -1].softmax(-1)
+            expected = models[0](read).logits[:, -1].softmax(-1)
             torch.testing.assert_close(next(probs), expected, rtol=0, atol=1e-12)
         seen = torch.cat([mask.new_ones(12, 20), mask], 1)
         rollout = common.Rollout(rows, seen, mask, mask, mask[:, 0])
@@ -145,7 +150,7 @@ def test_a_page_makes_the_updates_of_its_script(ran):
             i = torch.arange(12)
         else:
             i = torch.arange(12).view(4, 3).T.flatten()  # the scripts' groups are consecutive
-        for loss in losses(ran.name, rollout[i], scores[i], ran.models):
+        for loss in losses(ran.name, rollout[i], scores[i], models):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -153,7 +158,7 @@ def test_a_page_makes_the_updates_of_its_script(ran):
         assert ran.out[step] == f"{step} {figures} {games[0][0]} {games[0][1]} {texts[0]}"
     assert len(ran.steps) == 2 and not before.equal(trained[0])
     found = [ran.page[x] for x in ("policy", "reference", "critic") if x in ran.page]
-    for model, expected in zip(found, ran.models, strict=True):
+    for model, expected in zip(found, models, strict=True):
         pairs = [list(x.parameters()) for x in (model, expected)]
         torch.testing.assert_close(*pairs, rtol=0, atol=1e-12)
 
@@ -178,7 +183,7 @@ def test_a_page_ends_with_greedy_answers_to_512_games(ran):
 
 def test_a_page_has_the_constants_with_which_it_was_measured(ran):
     assert {name: ran.own[name] for name in GIVEN if name in ran.own} == OWN[ran.name]
-    assert torch.initial_seed() == 0
+    assert ran.seed == 0
 
 
 @pytest.mark.slow
