@@ -338,17 +338,17 @@ def check(step: Step, *wanted: str) -> None:
 @pytest.mark.problem("grpo_loop", 1, "dr_grpo")
 @pytest.mark.problem("grpo_loop", 1, "dapo")
 @pytest.mark.problem("rloo_loop", 3, "rloo")
-def test_every_gradient_of_the_second_step_is_that_of_the_definition(step):
+def test_the_loop_has_the_gradients_of_its_page(step):
     check(step, "gradient")
 
 
 @pytest.mark.problem("grpo_loop", 1, "grpo dr_grpo")
-def test_the_weights_at_the_end_are_those_of_adam_without_decay(step):
+def test_the_loop_ends_with_the_weights_of_adam(step):
     check(step, "weights")
 
 
 @pytest.mark.problem("ppo_loop", 2, "ppo")
-def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(step):
+def test_the_loop_records_the_tensors_of_its_page(step):
     check(step, *STAGES[:10], "new_logprobs")
     job, page, _ = step
     for line in [x for x in job.tokens if x["split"] == "train" and x["step"] == 1]:
@@ -363,7 +363,7 @@ def test_what_is_recorded_of_trained_tokens_is_what_the_step_did_to_them(step):
 
 @pytest.mark.problem("grpo_loop", 1, "grpo")
 @pytest.mark.problem("rloo_loop", 1, "rloo")
-def test_every_metric_of_the_second_step_is_that_of_its_definition(step):
+def test_the_loop_logs_the_metrics_of_its_page(step):
     check(step, "loss")
     job, page, updates = step
     mean, scores = partial(mean_of, updates), page["scores"]
