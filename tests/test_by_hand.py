@@ -20,7 +20,7 @@ from types import CodeType, SimpleNamespace
 import pytest
 import torch
 from small import job_maker, letter_tokenizer, lines_of
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -95,9 +95,8 @@ class Job:
             try:
                 self.metrics = make_job(self.script)(**self.flags)
             except Fault as e:
-                pytest.fail(
-                    f"{self.script.__name__}.py, run {kind!r}, has stopped: {e}", pytrace=False
-                )
+                text = f"{self.script.__name__}.py, run {kind!r}, has stopped: {e}"
+                pytest.fail(text, pytrace=False)
         self.tokens = lines_of(folder / "run/tokens.jsonl")
         self.final = AutoModelForCausalLM.from_pretrained(folder / "run/model", dtype=torch.float64)
 
@@ -150,8 +149,8 @@ def of_each_row(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Simpl
     return read
 
 
-def copied(weights: Iterable[Tensor], models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The models, which now have these weights, and no gradient."""
+def with_weights(weights: Iterable[Tensor], models: list[nn.Module]) -> list[nn.Module]:
+    """Give models these weights, in the order of their parameters, and no gradient."""
     for p, x in zip([p for model in models for p in model.parameters()], weights, strict=True):
         p.data.copy_(x)
         p.grad = None
@@ -165,9 +164,9 @@ def second_step(job: Job) -> tuple[dict, list[dict]]:
     rollout, given = job.rollouts[1], job.updates[len(job.updates) // 2 :]
     models = [policy := copy.deepcopy(job.policy).eval()]
     first = job.updates[0][0][: len([*policy.parameters()])]
-    [ref] = copied(first, [copy.deepcopy(policy).requires_grad_(False)])
+    [ref] = with_weights(first, [copy.deepcopy(policy).requires_grad_(False)])
     models += [ValueModel.on_backbone_of(policy)] * (job.script is ppo)
-    copied(given[0][0], models)
+    with_weights(given[0][0], models)
     tokens, mask = rollout.tokens.masked_fill(~rollout.attention_mask, -1), rollout.completion_mask
     tokens[:, -T:][~mask] = EOS
     scores = [sum(ids[real].tolist()) % 7 - 3.0 for ids, real in zip(tokens[:, -T:], mask)]
@@ -198,25 +197,24 @@ def second_step(job: Job) -> tuple[dict, list[dict]]:
         page["old_entropy"] = entropy(page["tokens"])
     exec(advantages, page)
     page |= of_rows(order.argsort()) | {"sampler": rollout.logprobs + NOISE}
-    page["kl"] = page["old"] - page["ref"]  # records and metrics have k1, whatever the loss has
-    if job.kind == "ppo_variant":
-        page["kl"] = page["kl"].neg().exp() - 1 + page["kl"]
-    for name, own in {"old_logprobs": "old", "ref_logprobs": "ref", "score": "scores"}.items():
-        page[name] = page[own]
+    # Records and metrics have k1, unless a flag of PPO says k3. They have names of their own.
+    d = page["old"] - page["ref"]
+    page["kl"] = d.neg().exp() - 1 + d if job.kind == "ppo_variant" else d
+    page |= {"old_logprobs": page["old"], "ref_logprobs": page["ref"], "score": page["scores"]}
     page |= {"advantages": page["A"].squeeze(-1), "values": page.get("old_V")}
     shuffler, epochs = torch.Generator().manual_seed(job.flags["seed"]), job.flags["num_epochs"]
     orders = [torch.randperm(B, generator=shuffler) for _ in range(2 * epochs)][epochs:]
     parts = [x for order in orders for x in order.split(B // job.flags["num_mini_batches"])]
     updates = []
     for (weights, _), rows in zip(given, parts, strict=True):
-        copied(weights, models)
+        with_weights(weights, models)
         exec(update, names := page | of_rows(rows) | {"rows": slice(None)})
         names["gradient"] = [p.grad for model in models for p in model.parameters()]
         updates.append(names | of_metrics(job, names) | {"rows": rows})
     for name in ("ratio", "clipped"):  # of the last epoch
         last = torch.cat([x[name] for x in updates[-job.flags["num_mini_batches"] :]])
         page[name] = last[orders[-1].argsort()]
-    copied(job.final.parameters(), [policy])
+    with_weights(job.final.parameters(), [policy])
     with torch.no_grad():
         page["new_logprobs"] = page["logprobs"](page["policy"], page["tokens"])
     return page, updates
@@ -279,20 +277,12 @@ def compared(job: Job, page: dict, updates: list[dict]) -> Iterator[tuple]:
             ours = torch.tensor([torch.nan if x is None else x for x in ours])
             yield name, f"completion {i}", ours, page[name][i].reshape(-1)[:n], close
         if name == "loss":
-            found = torch.tensor([job.metrics[1]["loss/policy_avg"]])
-            yield (
-                name,
-                "the mean of it",
-                found,
-                torch.tensor([mean_of(updates, "policy_loss")]),
-                close,
-            )
+            pair = [job.metrics[1]["loss/policy_avg"]], [mean_of(updates, "policy_loss")]
+            yield name, "its mean over the updates", *map(torch.tensor, pair), close
     gradients = [gradient for _, gradient in job.updates[: -len(updates)]]
     for k, ((_, ours), update) in enumerate(zip(job.updates[len(gradients) :], updates)):
         update["norm"] = torch.cat([x.flatten() for x in update["gradient"]]).norm()
-        scale = min(
-            1.0, job.flags["max_grad_norm"] / (update["norm"].item() + 1e-6)
-        )  # torch's 1e-6
+        scale = job.flags["max_grad_norm"] / (update["norm"].item() + 1e-6)  # torch adds 1e-6
         gradients.append([x * min(1.0, scale) for x in update["gradient"]])
         for x, y in zip(ours, gradients[-1], strict=True):
             yield "gradient", f"update {k}", x, y, exact
@@ -320,10 +310,9 @@ def differences(step: Step) -> tuple[set[str], str]:
             x, y = ours.flatten()[k], theirs.flatten()[k]
             wrong.append((name, f"{where}: {x:.9g}, the page has {y:.9g}"))
     name, text = min(wrong, key=lambda x: STAGES.index(x[0]), default=("nothing", ""))
-    before = [x for x in STAGES if x in right - {x for x, _ in wrong}]
-    before = [x for x in before if name == "nothing" or STAGES.index(x) < STAGES.index(name)]
-    script = f"{step[0].script.__name__}.py, run {step[0].kind!r}"
-    said = f"{script}. First to differ: {name}, {text}. Right before it: {', '.join(before)}"
+    before = STAGES[: STAGES.index(name)] if wrong else STAGES
+    said = f"{step[0].script.__name__}.py, run {step[0].kind!r}. First to differ: {name}, {text}."
+    said += f" Right before it: {', '.join(x for x in before if x in right) or 'nothing'}."
     return {name for name, _ in wrong}, said
 
 
