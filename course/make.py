@@ -28,8 +28,7 @@ from problems import BY_NAME, PROBLEMS, PROGRAM, REPOSITORY, SCRIPTS, NotFound, 
 COURSE = REPOSITORY / "course"
 DOCS = ["docs/metrics.md", "docs/debugging.md", "docs/running.md"]
 LABS = ["labs.py", "lab_parts.py", "experiments.py", "reference.json"]
-# The tests of the loops compare with the pages.
-TESTS = ["tests/conftest.py", "tests/small.py", "one_page/grpo.py", "one_page/ppo.py"]
+TESTS = ["tests/conftest.py", "tests/small.py"]
 REQUIREMENTS = "-r requirements.txt\npytest\npytest-xdist\nmatplotlib\npeft\nipykernel\n"
 LINK = re.compile(r"\[([^]]*)\]\((?!https?:)[^)]*\)")
 
