@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# The program, without its tests and pages: a list, so that nothing else of a folder is handed out.
+# The program, without its tests and docs: a list, so that nothing else of a folder is handed out.
+# Tests compare the loops with the pages of one_page/.
 PROGRAM = """common.py forward.py grpo.py ppo.py reward_model.py rloo.py sampling.py tasks.py
 requirements.txt plumbing/__init__.py plumbing/errors.py plumbing/decoder.py plumbing/config.py
-plumbing/data.py plumbing/metrics.py plumbing/models.py one_page/rloo.py
+plumbing/data.py plumbing/metrics.py plumbing/models.py
+one_page/grpo.py one_page/ppo.py one_page/rloo.py
 plumbing/preferences.py plumbing/run.py tools/__init__.py tools/look.html tools/look.py
 tools/exact.py tools/to_trl.py tiny/README.md tiny/config.json tiny/generation_config.json
 tiny/make.py tiny/model.safetensors tiny/temperature.py tiny/tokenizer.json

@@ -1,6 +1,7 @@
 """Small models, tokenizers and rollouts, built from configs: no network and no GPU is needed."""
 
 import functools
+import importlib
 import json
 import random
 import traceback
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import conftest  # noqa: F401, for files that run as scripts: the path, no hub, one thread
+import conftest  # for files that run as scripts: the path, no hub, one thread
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,17 +23,20 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import grpo
 import ppo
 import reward_model
-import rloo
 import tasks
 from common import Rollout
+from plumbing.config import RunConfig
 from plumbing.data import Task, load_task
 
 torch.set_num_threads(1)
 
-SCRIPTS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "reward_model": reward_model}
+# The files that are run: whoever adds one has it tested.
+FILES = sorted(Path(conftest.__file__).parent.parent.glob("*.py"))
+FILES = [path for path in FILES if "\n    run_main(main)" in path.read_text(encoding="utf-8")]
+SCRIPTS = {path.stem: importlib.import_module(path.stem) for path in FILES}
+ALGORITHMS = {name: x for name, x in SCRIPTS.items() if issubclass(x.Config, RunConfig)}
 # What each script says that the embedded models have otherwise.
 EMBEDDED = {
     name: {"tiny": script.TINY} | ({"tiny/cups": script.CUPS} if hasattr(script, "CUPS") else {})

@@ -78,7 +78,7 @@ def test_greedy_sampling_gives_the_tokens_of_the_library(model):
 
 
 @pytest.mark.problem("decode", 1)
-def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(model):
+def test_sampling_records_the_log_probs_of_the_forward(model):
     """Sampled at a temperature and scored without it is the commonest mistake of all."""
     model = fused(model)
     rollout = sample(model, temperature=0.8, num_generations=5)
@@ -88,7 +88,7 @@ def test_log_probs_recorded_while_sampling_are_those_of_the_training_forward(mod
     assert torch.allclose(logprobs, rollout.logprobs, atol=1e-4)
 
 
-def test_longrope_ends_where_a_longer_row_would_change_the_others_of_its_batch():
+def test_longrope_refuses_rows_that_would_change_others():
     """Beyond it all rows of a batch are read by the frequencies of `long_factor`."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0} | factors
@@ -104,7 +104,7 @@ def test_longrope_ends_where_a_longer_row_would_change_the_others_of_its_batch()
 
 
 @pytest.mark.parametrize("model", FUSED, indirect=True)
-def test_fused_layers_change_no_more_than_rounding_and_keep_the_names_of_the_weights(model):
+def test_fused_layers_change_no_more_than_rounding(model):
     """Where a variance is as small as eps, another eps would show."""
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.3)

@@ -19,7 +19,7 @@ SCRIPTS = small.SCRIPTS | {"look": look}
 RUN = """--model small --prompts given.jsonl --reward brevity --prompts_per_step 2
 --num_generations 2 --max_new_tokens 6 --output_dir new"""
 # In front of all flags: where a check is lost, its row ends at once.
-SHORT = dict.fromkeys(("ppo", "grpo", "rloo"), "--num_steps 0 --num_eval_prompts 1 ")
+SHORT = dict.fromkeys(small.ALGORITHMS, "--num_steps 0 --num_eval_prompts 1 ")
 SHORT["reward_model"] = "--num_steps 1 --num_eval_pairs 1 "
 PAIRS = "--model small --pairs given.jsonl --output_dir new"
 SETTINGS = {"script": "ppo", "model": "small", "prompts": "good.jsonl", "reward": ["brevity"]}

@@ -88,7 +88,7 @@ def test_a_solved_starter_has_no_failure_and_no_warning_by_the_command_of_its_re
 
 def test_what_is_handed_out_is_a_list_which_has_all_of_the_program_that_git_tracks(tmp_path):
     said = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
-    tracked = re.findall(r"^(?:plumbing/.+|tools/.+|tiny/.+|\w+\.py)$", said.stdout, re.M)
+    tracked = re.findall(r"^(?:(?:one_page|plumbing|tools|tiny)/.+|\w+\.py)$", said.stdout, re.M)
     assert {*make.PROGRAM} == {*tracked, "requirements.txt"}
     make.main([str(tmp_path / "grader.zip"), "--gradescope"])
     names = zipfile.ZipFile(tmp_path / "grader.zip").namelist()

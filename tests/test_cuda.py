@@ -8,6 +8,7 @@ import pytest
 import torch
 from pretended_cuda import pretended_cuda
 from small import (
+    ALGORITHMS,
     EOS,
     IN_GROUPS,
     SMALL_MODELS,
@@ -20,9 +21,6 @@ from small import (
 )
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, StopStringCriteria
 
-import grpo
-import ppo
-import rloo
 from common import Rollout
 from forward import completion_logprobs, micro_batches
 from plumbing.decoder import Decoder, rounded_copy
@@ -162,7 +160,7 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [ppo, grpo, rloo], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", ALGORITHMS.values(), ids=ALGORITHMS)
 @pytest.mark.parametrize(("flags", "most"), [({}, 1e-4), ({"bf16": True, "lora_r": 4}, 0.05)])
 def test_a_run_starts_at_ratio_1_and_kl_0_and_its_weights_move(script, flags, most, tmp_path):
     lines = job_maker(tmp_path)(script)(num_steps=3, eval_every=3, device="cuda", **flags)

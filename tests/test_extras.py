@@ -14,7 +14,7 @@ from plumbing.data import sampling_options
 # --- Groups that teach something: DAPO (arXiv 2503.14476) eq. 11 ---
 
 
-def test_of_the_groups_drawn_those_that_teach_are_kept_first(make_job, tmp_path, monkeypatch):
+def test_oversampling_keeps_first_the_groups_that_teach(make_job, tmp_path, monkeypatch):
     def flat_with_an_a(prompts, completions):
         calls.append(list(zip(prompts, completions)))
         return [float("a" not in prompt) * (i % 2) for i, prompt in enumerate(prompts)]
@@ -59,21 +59,21 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
 # --- How completions are drawn: --fp16, --stop ---
 
 
-def test_rollouts_are_decoded_in_the_half_precision_of_the_flags():
+def test_flags_choose_the_half_precision_of_rollouts():
     flags = [(True, False, torch.float16), (False, True, torch.bfloat16), (False, False, None)]
     for fp16, bf16, half in flags:
         config = grpo.Config(fp16=fp16, bf16=bf16)
         assert sampling_options(config, small_gpt2(), byte_tokenizer())["decoder"].half == half
 
 
-def test_a_stop_string_that_is_a_token_is_one_more_eos():
+def test_a_stop_token_is_one_more_eos():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     options = sampling_options(grpo.Config(stop=["<|im_end|>", "x"]), small_gpt2(), tokenizer)
     assert options["eos_token_ids"][-1] == 257 and options["stop"].stop_strings == ("x",)
 
 
-def test_the_reward_reads_the_stop_string_that_ended_a_completion_and_no_eos(make_job, monkeypatch):
+def test_a_reward_reads_the_stop_string(make_job, monkeypatch):
     def texts_of(completions):
         texts.extend(completions)
         return [len(text) for text in completions]

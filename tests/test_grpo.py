@@ -71,7 +71,7 @@ def test_groups_with_less_than_two_known_rewards_get_0(scale):
 @pytest.mark.problem("group_advantages", 1, "group batch none mean")
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("group_size", [2, 8, 12])
-def test_a_group_of_equal_rewards_gets_exactly_0_whatever_the_rounding(group_size, scale):
+def test_equal_rewards_get_exactly_0(group_size, scale):
     """In float32 the std of equal values is not 0: other code gives advantages of .4 to .9."""
     for reward in (0.0, 0.1, 0.3, 0.7, 1.1, 1e-6, -1e-6, 0.1e6, 1e6, -1e6):
         if reward < 0 and scale == "mean":
@@ -179,7 +179,7 @@ def test_no_tokens_cost_nothing_and_unknown_losses_are_refused(kind):
 @pytest.mark.problem("rloo_loss", 1, "rloo")
 @pytest.mark.parametrize("kind", [*KINDS, "rloo"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, kind):
+def test_micro_batches_add_up_to_the_whole_gradient(size, kind):
     """Every loss type, with ragged rows (huggingface/trl#7249, #6024)."""
     old, ref, x = (numbers(i, 0.5).repeat(2, 1) for i in range(3))
     mask, A = torch.cat([MASK, MASK.flip(0)]), torch.linspace(-2, 2, 8).double()
@@ -206,7 +206,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_gradient_of_the_whole(size, k
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_the_unbiased_kl_has_the_gradient_of_the_kl_of_each_token_its_prefix_given(on_policy):
+def test_the_unbiased_kl_has_the_gradient_of_the_kl(on_policy):
     """By enumeration of all completions of at most three tokens, where token 2 is EOS. On policy k3
     has that of the KL turned round. The KL of whole completions has another one, which RLOO gets by
     k1 in the reward. With 1/T a token weighs less if the completion goes on: then neither holds.
@@ -272,14 +272,14 @@ def flags_of(variant: str, folder) -> grpo.Config:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_command_of_a_variant_has_the_settings_of_its_paper(variant, tmp_path):
+def test_a_command_has_the_settings_of_its_paper(variant, tmp_path):
     config = flags_of(variant, tmp_path)
     assert vars(config).items() >= VARIANTS[variant].items()
     assert inspect.signature(grpo_loss).parameters["cispo_bound"].default == 5
     assert config.loss_type == "dr_grpo" or config.num_mini_batches > 1, "else no bound ever acts"
 
 
-def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_g_less_1(tmp_path):
+def test_maxrl_has_the_gradient_of_log_p_in_part(tmp_path):
     """By enumeration of all groups of G of three completions, of which one is right."""
     config, G, lengths = flags_of("MaxRL", tmp_path), 4, torch.tensor([4, 1, 2])
     logits = torch.tensor([-0.5, 0.6, 0.1]).double().requires_grad_()
@@ -301,7 +301,7 @@ def test_the_mean_gradient_of_the_command_of_maxrl_is_that_of_log_p_up_to_order_
 
 @pytest.mark.problem("group_advantages", 1, "group std mean")
 @pytest.mark.parametrize(("size", "scale"), [(1, "group"), (1, "rloo"), (2, "std"), (4, "mean")])
-def test_groups_of_one_an_unknown_scale_and_for_the_mean_a_reward_below_0_are_refused(size, scale):
+def test_advantages_refuse_groups_of_one_and_unknown_scales(size, scale):
     with pytest.raises(ValueError):
         advantages_of(torch.tensor([1.0, 1, -0.5, 1]), size, scale)
     near = pytest.approx([-0.70706, 0.70706] * 2, abs=1e-4)
@@ -319,6 +319,6 @@ def test_the_loss_returns_the_ratio_that_it_clips(kind):
         assert torch.allclose(ratio[row, real], expected) and (ratio[row, ~real] == 1).all()
 
 
-def test_a_ratio_at_the_bound_of_cispo_is_not_above_it():
+def test_cispo_clips_no_ratio_at_its_bound():
     same, more = numbers(0), {"loss_type": "cispo", "cispo_bound": 1.0, "clip_range": 0.2}
     assert not grpo_loss(same, same, numbers(3)[0], MASK, **more)[2].any()

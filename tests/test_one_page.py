@@ -181,7 +181,7 @@ def test_a_page_ends_with_greedy_answers_to_512_games(ran):
     assert scores.tolist() == [x.endswith(cup) for x, (_, cup) in zip(texts, games)]
 
 
-def test_a_page_has_the_constants_with_which_it_was_measured(ran):
+def test_a_page_has_the_constants_that_were_measured(ran):
     assert {name: ran.own[name] for name in GIVEN if name in ran.own} == OWN[ran.name]
     assert ran.seed == 0
 

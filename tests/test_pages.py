@@ -26,8 +26,8 @@ from small import (
     small_gpt2,
     task_of,
 )
-from test_by_hand import worked_step
 from transformers import AutoModelForCausalLM
+from worked_step import worked_step
 
 import ppo
 import reward_model

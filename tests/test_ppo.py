@@ -19,7 +19,7 @@ def test_the_score_sits_nowhere_in_a_row_without_tokens():
 
 
 @pytest.mark.problem("shape_rewards", 1)
-def test_every_real_token_pays_for_its_kl_and_what_padding_holds_has_no_part_in_it():
+def test_every_real_token_pays_for_its_kl():
     kl = torch.arange(16.0).reshape(4, 4).masked_fill(MASK == 0, torch.nan)
     rewards = shape_rewards(torch.zeros(4), kl, MASK, kl_coef=0.5)
     expected = [[0, -0.5, -1, 0], [-2, 0, 0, 0], [-4, -4.5, -5, -5.5], [0, 0, 0, 0]]
@@ -42,7 +42,7 @@ CLIP_CASES = {  # advantage, ratio, loss, slope; clipped where the slope is 0
 @pytest.mark.problem("policy_loss", 3, "near")
 @pytest.mark.problem("policy_loss", 1, "huge")
 @pytest.mark.parametrize("size", CLIP_CASES)
-def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay(size):
+def test_the_clip_stops_gradients_where_moving_on_pays(size):
     """And there the token counts as clipped; the loss is the larger of two."""
     for advantage, ratio, loss, slope in CLIP_CASES[size]:
         old = torch.tensor([[-0.7]], dtype=torch.float64)

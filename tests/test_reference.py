@@ -58,7 +58,7 @@ def policy(request) -> PeftModel:
 
 
 @pytest.mark.problem("reference", 1)
-def test_the_reference_is_none_a_named_model_or_a_copy(policy):
+def test_the_reference_is_none_named_or_a_copy(policy):
     for model in (policy, small_gpt2()):
         with reference(model, kl_coef=0.0)() as ref:
             assert ref is None, "without a KL there is none"
@@ -68,7 +68,7 @@ def test_the_reference_is_none_a_named_model_or_a_copy(policy):
         assert ref is named and not ref.training and not names_of_trained(ref)
 
 
-def test_a_named_model_has_no_adapter_and_the_same_kind_of_attention_as_the_policy(monkeypatch):
+def test_a_named_reference_gets_no_adapter(monkeypatch):
     config = Config(model="tiny", reference="tiny", bf16=True, lora_r=2, device="cpu")
     policy, tokenizer = load_policy(config)
     task = Task([], [], [], tokenizer=tokenizer, tokens={"a": [1], "b": [1, 2]})
@@ -89,7 +89,7 @@ RANDOM_B = {"target_modules": "all-linear", "init_lora_weights": False}
 @pytest.mark.problem("reference", 2, "whole")
 @pytest.mark.problem("reference", 1, "trained parts")
 @pytest.mark.parametrize("adapter", [None, RANDOM_B, PARTS], ids=["whole", "trained", "parts"])
-def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
+def test_the_reference_copies_and_freezes_what_trains(adapter):
     """With a reload by name, or the base model under a trained adapter (huggingface/trl#1340), the
     KL at step 0 would not be 0. What modules_to_save names isn't switched off with the adapter.
     """
@@ -113,7 +113,7 @@ def test_it_is_a_frozen_copy_of_what_trains_and_shares_what_does_not(adapter):
 
 
 @pytest.mark.problem("reference", 1)
-def test_of_a_new_adapter_it_is_the_base_model_and_costs_no_memory(policy):
+def test_a_new_adapter_makes_the_base_the_reference(policy):
     expected = logprobs(copy.deepcopy(policy).unload().eval())
     ref, trained = reference(policy, kl_coef=0.1), names_of_trained(policy)
     with ref() as model:
@@ -132,7 +132,7 @@ def test_of_a_new_adapter_it_is_the_base_model_and_costs_no_memory(policy):
 
 
 @pytest.mark.parametrize(("name", "layers", "rank"), [("gpt2", 8, 1), ("llama", 14, 16)])
-def test_a_new_adapter_changes_nothing_and_is_on_all_layers_but_the_head(name, layers, rank):
+def test_a_new_adapter_changes_no_output(name, layers, rank):
     model = SMALL_MODELS[name]().eval()
     before = logprobs(model)
     policy = add_adapter(model, rank)
@@ -143,7 +143,7 @@ def test_a_new_adapter_changes_nothing_and_is_on_all_layers_but_the_head(name, l
     assert {m.lora_A["default"].weight.shape[0] for m in adapted.values()} == {rank}
 
 
-def test_the_value_model_of_an_adapted_policy_trains_its_own_adapter_over_the_same_base(policy):
+def test_the_value_model_trains_its_own_adapter(policy):
     value_model = ValueModel.on_backbone_of(train(policy))
     trained = names_of_trained(value_model)
     assert {"head.weight", "head.bias"} < trained
@@ -162,7 +162,7 @@ def loaded(model: object, bf16: bool = False, lora_r: int = 0) -> nn.Module:
     return load_policy(SimpleNamespace(**config))[0]
 
 
-def test_all_weights_of_a_bfloat16_checkpoint_are_there_and_train_in_float32(tmp_path, monkeypatch):
+def test_weights_of_a_bfloat16_checkpoint_train_in_float32(tmp_path, monkeypatch):
     """A step of AdamW at 1e-6 is lost in bfloat16 weights (NVIDIA-NeMo/Automodel#3444: at 6e-6)."""
     saved = small_llama(vocab_size=20).bfloat16()
     save_model(tmp_path, saved, letter_tokenizer())
@@ -181,9 +181,7 @@ def linear_weights(model: nn.Module) -> set[Tensor]:
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 @pytest.mark.parametrize(("half", "bits"), [(torch.bfloat16, 16), (torch.float16, 13)])
-def test_where_weights_are_rounded_a_step_of_a_tenth_of_the_spacing_shows_in_a_tenth(
-    make, half, bits
-):
+def test_small_steps_show_in_a_tenth_of_rounded_weights(make, half, bits):
     """On the grid of the type, where checkpoints lie, it would show in none. Of weights halfway
     between two of its numbers, as many of a 4-bit file are, half would go a whole spacing too far.
     """
@@ -225,7 +223,7 @@ def in_bfloat16(policy: nn.Module, value_model: ValueModel) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 lora", "llama lora"])
-def test_training_in_bfloat16_begins_with_the_log_probs_and_values_of_the_checkpoint(name):
+def test_bfloat16_begins_with_the_log_probs_of_the_checkpoint(name):
     """To the bit: else the KL at step 0 wouldn't be 0. An adapter's base is left as it is."""
     name, _, has_adapter = name.partition(" ")
     policy = SMALL_MODELS[name]().bfloat16().float()
@@ -245,7 +243,7 @@ def test_training_in_bfloat16_begins_with_the_log_probs_and_values_of_the_checkp
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
-def test_under_an_adapter_the_base_is_in_bfloat16_where_the_run_computes_in_it(make, tmp_path):
+def test_an_adapter_keeps_its_base_in_bfloat16(make, tmp_path):
     """But not norms and biases, nor the head, which makes logits. GPT-2's is its embedding too."""
     save_model(tmp_path, make(vocab_size=20), letter_tokenizer())
     with warnings.catch_warnings():
@@ -259,7 +257,7 @@ def test_under_an_adapter_the_base_is_in_bfloat16_where_the_run_computes_in_it(m
     assert {p.dtype for p in loaded(tmp_path, lora_r=4).parameters()} == {torch.float32}
 
 
-def test_an_adapter_trains_on_with_its_own_tokenizer_or_that_of_its_base(tmp_path, monkeypatch):
+def test_a_saved_adapter_trains_on_with_its_tokenizer(tmp_path, monkeypatch):
     base, folder = save_model(tmp_path / "base", small_llama(), letter_tokenizer()), tmp_path / "a"
     monkeypatch.chdir(tmp_path)
     policy = train(loaded("base", lora_r=2))
@@ -290,7 +288,7 @@ def test_every_eos_id_of_the_model_is_found():
     assert models.eos_token_ids(model, tokenizer) == [36, 38, 39]
 
 
-def test_weights_that_the_model_does_not_take_or_lacks_are_named(tmp_path, capsys):
+def test_an_error_names_missing_and_surplus_weights(tmp_path, capsys):
     name = save_model(tmp_path / "m", small_llama(vocab_size=20), letter_tokenizer())
     config, file = Config(model=name, device="cpu", bf16=False), tmp_path / "m" / "config.json"
     text, layers = file.read_text(), '"num_hidden_layers": '

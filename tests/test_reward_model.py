@@ -41,14 +41,14 @@ RIGHT = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]])
 @pytest.mark.parametrize(
     ("mask", "last"), [(RIGHT, [0, 7, 10]), (RIGHT.bool(), [0, 7, 10]), (RIGHT.flip(1), [3, 7, 11])]
 )
-def test_the_last_token_is_found_with_padding_on_either_side(mask, last):
+def test_last_real_token_allows_padding_on_either_side(mask, last):
     x = torch.arange(12.0).view(3, 4).masked_fill(mask == 0, math.nan)
     assert last_real_token(x, mask).tolist() == last, "of a mask of bool or numbers, x of (B, L)"
     both = torch.stack([x, -x], dim=2)
     assert last_real_token(both, mask).tolist() == [[i, -i] for i in last], "x of (B, L, D)"
 
 
-def test_micro_batches_hold_every_pair_once_and_as_many_as_fit_a_long_one_alone():
+def test_micro_batches_hold_every_pair_once():
     assert pair_batches([{"ids": [[1] * 9] * 2}], 8) == [[{"ids": [[1] * 9] * 2}]]
     lengths = [(1, 2), (9, 1), (1, 1), (2, 2), (2, 1)]
     pairs = [{"ids": [[1] * a, [1] * b]} for a, b in lengths]
@@ -117,7 +117,7 @@ def assert_means(metrics, expected):
 
 
 @pytest.mark.problem("reward_script", 6)
-def test_a_new_head_starts_at_0_and_learns_the_preference(job, tmp_path):
+def test_a_new_head_starts_at_0_and_learns(job, tmp_path):
     first, *_, last = job(pairs=tmp_path / "more.jsonl", num_steps=40, eval_every=40)
     assert first["loss/pairs"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
@@ -125,7 +125,7 @@ def test_a_new_head_starts_at_0_and_learns_the_preference(job, tmp_path):
 
 @pytest.mark.filterwarnings("error:Already found a .peft_config. attribute")  # else peft finds two
 @pytest.mark.parametrize("flags", [{"disable_dropout": "false"}, {"lora_r": 1}])
-def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, job, tmp_path):
+def test_the_saved_reward_model_gives_the_recorded_scores(flags, job, tmp_path):
     metrics = job(**flags)
     last = lines_of(tmp_path / "run" / "samples.jsonl")[-8:]
     found = RewardModel(str(tmp_path / "run" / "model"), "cpu")
@@ -140,7 +140,7 @@ def test_the_saved_model_gives_as_a_reward_the_scores_that_were_recorded(flags, 
         assert job()[1]["loss/pairs"] != metrics[1]["loss/pairs"], "dropout was on"
 
 
-def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job, tmp_path):
+def test_a_run_without_num_steps_is_one_pass(job, tmp_path):
     flags = f"--model {tmp_path}/small --pairs {tmp_path}/pairs.jsonl --output_dir {tmp_path}/pass"
     flags += " --pairs_per_step 11 --warmup_steps 2 --learning_rate 0.008 --device cpu"
     reward_model.main(flags.split())
@@ -150,7 +150,7 @@ def test_without_num_steps_a_run_is_one_pass_at_a_rate_that_rises_and_falls(job,
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
-def test_the_pairs_are_the_models_own_or_those_of_files(tmp_path, monkeypatch, capsys):
+def test_pairs_come_from_the_model_or_from_files(tmp_path, monkeypatch, capsys):
     """Held out are the pairs of --eval_pairs, in another order than in the file."""
     own, files = (rows_of(8, 1), rows_of(4, 2)), {"a": rows_of(6, 3), "b": rows_of(20, 4)}
     monkeypatch.setattr(tasks, "add_pairs", lambda: own)
@@ -180,7 +180,7 @@ def test_an_evaluation_shows_its_pairs_with_their_scores(job, tmp_path, capsys):
     assert f"{scores} abc abc abc abc abc ... | bc\n" in text
 
 
-def test_each_step_draws_its_pairs_by_the_seed_and_adam_does_not_decay(job, monkeypatch):
+def test_each_step_draws_pairs_by_the_seed(job, monkeypatch):
     monkeypatch.setattr(reward_model, "prompt_batch", Mock(wraps=reward_model.prompt_batch))
     monkeypatch.setattr(torch.optim, "AdamW", Mock(wraps=torch.optim.AdamW))
     job(seed=3, num_steps=2)
@@ -206,7 +206,7 @@ def test_a_run_warns_of_what_goes_wrong():
         assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
 
 
-def test_own_pairs_prefer_right_sums_with_some_training_labels_flipped():
+def test_own_pairs_prefer_right_sums():
     train, heldout = tasks.add_pairs()
     for part, share in ((train, 0.1), (heldout, 0.0)):
         sums = [str(sum(map(int, pair["prompt"].strip("=").split("+")))) for pair in part]

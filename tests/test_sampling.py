@@ -46,7 +46,7 @@ def shapes_read(model) -> list[tuple[int, int]]:
 
 @pytest.mark.problem("decode", 1)
 @pytest.mark.parametrize(("pad", "ends"), [(0, [EOS]), (EOS, [EOS]), (0, [EOS, 7]), (0, [0])])
-def test_eos_is_kept_and_all_after_it_is_padding_even_where_pad_equals_eos(pad, ends):
+def test_sampling_pads_all_that_follows_the_eos(pad, ends):
     options = {"num_generations": 40, "temperature": 2.0}
     rollout = sample(small_gpt2(), pad_token_id=pad, eos_token_ids=ends, **options)
     tokens, mask = rollout.tokens[:, 4:], rollout.completion_mask
@@ -70,7 +70,7 @@ PIECES = ["a", "b", "ab", "ba", "d", "c", "bc", "e", "f", "<eos>"]
 
 
 @pytest.mark.problem("decode", 1)
-def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_string():
+def test_a_stop_string_changes_no_token_before_it():
     """The first prompt holds a stop string and ends with the beginning of one: b, ab, c, b."""
     model, strings = small_gpt2(vocab_size=10), ["bab", "abc"]
     stop = StopStringCriteria(letter_tokenizer(PIECES[:-1]), strings)
@@ -97,7 +97,7 @@ def test_a_completion_is_what_it_would_be_up_to_the_token_that_completes_a_stop_
 # --- What is drawn ---
 
 
-def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_alone(small_model):
+def test_sampling_draws_from_softmax_of_logits_over_temperature(small_model):
     """huggingface/trl#5783: Qwen2.5 was sampled nearly greedily through its generation_config."""
     config = small_model.generation_config
     config.temperature, config.top_k, config.repetition_penalty = 1e-6, 1, 1.3
@@ -114,7 +114,7 @@ def test_tokens_are_drawn_from_softmax_of_logits_over_temperature_alone(small_mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])
-def test_the_token_drawn_is_the_first_whose_cumulative_probability_exceeds_the_number(vocab, dtype):
+def test_draw_takes_the_first_token_above_the_number(vocab, dtype):
     """Found block by block, in float32; here over the whole row, in float64."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(500, vocab, generator=generator)).to(dtype)
@@ -154,14 +154,14 @@ def test_a_token_of_probability_0_is_never_drawn():
         ({"top_k": 3, "top_p": 0.83}, [1, 3]),  # the share of those that top_k leaves
     ],
 )
-def test_top_k_and_top_p_keep_the_likeliest_tokens_and_no_other(options, kept):
+def test_top_k_and_top_p_keep_the_likeliest_tokens(options, kept):
     p = torch.tensor([0.0625, 0.5, 0.125, 0.3125])
     tokens, logprobs = draw(p.log().expand(1000, 4), torch.linspace(0, 0.9999, 1000), **options)
     assert sorted(set(tokens.tolist())) == kept
     assert torch.allclose(logprobs.exp(), p[tokens] / p[kept].sum())
 
 
-def test_greedy_takes_the_first_of_equally_likely_tokens_whatever_the_random_number():
+def test_greedy_takes_the_first_of_equally_likely_tokens():
     """Logits in bfloat16 are often equal: greedy answers would differ from one call to the next."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.5, 0.5, -1.0, 0.5]]).bfloat16()
     for number in (0.0, 0.6, 0.99):
@@ -172,7 +172,7 @@ def test_greedy_takes_the_first_of_equally_likely_tokens_whatever_the_random_num
 
 @pytest.mark.parametrize("token", [0, 1])
 @pytest.mark.parametrize(("half", "top_k"), [(None, 0), (torch.float16, 0), (torch.float16, 1)])
-def test_logits_of_one_row_that_are_not_finite_are_a_fault(half, top_k, token):
+def test_sampling_refuses_logits_that_are_not_finite(half, top_k, token):
     """There is no distribution to draw from. On a GPU an index out of range would end the process
     before it has saved anything.
     """
@@ -195,7 +195,7 @@ def test_logits_of_one_row_that_are_not_finite_are_a_fault(half, top_k, token):
 # --- The model is left as it was ---
 
 
-def test_dropout_never_touches_a_sample_and_the_mode_stays_as_it_was():
+def test_dropout_never_touches_a_sample():
     model, drawn = small_gpt2(dropout=0.5), []
     for training in (True, False):
         model.train(training)
@@ -219,7 +219,7 @@ def test_the_copy_that_decodes_sees_no_later_token():
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_half_precision_decodes_with_a_rounded_copy_of_the_weights_as_they_are_now(half):
+def test_half_precision_decodes_with_the_weights_of_now(half):
     """But not of rotary frequencies, which would put late tokens at wrong positions. Attention is
     fused also where training on a CPU has plain attention.
     """
@@ -244,7 +244,7 @@ def test_half_precision_decodes_with_a_rounded_copy_of_the_weights_as_they_are_n
 
 
 @pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention"]])
-def test_the_cache_of_a_graph_keeps_all_tokens_and_its_mask_hides_those_behind_a_window(kinds):
+def test_the_mask_of_a_graph_hides_tokens_behind_windows(kinds):
     config = (Gemma3TextConfig if kinds else MistralConfig)(num_hidden_layers=2, layer_types=kinds)
     config.sliding_window, model = 4, SimpleNamespace(config=config)
     cache = StaticCache(without_windows(model), max_cache_len=64)
@@ -287,7 +287,7 @@ def drawn(model, temperature: float, group_size: int = 40, length: int = 8) -> t
     return plainly(model, prompts, real, uniforms, temperature)
 
 
-def test_completions_are_those_of_the_plain_loop_though_rows_that_have_ended_leave(small_model):
+def test_rows_that_end_and_leave_change_no_completion(small_model):
     shapes = shapes_read(small_model)
     rollout = sample(small_model, num_generations=16, max_new_tokens=20, temperature=2.0)
     assert shapes[0] == (3, 4), "each prompt is read once"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from small import SCRIPTS, lines_of
+from small import ALGORITHMS, SCRIPTS, lines_of
 from transformers import AutoModelForCausalLM
 
 from plumbing.models import load, load_tokenizer
@@ -83,7 +83,7 @@ def test_the_model_of_the_cups_works_one_game_in_ten_out_and_is_right_then():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ppo", "grpo", "rloo"])
+@pytest.mark.parametrize("script", ALGORITHMS)
 def test_told_only_whether_it_was_right_the_model_of_the_cups_learns_to_work_games_out(
     script, tmp_path
 ):
