@@ -1,8 +1,8 @@
 """GRPO on one page (Shao et al. 2024, arXiv 2402.03300): `python one_page/grpo.py`
 
 A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
-and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses. Only
-the last digit is scored. Your task needs another model, game and score: see docs/architecture.md.
+and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses, 3.
+Only the last digit is scored. Your task needs another model, game, score: docs/architecture.md.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
-STEPS, LEARNING_RATE, KL_COEF, CLIP = 25, 1e-3, 0.01, 0.2  # last two: the paper's beta, epsilon
+STEPS, LEARNING_RATE, KL_COEF, CLIP = 25, 1e-3, 0.01, 0.2  # last two: eq. 3's beta, epsilon
 
 
 def game():
@@ -64,11 +64,11 @@ for step in range(STEPS):
     A = ((scores.view(G, N) - mean) / (std + 1e-4)).view(-1, 1)  # (B, 1); 0 if all scores are equal
     old, ref = logprobs(policy, tokens).detach(), logprobs(reference, tokens)  # (B, T)
 
-    # 3. Two updates, eq. 3. In the second the policy isn't the one that sampled: its ratio isn't 1.
+    # 3. Two updates use each sample twice, eq. 3. In the first the ratio is 1, but has a gradient.
     for _ in range(2):
         new = logprobs(policy, tokens)
-        ratio = (new - old).exp()
-        kl = (ref - new).exp() - (ref - new) - 1  # eq. 4: to the reference, never below 0
+        ratio = (new - old).exp()  # min below: no gain from moving it beyond CLIP the way A pushes
+        kl = (ref - new).exp() - (ref - new) - 1  # eq. 4: estimates the KL to the reference
         objective = torch.min(ratio * A, ratio.clamp(1 - CLIP, 1 + CLIP) * A) - KL_COEF * kl
         loss = -((objective * mask).sum(1) / mask.sum(1)).mean()  # over tokens, then completions
         loss.backward()
@@ -76,5 +76,5 @@ for step in range(STEPS):
         optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% are new to it
+_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% were never trained on
 print(f"greedy: right {scores.mean():.3f}")

@@ -1,8 +1,8 @@
 """PPO on one page (Schulman et al. 2017, arXiv 1707.06347): `python one_page/ppo.py`
 
 A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
-and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses. Only
-the last digit is scored. Your task needs another model, game and score: see docs/architecture.md.
+and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses, 3.
+Only the last digit is scored. Your task needs another model, game, score: docs/architecture.md.
 """
 
 import copy
@@ -91,5 +91,5 @@ for step in range(STEPS):
         optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% are new to it
+_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% were never trained on
 print(f"greedy: right {scores.mean():.3f}")
