@@ -148,6 +148,7 @@ def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch
     recorded = record_gradients(monkeypatch)
     names = ["completion_logprobs", *["completion_values"] * (job.script is ppo)]
     calls = [record_calls(monkeypatch, job.script, name) for name in names]
+    spread = record_calls(monkeypatch, job.script, "spread_weights")
     flags = ONE_UPDATE | {"learning_rate": 1e-6, "kl_coef": 0.3}
     exact, rounded = (job(bf16=bf16, **flags)[0] for bf16 in (False, True))
     for each in calls:  # every forward pass of an update
@@ -156,6 +157,7 @@ def test_in_bfloat16_the_weights_and_the_gradients_stay_float32(job, monkeypatch
     assert rounded["policy/entropy_avg"] == pytest.approx(exact["policy/entropy_avg"], rel=0.1)
     assert rounded["policy/entropy_avg"] != exact["policy/entropy_avg"], "no autocast"
     assert rounded["val/ratio_max_dev_first"] < 0.05, "old log-probs of another forward?"
+    assert [call.args[1] for call in spread] == [torch.bfloat16], "only the run that rounds"
     layers = [x for x in calls[0][-1].args[0].modules() if hasattr(x, "config")]
     assert {x.config._attn_implementation for x in layers} == {"eager"}, "slower on a CPU"
     before, after = map(AutoModelForCausalLM.from_pretrained, (job.model, job.folder / "model"))
