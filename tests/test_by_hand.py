@@ -56,9 +56,9 @@ RUNS = {  # the run: its flags, and {a line of the page: what stands there then}
         {"loss_type": "dr_grpo", "scale_rewards": "none", "entropy_coef": 0.4, "num_epochs": 1},
         {" / (std + 1e-4)": "", MEAN: f"-(objective * mask).sum() / (len(A) * T) - {BONUS}"},
     ),
-    "dapo": (
+    "dapo": (  # minibatches of two rows: of one, all rows are masked
         {"loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch", "num_epochs": 1}
-        | {"mask_truncated_completions": True, "entropy_coef": 0.4},
+        | {"mask_truncated_completions": True, "entropy_coef": 0.4, "num_mini_batches": 6},
         {"torch.std_mean(scores.view(G, N), 0)": "scores.std(), scores.view(G, N).mean(0)",
          "    old, ref =": TRUNCATED, "1 + CLIP": "1.08",
          MEAN: f"-(objective * mask).sum() / mask.sum().clamp(min=1) - {BONUS}"},

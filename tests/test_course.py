@@ -288,7 +288,7 @@ def test_of_a_hand_in_another_style_has_all_points(tmp_path):
     folder = hand_in(tmp_path / "plain", grpo=grpo.replace(f"{count}.clamp(min=1)", count), **PLAIN)
     found = graded(folder, "gae", "value_loss", "grpo_loop")
     assert [score for score, _ in found.values()] == [5, 4, 6], "a broken rule costs one"
-    assert "is the number of tokens 0 where all rows of a minibatch are" in found["grpo_loop"][1]
+    assert "run 'dapo', has stopped: the gradient is nan" in found["grpo_loop"][1]
 
 
 RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
@@ -469,7 +469,7 @@ def test_what_is_not_written_is_named_by_grader_and_script_and_by_an_experiment_
     said = run_in(starter, "labs.py", "estimators")
     assert said.strip() == "error: not written yet: decode in sampling.py"
     said = run_in(starter, "grpo.py", *FEW.split())
-    assert said.strip() == "error: not written yet: disable_dropout in common.py"
+    assert said.strip().endswith("\nerror: not written yet: disable_dropout in common.py")
 
 
 @pytest.mark.parametrize(("lab", "script"), [(2, rloo), (3, ppo), (4, grpo)])
