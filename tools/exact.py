@@ -55,12 +55,14 @@ ORDERS = 24 / (torch.eye(len(ALL)).double()[GROUPS].sum(1) + 1).lgamma().exp().p
 # b has all groups of both prompts, as a minibatch of B = 2 M G rows. In a large minibatch the
 # number of tokens is a constant, and so are the mean and the std of PPO's advantages.
 def grpo(b: SimpleNamespace, loss_type: str, scale: str = "group", clip: float = 0.2) -> Tensor:
+    """Call grpo.py's advantages and loss."""
     counts = {"num_tokens": b.chance.sum(), "max_new_tokens": T}
     A = group_advantages(b.rewards, G, scale)
     return grpo_loss(b.new, b.old, A, b.mask, clip_range=clip, loss_type=loss_type, **counts)[0]
 
 
 def ppo(b: SimpleNamespace, values: Tensor, lam: float) -> Tensor:
+    """Call ppo.py's rewards, GAE and loss, with whitening by constants."""
     A = gae(shape_rewards(b.rewards, 0 * b.old, b.mask, 0), values, b.mask, 1, lam)[0]
     return policy_loss(b.new, b.old, A - (b.chance * A).sum() / b.chance.sum(), 0.2)[0]
 
