@@ -10,6 +10,7 @@ game at each of four steps, in the colours of the page of tools/look.py.
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib as mpl
@@ -27,6 +28,12 @@ CHANCE = 1 / 5  # of five cups
 # Panels by name: curves of accuracy and length, answers at four steps.
 WIDE = ["aall", "0123"]
 NARROW = ["al", "01", "23"]
+KEY = [
+    "A line is the mean of eight runs of 60 steps, a band reaches from the lowest to the highest.",
+    "Below: eight answers to one game at four steps of a run. Ten steps take one or two seconds.",
+    "A blue token became more likely in this step, an orange one less likely.",
+    "A step learns from 32 games. A wrong guess may be blue, because it was right in another.",
+]
 
 
 def draw_curves(panels: dict[str, Axes], colour: str, ink: str) -> None:
@@ -47,7 +54,7 @@ def draw_curves(panels: dict[str, Axes], colour: str, ink: str) -> None:
     panels["a"].yaxis.set_major_formatter("{x:.0%}")
     panels["a"].set_title("games answered right")
     panels["a"].legend(loc="center right", frameon=False, fontsize=7, handlelength=1.6)
-    panels["l"].set_title("tokens, with the end")
+    panels["l"].set_title("tokens of an answer")
 
 
 def draw_answers(
@@ -88,10 +95,9 @@ def main() -> None:
                 for name, step in zip("0123", steps, strict=True):
                     group = [x for x in lines if x["step"] == int(step)]
                     draw_answers(panels[name], group, limit, colours)
-                key = "blue: more likely after the step; orange: less; bands: eight seeds\n"
-                key += "a step learns from 256 answers to 32 games: those to one are shown"
-                figure.text(0.5, 0, key, ha="center", va="bottom")
-                bottom = 0.36 / size[1]  # two lines, of the height in inches
+                key = [textwrap.fill(line, 26 * size[0] // 2) for line in KEY]
+                text = figure.text(0.5, 0, "\n".join(key), ha="center", va="bottom")
+                bottom = text.get_window_extent().height / figure.dpi / size[1] + 0.01
                 figure.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))
                 file = REPOSITORY / "docs" / f"first-{page}{end}.png"
                 figure.savefig(file, transparent=True)
