@@ -22,7 +22,7 @@ from common import disable_dropout
 from grpo import Config
 from plumbing.config import complete
 from plumbing.decoder import Decoder
-from plumbing.models import load_policy, set_up_training
+from plumbing.models import load_policy
 from sampling import sample
 
 
@@ -38,7 +38,6 @@ def main() -> None:
     flags = {"model": args.model, "bf16": half is not None, "device": "cpu", "reward": ["brevity"]}
     config = complete(Config, flags, {})
     policy, _ = load_policy(config)
-    set_up_training(config, policy)
     disable_dropout(policy)
     plain = AutoModelForCausalLM.from_pretrained(args.model, dtype=half or torch.float32)
     G, T = 8, args.new_tokens
