@@ -16,7 +16,7 @@ import memory
 
 
 @pytest.mark.parametrize(("name", "token", "update"), [("gpt2", 64, 172), ("qwen", 103, 300)])
-def test_the_kernels_of_a_token_and_of_a_micro_batch_are_bounded(name, token, update):
+def test_a_token_and_a_micro_batch_cost_few_kernels(name, token, update):
     found = gpu.count(gpu.model_of(name, narrow=True, layers=2))
     assert 20 < found["graph"] <= token and found["eager"] <= 7
     assert 100 < found["micro_batch"] <= update
@@ -30,7 +30,7 @@ def test_the_kernels_of_a_token_and_of_a_micro_batch_are_bounded(name, token, up
         pytest.param("qwen", memory.trl_pass, 69_600, 28, marks=pytest.mark.slow),
     ],
 )
-def test_what_a_pass_saves_is_bounded_and_gives_measured_peaks(name, forward, most, peak):
+def test_what_a_pass_saves_gives_measured_peaks(name, forward, most, peak):
     """The peaks are those of an H200, GB: docs/performance.md. There we had passes of 16,384 tokens
     and chunks of an eighth of the card, and TRL had passes of 32 rows.
     """
@@ -43,7 +43,7 @@ def test_what_a_pass_saves_is_bounded_and_gives_measured_peaks(name, forward, mo
     assert found == pytest.approx(peak, rel=0.05)
 
 
-def test_a_case_that_takes_too_long_is_ended_with_its_children_and_its_records_are_kept(tmp_path):
+def test_a_case_that_takes_too_long_is_ended(tmp_path):
     path, script = tmp_path / "records", "echo 1; sleep 60 & echo $! >&2; echo 2; wait"
     with path.open("a") as records:
         cases = [(["sh", "-c", script], 1.0), (["sh", "-c", "echo 3; exit 3"], 60)]
@@ -66,9 +66,7 @@ def test_a_page_has_the_table_of_its_runs():
 
 
 @pytest.mark.slow
-def test_the_first_picture_is_drawn_from_a_run_for_light_dark_and_narrow_pages(
-    tmp_path, monkeypatch
-):
+def test_the_first_picture_is_drawn_from_a_run(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     import picture
 
@@ -109,7 +107,7 @@ def test_starts_of_the_control_lie_where_their_names_say(start, inside):
     assert begun[0] == 0 and (begun == weights).all() == (start == "on the grid")
 
 
-def test_rounding_by_chance_is_unbiased_and_leaves_the_grid_alone():
+def test_rounding_by_chance_is_unbiased():
     pytest.importorskip("matplotlib")
     import precision
 

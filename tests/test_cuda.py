@@ -52,7 +52,7 @@ def gpu():
     [("llama", None), ("llama", torch.bfloat16), ("both", torch.float16)]
     + [pytest.param(x, None, marks=pytest.mark.slow) for x in MODELS if x != "llama"],
 )
-def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
+def test_a_graph_serves_later_rollouts_with_new_weights(make, half):
     """Log-probs as drawn are those of a forward pass, and tokens those without a graph. Each length
     of what attention reads, and other settings of `draw`, have a graph of their own.
     """
@@ -88,7 +88,7 @@ def test_a_graph_serves_later_rollouts_with_the_weights_of_then(make, half):
     assert {length for length, *_ in found[2]} == {4, 8, 12, 16}
 
 
-def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_short():
+def test_a_graph_is_made_anew_for_other_sizes():
     model, graphs = small_llama().eval().to("cuda"), []
     model.model.half()  # as a frozen base model: the decoder shares it, and owns the head alone
     size = 2 * (2**15 + model.lm_head.weight.numel())  # the cache has 2**15 numbers
@@ -106,7 +106,7 @@ def test_a_graph_is_made_anew_for_other_sizes_and_given_back_where_memory_is_sho
     assert decoder.model is decoder.cache is None
 
 
-def test_a_graph_keeps_rows_that_have_ended_and_looks_after_every_eighth_token(gpu):
+def test_a_graph_keeps_rows_that_have_ended(gpu):
     def stop(tokens, _):
         """The first row ends with its third token, the others with their tenth."""
         ends = torch.full(tokens.shape[:1], tokens.shape[1] >= 10, device=tokens.device)
@@ -123,7 +123,7 @@ def test_a_graph_keeps_rows_that_have_ended_and_looks_after_every_eighth_token(g
     assert not decoder.graphs, "an error may have left them half done"
 
 
-def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
+def test_stop_strings_end_the_completions_of_a_graph(gpu):
     model, tokenizer = copy.deepcopy(reads_bytes()).to("cuda"), byte_tokenizer()
     options, letters = OPTIONS | {"max_new_tokens": 30, "eos_token_ids": []}, "abcdefghijklm"
     stop = StopStringCriteria(tokenizer, list(letters))
@@ -138,7 +138,7 @@ def test_stop_strings_end_the_completions_of_a_graph_which_hardly_waits(gpu):
 
 
 @mock.patch("torch.cuda.mem_get_info", lambda: (0, 160 * 5 * VOCAB))  # 5 tokens a chunk
-def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gradients_of_a_cpu(
+def test_the_device_has_the_gradients_of_the_cpu(
     gpu,
 ):
     """Where rows of one prompt share it, and all logits are one chunk."""
@@ -162,7 +162,7 @@ def test_rows_with_their_own_prompts_in_chunks_of_logits_have_the_values_and_gra
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ALGORITHMS.values(), ids=ALGORITHMS)
 @pytest.mark.parametrize(("flags", "most"), [({}, 1e-4), ({"bf16": True, "lora_r": 4}, 0.05)])
-def test_a_run_starts_at_ratio_1_and_kl_0_and_its_weights_move(script, flags, most, tmp_path):
+def test_a_run_starts_at_ratio_1_and_kl_0(script, flags, most, tmp_path):
     lines = job_maker(tmp_path)(script)(num_steps=3, eval_every=3, device="cuda", **flags)
     assert abs(lines[0]["objective/kl"]) < most and lines[0]["val/ratio_max_dev_first"] < most
     assert all(0 < line["grad_norm"] < 1e3 for line in lines[:-1])

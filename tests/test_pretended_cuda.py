@@ -29,7 +29,7 @@ UPDATES = {  # of a step, and the flags for them
 
 
 @pytest.mark.parametrize("script", UPDATES, ids=lambda script: script.__name__)
-def test_a_micro_batch_is_tried_first_and_phases_clear_the_cache(script, make_job, monkeypatch):
+def test_a_run_tries_a_micro_batch_and_clears_caches(script, make_job, monkeypatch):
     (updates, flags), order, sample, end_phase = UPDATES[script], [], script.sample, Run.end_phase
     spies = [(script, "sample", sample), (script, "clear_cache", lambda: None)]
     spies += [(Run, "end_phase", end_phase)]
@@ -43,7 +43,7 @@ def test_a_micro_batch_is_tried_first_and_phases_clear_the_cache(script, make_jo
     assert order == ["fit_micro_batch", "sample", "end_phase", "clear_cache", *update]
 
 
-def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_to_the_bit(
+def test_a_resumed_run_on_the_device_equals_the_cpu(
     make_job,
 ):
     """Rows that share a micro-batch share their prompt on the CPU alone, which rounds otherwise: so
@@ -70,14 +70,14 @@ def test_a_run_that_is_stopped_and_resumed_on_the_device_equals_one_on_the_cpu_t
     assert lines[0]["grad_norm"] > 0 and gpu.replays > 40
 
 
-def test_a_run_of_a_reward_model_on_the_device_equals_one_on_the_cpu(tmp_path):
+def test_a_reward_model_on_the_device_equals_the_cpu(tmp_path):
     job = reward_model_job(tmp_path)
     expected = computed(job(num_steps=2))
     with pretended_cuda():
         assert computed(job(num_steps=2, device="cuda")) == expected
 
 
-def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_emulate(
+def test_half_precision_is_what_the_device_multiplies_fast(
     monkeypatch,
 ):
     for capability, expected in (
@@ -96,7 +96,7 @@ def test_half_precision_is_the_one_that_the_device_multiplies_fast_and_does_not_
         assert models.fast_half(CPU) is expected and models.fast_half(torch.device("mps")) is None
 
 
-def test_tf32_is_for_the_head_of_a_run_in_bfloat16_and_a_gpu_keeps_its_fused_attention():
+def test_a_run_in_bfloat16_takes_tf32_for_its_head():
     with pretended_cuda():
         model = small_llama().to("cuda")
         for bf16 in (False, True, False):
@@ -105,7 +105,7 @@ def test_tf32_is_for_the_head_of_a_run_in_bfloat16_and_a_gpu_keeps_its_fused_att
             assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_fails_within_a_capture_is_named_and_without_graphs_it_works(capsys):
+def test_a_fault_within_a_capture_is_named(capsys):
     prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
     options = {"num_generations": 1, "max_rows": 2, "max_new_tokens": 4}
     options |= {"eos_token_ids": [], "pad_token_id": 0}
@@ -131,9 +131,7 @@ def test_what_fails_within_a_capture_is_named_and_without_graphs_it_works(capsys
     assert capsys.readouterr().err.startswith("error: out of memory: lower --micro_batch_tokens")
 
 
-def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_line(
-    monkeypatch, capsys
-):
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys):
     error = RuntimeError("CUDA error: no kernel image is available\nFor debugging")
     broken = mock.patch.object(torch.Tensor, "item", side_effect=error)
     with pretended_cuda(), broken, pytest.raises(InputError) as raised:
@@ -155,7 +153,7 @@ def test_a_gpu_without_code_in_this_torch_or_that_it_cannot_see_is_named_in_a_li
         assert capsys.readouterr().out.count("On the CPU: this torch is a CPU build, or") == lines
 
 
-def test_a_micro_batch_that_does_not_fit_is_halved_and_recorded(make_job, monkeypatch, capsys):
+def test_a_micro_batch_that_does_not_fit_is_halved(make_job, monkeypatch, capsys):
     run, sizes, states, one_pass, tested = make_job(ppo), [], [], models._one_pass, []
     for name in ("completion_logprobs", "completion_values"):
         monkeypatch.setattr(models, name, mock.Mock(wraps=getattr(models, name)))

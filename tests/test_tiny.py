@@ -15,7 +15,7 @@ from tasks import cups_game, cups_path, cups_prompt, cups_prompts
 from tiny import make
 
 
-def test_a_game_of_cups_ends_where_the_ball_is_in_a_row_of_cups_that_change_places():
+def test_a_game_ends_where_the_ball_is():
     pairs = [f"{a}{b}" for a, b in itertools.combinations("12345", 2)]
     for ball, *swaps in itertools.product("12345", pairs, pairs):
         row, path = [cup == ball for cup in "12345"], []
@@ -29,7 +29,7 @@ def test_a_game_of_cups_ends_where_the_ball_is_in_a_row_of_cups_that_change_plac
     assert {ball for ball, _ in games} == {*"12345"} and len(games[0][1]) == 6
 
 
-def test_the_games_are_all_different_and_no_held_out_one_is_trained_on():
+def test_games_differ_and_held_out_ones_are_untrained():
     train, heldout = cups_prompts()
     assert (len(train), len(heldout)) == (4096, 1024)
     assert len({row["prompt"] for row in train + heldout}) == 5120
@@ -38,7 +38,7 @@ def test_the_games_are_all_different_and_no_held_out_one_is_trained_on():
         assert row["answer"] == cups_path(ball, swaps.split(","))[-1]
 
 
-def test_the_data_that_make_draws_are_those_that_the_embedded_models_have_seen():
+def test_make_draws_the_data_of_the_embedded_models():
     """A hash of some batches: whoever changes what is drawn has to make the model anew."""
     for draw, seen in ((make.draw_sums, "bbc0adf0ed4b525b"), (make.draw_cups, "ead081fb212cd300")):
         rng, digest = random.Random(0), hashlib.sha256()
@@ -48,7 +48,7 @@ def test_the_data_that_make_draws_are_those_that_the_embedded_models_have_seen()
         assert digest.hexdigest()[:16] == seen
 
 
-def test_the_model_of_the_cups_is_made_of_right_answers_without_the_held_out_games(monkeypatch):
+def test_the_cups_model_is_taught_right_answers_alone(monkeypatch):
     for part, share in ((0.0, 0.9), (0.59, 0.9), (0.6, 0.1), (0.99, 0.1)):
         rng = random.Random(0)
         pairs = [pair for _ in range(16) for pair in make.draw_cups(part, rng)]
@@ -63,7 +63,7 @@ def test_the_model_of_the_cups_is_made_of_right_answers_without_the_held_out_gam
     assert len(drawn) == make.CUPS_BATCH_SIZE and not make.HELD_OUT_GAMES & {x for x, _ in drawn}
 
 
-def test_the_model_of_the_cups_works_one_game_in_ten_out_and_is_right_then():
+def test_the_cups_model_works_one_game_in_ten_out():
     """Worked out, answers are right; said at once, one in five, as a guess is."""
     model, tokenizer = load(AutoModelForCausalLM, "tiny/cups"), load_tokenizer("tiny/cups")
     rows = cups_prompts()[1]
@@ -84,9 +84,7 @@ def test_the_model_of_the_cups_works_one_game_in_ten_out_and_is_right_then():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ALGORITHMS)
-def test_told_only_whether_it_was_right_the_model_of_the_cups_learns_to_work_games_out(
-    script, tmp_path
-):
+def test_the_cups_model_learns_to_work_games_out(script, tmp_path):
     SCRIPTS[script].main(f"--task cups --num_eval_prompts 256 --output_dir {tmp_path}".split())
     first, *_, last_step, last = lines_of(tmp_path / "metrics.jsonl")
     assert first["eval/accuracy_greedy"] < 0.4 and last["eval/accuracy_greedy"] > 0.97
