@@ -210,12 +210,15 @@ def _boolean(text: str) -> bool:
 
 
 def _check_numbers(config: TrainConfig) -> None:
+    kinds = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, (least, most) = getattr(config, field.name), field.metadata["bounds"]
         kind = list if field.default is dataclasses.MISSING else type(field.default)
-        fits = isinstance(value, (kind, int) if kind is float else kind)
-        if field.default is not None and not fits:  # config.json, edited by hand
-            raise InputError(f"--{field.name} {value!r}: must be of type {kind.__name__}")
+        kind = kinds[field.name] if field.default is None else kind  # str | None, say
+        allowed = kind | int if float in (kind, *typing.get_args(kind)) else kind
+        if not isinstance(value, allowed):  # config.json, edited by hand
+            name = getattr(kind, "__name__", kind)
+            raise InputError(f"--{field.name} {value!r}: must be of type {name}")
         for x in value if isinstance(value, list) else [value]:
             if x == "" and field.name != "system_prompt":  # "$FILE", where no FILE is set
                 raise InputError(f"--{field.name}: is empty; leave the flag out for its default")

@@ -199,6 +199,19 @@ def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_jo
     assert "warning, step 0: " in output and "groups" not in output
 
 
+def test_a_run_warns_of_its_evaluations(make_job, monkeypatch, capsys):
+    earlier = []
+
+    def warn_of_all(now, before):
+        earlier.append([m.get("eval/reward") for m in before])
+        return [("mine", f"number {len(earlier)}")]
+
+    monkeypatch.setattr("plumbing.run.warnings_of_evaluation", warn_of_all)
+    first, second, last = (x["eval/reward"] for x in make_job(ppo)(num_steps=2, eval_every=1))
+    assert earlier == [[first], [first, first], [first, first, second]] and last is not None
+    assert "warning, step 0: number 1\n" in capsys.readouterr().out
+
+
 # --- Evaluation ---
 
 
