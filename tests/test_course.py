@@ -192,13 +192,14 @@ def test_the_notebook_for_colab_is_stored_with_its_pictures():
     assert sum("image/png" in x.get("data", {}) for some in outputs for x in some) == 2
 
 
-def hand_in(folder: Path, **files: str) -> Path:
-    """A submission: this repository's files, but for those that are given as name=text."""
+def hand_in(folder: Path, files: dict[str, str | bytes] | None = None) -> Path:
+    """A submission: this repository's files, and then these."""
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return folder
 
 
@@ -242,19 +243,19 @@ def pick(logprobs, tokens):
     return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 """
 EDITS = {  # in our files
-    "ppo": ("return 0.5 * torch.max(", "return torch.max("),
-    "grpo": ("mask[mini_batch].sum().clamp(min=1)", "mask[mini_batch].sum()"),
-    "rloo": ("from dataclasses", "while True: pass\nfrom dataclasses"),
+    "ppo.py": ("return 0.5 * torch.max(", "return torch.max("),
+    "grpo.py": ("mask[mini_batch].sum().clamp(min=1)", "mask[mini_batch].sum()"),
+    "rloo.py": ("from dataclasses", "while True: pass\nfrom dataclasses"),
 }
 
 
 def test_a_fault_costs_its_problem_and_no_other(tmp_path):
-    files = {"common": COMMON}
+    files = {"common.py": COMMON}
     for name, (ours, theirs) in EDITS.items():
-        text = (REPOSITORY / f"{name}.py").read_text()
+        text = (REPOSITORY / name).read_text()
         assert ours in text, name
         files[name] = text.replace(ours, theirs)
-    folder = hand_in(tmp_path / "theirs", **files)
+    folder = hand_in(tmp_path / "theirs", files)
     found = graded(folder, "gae", "token_logprobs", "value_loss", "grpo_loop")
     points = {name: score for name, (score, _) in found.items()}
     assert points == {"gae": 5, "token_logprobs": 4, "value_loss": 3, "grpo_loop": 6}
@@ -270,70 +271,68 @@ def test_a_fault_costs_its_problem_and_no_other(tmp_path):
     assert "rloo.py hangs while it is imported" in said and time.monotonic() - begin < 60
 
 
-RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
+OURS = (REPOSITORY / "common.py").read_text(encoding="utf-8")
+HELPED = OURS.replace("def gae(", "from helpers import one\n\n\ndef gae(")
 UNWRITTEN = "def gae(*args):\n    raise NotImplementedError('not written yet')\n"
+RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
+RUNS_NOTHING = "[pytest]\n[tool:pytest]\naddopts = --collect-only\n"
+FLOODS = "def gae(*args):\n    while True:\n        print('9' * 9999)"
+ENDED = "by an exit, or by endless prints"
+HAND_INS = {  # (files that come to ours or take their place; the total; what is said)
+    "scratch": ({"my try (2).py": "raise SystemExit"}, "5", ""),
+    "helper": ({"common.py": HELPED, "helpers.py": "one = 1"}, "5", ""),
+    "tabs": ({"common.py": OURS.replace("    ", "\t")}, "5", ""),
+    "crlf": ({"common.py": OURS.replace("\n", "\r\n")}, "5", ""),
+    "utf16": ({"common.py": OURS.encode("utf-16")}, "5", ""),
+    "mark": ({"common.py": OURS.encode("utf-8-sig")}, "5", ""),
+    "venv": ({f".venv/{name}": "" for name in FILES}, "5", ""),
+    "peeks": ({"common.py": f"import importlib\n{OURS}"}, "5", "common.py says importlib: read it"),
+    "old": ({"version.txt": "0123abc\n"}, "5", f"made from commit 0123abc, graded at {commit()}: "),
+    "syntax": ({"common.py": "def gae(:"}, "0", "common.py doesn't parse: invalid syntax"),
+    "long sum": ({"common.py": f"x = {'1 + ' * 3000}1\n{OURS}"}, "0", "common.py doesn't parse: "),
+    "floods": ({"common.py": FLOODS}, "0", ENDED),
+    "exits": ({"common.py": "def gae(*args):\n    __import__('os')._exit(0)"}, "0", ENDED),
+    "passes": ({"common.py": UNWRITTEN, "conftest.py": RUNS_EVERYTHING}, "0", "not written yet"),
+    "small": ({"common.py": UNWRITTEN, "small.py": RUNS_EVERYTHING}, "0", "not written yet"),
+    "ini": ({"common.py": UNWRITTEN, "pytest.ini": RUNS_NOTHING}, "0", "not written yet"),
+    "site": ({"common.py": UNWRITTEN, "sitecustomize.py": "exit()"}, "0", "not written yet"),
+}
+PACKED = {  # what else is there: its total; what is said
+    "CAPITALS.ZIP": ("5", ""),
+    "王伟_2_assignsubmission_file_": ("5", ""),
+    "deeper": ("5", ""),
+    "macos": ("5", ""),
+    "without": ("0", "common.py isn't in the submission"),
+    "broken.zip": ("", "broken.zip: File is not a zip file"),
+    "tape.tar.gz": ("", "tape.tar.gz: no folder, and no zip file"),
+    "empty": ("", "empty: no file of the assignment is in it, as common.py"),
+    "versions": ("", "versions: 2 of its folders have files of the assignment: keep one"),
+}
 
 
-def hand_ins(folder: Path) -> None:
+def hand_in_all(folder: Path) -> None:
     """A class: whatever its students hand in, each has a row."""
-    text, zipped = (REPOSITORY / "common.py").read_text(), folder.parent / "hand_in.zip"
+    for name, (files, _, _) in HAND_INS.items():
+        hand_in(folder / name, files)
     hand_in(folder / "macos" / "homework")
     hand_in(folder / "macos" / "__MACOSX")
+    zipped = folder.parent / "hand_in.zip"  # zip > homework > the files
     shutil.make_archive(str(zipped.with_suffix("")), "zip", folder / "macos")
     (moodle := folder / "王伟_2_assignsubmission_file_" / "in").mkdir(parents=True)
-    for path in (moodle / "hand_in.zip", folder / "CAPITALS.ZIP"):  # zip > homework > the files
+    for path in (moodle / "hand_in.zip", folder / "CAPITALS.ZIP"):
         shutil.copy(zipped, path)
     hand_in(folder / "deeper" / "a" / "b" / "c")
-    hand_in(folder / "venv")
-    hand_in(folder / "venv" / ".venv")
-    (hand_in(folder / "scratch") / "my try (2).py").write_text("raise SystemExit")
-    helped = text.replace("def gae(", "from helpers import one\n\n\ndef gae(")
-    hand_in(folder / "helper", common=helped, helpers="one = 1")
-    hand_in(folder / "tabs", common=text.replace("    ", "\t"))
-    for name, data in {
-        "utf16": text.encode("utf-16"),
-        "mark": text.encode("utf-8-sig"),
-        "crlf": text.replace("\n", "\r\n").encode(),
-    }.items():
-        (hand_in(folder / name) / "common.py").write_bytes(data)
+    (hand_in(folder / "without") / "common.py").unlink()
     (folder / "broken.zip").write_bytes(zipped.read_bytes()[:2000])
     (folder / "tape.tar.gz").write_bytes(b"")
     (folder / "empty").mkdir()
     for version in ("new", "old"):
         hand_in(folder / "versions" / version)
-    (hand_in(folder / "without") / "common.py").unlink()
-    hand_in(folder / "syntax", common="def gae(:")
-    hand_in(folder / "long sum", common="x = " + "1 + " * 3000 + "1\n" + text)
-    hand_in(folder / "floods", common="def gae(*args):\n    while True:\n        print('9' * 9999)")
-    hand_in(folder / "exits", common="def gae(*args):\n    __import__('os')._exit(0)")
-    hand_in(folder / "passes", common=UNWRITTEN, conftest=RUNS_EVERYTHING, small="import conftest")
-    for name in ("pytest.ini", "setup.cfg"):
-        (folder / "passes" / name).write_text("[pytest]\n[tool:pytest]\naddopts = --collect-only\n")
-    hand_in(folder / "site", common=UNWRITTEN, sitecustomize="raise SystemExit")
-    hand_in(folder / "peeks", common="import importlib\n" + text)
-    (hand_in(folder / "old") / "version.txt").write_text("0123abc\n")
-
-
-SAID = {  # of a hand-in: its total, and a fault or remark. Of the others: 5 points, and nothing
-    "broken.zip": ("", "broken.zip: File is not a zip file"),
-    "tape.tar.gz": ("", "tape.tar.gz: no folder, and no zip file"),
-    "empty": ("", "empty: no file of the assignment is in it, as common.py"),
-    "versions": ("", "versions: 2 of its folders have files of the assignment: keep one"),
-    "without": ("0", "common.py isn't in the submission"),
-    "syntax": ("0", "common.py doesn't parse: invalid syntax"),
-    "long sum": ("0", "common.py doesn't parse: "),
-    "floods": ("0", "by an exit, or by endless prints"),
-    "exits": ("0", "by an exit, or by endless prints"),
-    "passes": ("0", "not written yet"),
-    "site": ("0", "not written yet"),
-    "peeks": ("5", "common.py says importlib: read it"),
-    "old": ("5", f"made from commit 0123abc, graded at {commit()}: check that one out"),
-}
 
 
 def test_each_hand_in_of_a_class_has_its_row(tmp_path, capsys):
     """What can't be read has no total, which a 0 would be."""
-    hand_ins(folder := tmp_path / "class")
+    hand_in_all(folder := tmp_path / "class")
     args = ["--class", str(tmp_path / "grades.csv"), "--problems", "gae"]
     assert grade.main([str(tmp_path / "hand_in.zip"), *args]) == 2
     assert "hand_in.zip is no folder: unpack it" in capsys.readouterr().err
@@ -345,11 +344,11 @@ def test_each_hand_in_of_a_class_has_its_row(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == "5 of 5  CAPITALS.ZIP"
     with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert {*rows} == {path.name for path in folder.iterdir()} and {*SAID} < {*rows}
-    for name, row in rows.items():
-        total, words = SAID.get(name, ("5", ""))
-        said = row["faults"] + row["remarks"]
-        assert row["total"] == total and words in said and bool(words) == bool(said), (name, row)
+    expected = PACKED | {name: (total, words) for name, (_, total, words) in HAND_INS.items()}
+    assert {*rows} == {path.name for path in folder.iterdir()} == {*expected}
+    for name, (total, words) in expected.items():
+        said = rows[name]["faults"] + rows[name]["remarks"]
+        assert rows[name]["total"] == total and words in said and bool(words) == bool(said), name
 
 
 SPOKEN = """log_softmax gather logsigmoid sigmoid softplus expm1 exp log clamp minimum cumsum nansum
