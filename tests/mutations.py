@@ -160,6 +160,11 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
     yield from walk(tree, "", tree, range(1) if file.startswith("one_page/") else None)
 
 
+def all_bugs(files: list[str]) -> Iterator[Bug]:
+    for file in files:
+        yield from bugs(Path(file).read_text(encoding="utf-8"), file)
+
+
 def in_fork(work: Callable[[], Any]) -> Any:
     """What work() returns in a fork of this process; None if it dies."""
     with tempfile.TemporaryDirectory() as folder:
@@ -281,12 +286,12 @@ def seen_by(bug: Bug, tests: dict[str, tuple[float, set]], seen: Counter) -> str
     return found or "it hangs or dies"
 
 
-def changed_lines(commit: str, file: str) -> set[int]:
-    """The lines of a file that it hasn't in a commit."""
+def changed_lines(commit: str, file: str) -> set[tuple[str, int]]:
+    """The lines of a file that it hasn't in a commit, each with its name."""
     command = ["git", "diff", "-U0", commit, "--", file]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     hunks = re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", text, re.MULTILINE)
-    return {int(start) + i for start, count in hunks for i in range(int(count or 1))}
+    return {(file, int(start) + i) for start, count in hunks for i in range(int(count or 1))}
 
 
 def main() -> None:
@@ -303,13 +308,12 @@ def main() -> None:
     for name in options.files:
         inside = sorted(path.as_posix() for path in Path(name).glob("*.py"))
         files += inside or [Path(name).as_posix()]
-    texts = {file: Path(file).read_text(encoding="utf-8") for file in files}
+    lines = {line for x in files for line in changed_lines(options.changed or "HEAD", x)}
     chosen = []
-    for file, text in texts.items():
-        lines = changed_lines(options.changed, file) if options.changed else ()
-        for i, bug in enumerate(bugs(text, file)):
-            is_wanted = bug.line in lines or not options.changed
-            chosen += [(file, i)] * (is_wanted and f"{file} {bug.name}" not in EQUIVALENT)
+    for i, bug in enumerate(all_bugs(files)):
+        is_wanted = not options.changed or (bug.file, bug.line) in lines
+        if is_wanted and f"{bug.file} {bug.name}" not in EQUIVALENT:
+            chosen.append(i)
     if options.sample:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     tests, failed, libraries = in_fork(lambda: record(files))
@@ -323,12 +327,11 @@ def main() -> None:
             import_module(name)
     gc.freeze()  # a fork needn't look through what is loaded
     found, seen = [], Counter()
-    for file, text in texts.items():
-        for i, bug in enumerate(bugs(text, file)):
-            if (file, i) in chosen:
-                test = seen_by(bug, tests, seen)
-                found += ["UNSEEN" not in test] * (test != "NOT PLANTED")
-                print(f"{file}:{bug.line} {bug.name}\n    {test}", flush=True)
+    for i, bug in enumerate(all_bugs(files)):
+        if i in chosen:
+            test = seen_by(bug, tests, seen)
+            found += ["UNSEEN" not in test] * (test != "NOT PLANTED")
+            print(f"{bug.file}:{bug.line} {bug.name}\n    {test}", flush=True)
     print(f"{sum(found)} of {len(found)} bugs are seen")
 
 

@@ -122,13 +122,10 @@ def test_a_student_packs_all_and_hears_what_is_missing(starter):
     assert {*FILES, "answers.md", "version.txt"} <= names and not {*make.LABS} & names
     assert {"figures/a.PNG", "figures/lab1/a.png"} <= names
     assert (starter / "version.txt").read_text().strip() == commit()
-    for data, fault in (
-        (text.encode("utf-16"), "must be there, as UTF-8: "),
-        (b"def f(:", "is no Python"),
-        (None, "must be there, as UTF-8: "),
-    ):
-        (starter / "ppo.py").unlink() if data is None else (starter / "ppo.py").write_bytes(data)
-        assert f"\nerror: ppo.py {fault}" in run_in(starter, "pack.py"), data
+    faults = {"must be there, as UTF-8: ": text.encode("utf-16"), "is no Python": b"def f(:"}
+    for fault, data in faults.items():
+        (starter / "ppo.py").write_bytes(data)
+        assert f"\nerror: ppo.py {fault}" in run_in(starter, "pack.py")
 
 
 def test_each_problem_has_points_and_each_question_a_key():

@@ -128,15 +128,6 @@ def test_a_step_computes_old_and_ref_log_probs_once(job, monkeypatch, kl_coef, n
     assert line["grad_norm"] > 1e-3, "are the old ones a constant? Else the ratio has no gradient"
 
 
-@pytest.mark.parametrize("job", [ppo, rloo], indirect=True)
-def test_a_first_ratio_other_than_1_is_warned_of(job, monkeypatch):
-    wrong = lambda *args, **options: 1.05 * rollout_logprobs(*args, **options)  # noqa: E731
-    monkeypatch.setattr(job.script, "rollout_logprobs", wrong)
-    assert job(**ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 0.1
-    texts = [line["text"] for line in lines_of(job.folder / "warnings.jsonl")]
-    assert any("before the first update" in text for text in texts)
-
-
 def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch):
     calls = record_calls(monkeypatch, sampling, "generate")
     job(seed=3, num_eval_prompts=3)
