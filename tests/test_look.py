@@ -194,7 +194,7 @@ SCALES = {  # of the made-up run: from, to, and the words
 }
 
 
-def test_a_scale_and_the_sums_are_those_of_their_numbers(folder, opened):
+def test_scales_and_sums_are_those_of_their_numbers(folder, opened):
     lines = lines_of(folder / "tokens.jsonl")
     for line in lines:
         line["values"], line["rewards"] = line["ratio"], [x - 4 for x in line["ratio"]]

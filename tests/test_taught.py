@@ -79,7 +79,7 @@ def test_an_advantage_is_the_recursion_from_the_last_token():
 
 
 @pytest.mark.problem("shape_rewards", 2)
-def test_each_token_pays_its_kl_and_the_last_is_scored():
+def test_tokens_pay_their_kl_and_the_last_is_scored():
     kl = torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0]])
     found = shape_rewards(torch.tensor([10.0, 20.0]), kl, kl > 0, kl_coef=0.5)  # 0: padding
     near(found, [[-0.5, -1, 8.5, 0], [18, 0, 0, 0]], "a KL costs; the score is at the last token")
