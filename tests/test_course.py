@@ -219,16 +219,6 @@ def test_the_workflow_for_github_grades_one_week_alone(tmp_path):
 
 
 COMMON = """
-def gae(rewards, values, mask, gamma, lam):  # in another style than ours
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    for i in range(len(values)):
-        V = A = 0.0
-        for t in reversed(range(int(mask[i].sum()))):
-            A = rewards[i, t] + gamma * V - values[i, t] + gamma * lam * A
-            V = values[i, t]
-            advantages[i, t], returns[i, t] = A, A + V
-    return advantages, returns
-
 def kl_estimate(logprobs, ref_logprobs, estimator):
     while True:
         pass
@@ -253,9 +243,9 @@ def test_a_fault_costs_its_problem_and_no_other(tmp_path):
         assert ours in text, name
         files[name] = text.replace(ours, theirs)
     folder = hand_in(tmp_path / "theirs", files)
-    found = graded(folder, "gae", "token_logprobs", "value_loss", "grpo_loop")
+    found = graded(folder, "token_logprobs", "value_loss", "grpo_loop")
     points = {name: score for name, (score, _) in found.items()}
-    assert points == {"gae": 5, "token_logprobs": 4, "value_loss": 3, "grpo_loop": 6}
+    assert points == {"token_logprobs": 4, "value_loss": 3, "grpo_loop": 6}, "helpers come along"
     assert "-1: the value loss is half the squared error" in found["value_loss"][1]
     assert "run 'dapo', has stopped: the gradient is nan" in found["grpo_loop"][1]
     begin = time.monotonic()
@@ -272,7 +262,7 @@ OURS = (REPOSITORY / "common.py").read_text(encoding="utf-8")
 HELPED = OURS.replace("def gae(", "from helpers import one\n\n\ndef gae(")
 UNWRITTEN = "def gae(*args):\n    raise NotImplementedError('not written yet')\n"
 RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
-RUNS_NOTHING = "[pytest]\n[tool:pytest]\naddopts = --collect-only\n"
+RUNS_NOTHING = "[pytest]\naddopts = --collect-only\n"
 FLOODS = "def gae(*args):\n    while True:\n        print('9' * 9999)"
 ENDED = "by an exit, or by endless prints"
 HAND_INS = {  # (files that come to ours or take their place; the total; what is said)
@@ -298,7 +288,6 @@ PACKED = {  # what else is there: its total; what is said
     "CAPITALS.ZIP": ("5", ""),
     "王伟_2_assignsubmission_file_": ("5", ""),
     "deeper": ("5", ""),
-    "macos": ("5", ""),
     "without": ("0", "common.py isn't in the submission"),
     "broken.zip": ("", "broken.zip: File is not a zip file"),
     "tape.tar.gz": ("", "tape.tar.gz: no folder, and no zip file"),
@@ -311,12 +300,11 @@ def hand_in_all(folder: Path) -> None:
     """A class: whatever its students hand in, each has a row."""
     for name, (files, _, _) in HAND_INS.items():
         hand_in(folder / name, files)
-    hand_in(folder / "macos" / "homework")
-    hand_in(folder / "macos" / "__MACOSX")
-    zipped = folder.parent / "hand_in.zip"  # zip > homework > the files
-    shutil.make_archive(str(zipped.with_suffix("")), "zip", folder / "macos")
+    for name in ("homework", "__MACOSX"):
+        hand_in(folder.parent / "macos" / name)
+    zipped = Path(shutil.make_archive(folder.parent / "hand_in", "zip", folder.parent / "macos"))
     (moodle := folder / "王伟_2_assignsubmission_file_" / "in").mkdir(parents=True)
-    for path in (moodle / "hand_in.zip", folder / "CAPITALS.ZIP"):
+    for path in (moodle / "hand_in.zip", folder / "CAPITALS.ZIP"):  # zip > homework > the files
         shutil.copy(zipped, path)
     hand_in(folder / "deeper" / "a" / "b" / "c")
     (hand_in(folder / "without") / "common.py").unlink()
@@ -366,7 +354,9 @@ def test_a_failing_test_shows_no_expression_of_a_solution():
 
 
 def test_drafts_get_half_and_wrong_versions_a_quarter():
-    for name, scores in drafts.table().items():
+    table = drafts.table()
+    assert table["value_loss"]["draft"] == 4, "another style than ours has all points"
+    for name, scores in table.items():
         most = BY_NAME[name].points
         assert scores.pop("draft", most) >= most / 2, name
         assert scores.pop("detached", 0) <= most / 2, name
