@@ -8,17 +8,14 @@ values right and no gradient: at most half.
 """
 
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "course"))
 
 import grade
 from problems import FILES, PROBLEMS, REPOSITORY, Problem, function_of
-from submission import read_submission
 
-DRAFTS = {  # the function; of a loop the edits that make a draft of ours
+DRAFTS = {  # of a loop the formulas are the solution
     "token_logprobs": """
 def token_logprobs(logits, tokens):
     logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -113,7 +110,6 @@ def value_loss(values, old_values, returns, clip_range_value):
     free, held = (values - returns) ** 2, (near - returns) ** 2
     return 0.5 * torch.max(free, held), held > free
 """,
-    "ppo_loop": [],  # the formulas are the solution
     "schedule": """
 def schedule(step, num_steps, warmup_steps):
     if step < warmup_steps:
@@ -150,7 +146,6 @@ def grpo_loss(
         total = loss.sum() / mask.sum()
     return total, ratio, held > free
 """,
-    "grpo_loop": [(".clamp(min=1)  # all rows may be masked", ""), ("(loss - bonus)", "loss")],
     "rloo_advantages": """
 def rloo_advantages(rewards, num_generations):
     groups = rewards.view(-1, num_generations)
@@ -163,7 +158,6 @@ def rloo_loss(logprobs, old_logprobs, advantages, mask, *, clip_range, num_rows=
     free, held = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.max(free, held).mean(), ratio, held > free
 """,
-    "rloo_loop": [],  # the formulas are the solution
     "preference_loss": """
 def preference_loss(chosen, rejected, margin=0.0, center_rewards_coef=0.0):
     loss = -torch.log(torch.sigmoid(chosen - rejected - margin))
@@ -174,105 +168,50 @@ def last_real_token(x, mask):
     return x[torch.arange(len(x)), mask.sum(1) - 1]
 """,
 }
-TURNED = ("logprobs - old_logprobs", "old_logprobs - logprobs")
 LOWER = ("torch.max(", "torch.min(")
 WRONG = {  # what is wrong: the line of ours, and what stands there
     "token_logprobs": {
-        "sign": ("return at_least", "return -at_least"),
-        "off by one": ("tokens.unsqueeze(-1)", "(tokens.unsqueeze(-1) + 1) % logits.shape[-1]"),
+        "off by one": ("tokens.unsqueeze(-1)", "(tokens.unsqueeze(-1) + 1) % logits.shape[-1]")
     },
     "kl_estimate": {"sign": ("d = logprobs - ref_logprobs", "d = ref_logprobs - logprobs")},
-    "completion_mask": {
-        "off by one": ("eos_before == 0", "is_eos.cumsum(1) == 0"),
-        "mask": ("eos_before == 0", "is_eos == 0"),
-    },
-    "masked_whiten": {
-        "mask": ("masked_mean(x, mask)", "x.mean()"),
-        "off by one": ("(mask.sum() - 1).clamp(min=1)", "mask.sum()"),
-        "no root": ("torch.rsqrt(variance + 1e-8)", "1 / (variance + 1e-8)"),
-    },
+    "completion_mask": {"off by one": ("eos_before == 0", "is_eos.cumsum(1) == 0")},
+    "masked_whiten": {"mask": ("masked_mean(x, mask)", "x.mean()")},
     "disable_dropout": {
         "evaluation mode": ("sites = 0", "return sum(model.eval() is model for model in models)")
     },
     "reference": {"the policy itself": ("copy_what_trains(policy)", "policy")},
-    "decode": {
-        "temperature": ("uniforms[0], **settings", "uniforms[0]"),
-        "off by one": ("uniforms[t + 1, rows]", "uniforms[t, rows]"),
-        "a column early": ("logprobs[rows, t] =", "logprobs[rows, t - 1] ="),
-    },
+    "decode": {"off by one": ("uniforms[t + 1, rows]", "uniforms[t, rows]")},
     "completion_logprobs": {
-        "sign": ("logprobs = token_logprobs(", "logprobs = -token_logprobs("),
         "off by one": ("[:, -mask.shape[1] :][mask]", "[:, -mask.shape[1] - 1 : -1][mask]"),
         "temperature": ("logits if temperature == 1 else logits / temperature", "logits"),
     },
     "shape_rewards": {
-        "sign": ("(-kl_coef * kl)", "(kl_coef * kl)"),
         "off by one": ("mask.sum(1, keepdim=True))", "mask.sum(1, keepdim=True) - 1)"),
         "mask": ("mask & (mask.cumsum(1) ==", "(torch.arange(1, mask.shape[1] + 1) - 4 + 0 *"),
     },
-    "gae": {
-        "sign": ("- values[:, t]", "+ values[:, t]"),
-        "off by one": ("gamma * next_value", "gamma * values[:, t]"),
-        "mask": ("x.cpu().masked_fill(~mask, 0)", "x.cpu()"),
-    },
-    "policy_loss": {"sign": TURNED, "minimum": LOWER},
-    "value_loss": {
-        "minimum": LOWER,
-        "another middle": ("values.clamp(old_values -", "values.clamp(returns -"),
-    },
-    "ppo_loop": {
-        "sign": ("config.kl_coef)  # (B, T)", "-config.kl_coef)"),
-        "no whitening": ("masked_whiten(advantages, mask)", "advantages"),
-    },
-    "schedule": {
-        "rise off by one": ("return (step + 1)", "return step"),
-        "fall off by one": ("(num_steps - step)", "(num_steps - step - 1)"),
-    },
+    "gae": {"off by one": ("gamma * next_value", "gamma * values[:, t]")},
+    "policy_loss": {"minimum": LOWER},
+    "value_loss": {"another middle": ("values.clamp(old_values -", "values.clamp(returns -")},
+    "ppo_loop": {"no whitening": ("masked_whiten(advantages, mask)", "advantages")},
+    "schedule": {"rise off by one": ("return (step + 1)", "return step")},
     "group_advantages": {
-        "sign": ("(groups - mean)", "(mean - groups)"),
-        "off by one": ("/ (num_known - 1)", "/ num_known"),
-        "of the batch": ("groups.nanmean(dim=1, keepdim=True)", "groups.nanmean()"),
+        "of the batch": ("groups.nanmean(dim=1, keepdim=True)", "groups.nanmean()")
     },
     "grpo_loss": {
-        "sign": TURNED,
-        "sign of the KL": (
-            "kl_estimate(logprobs, ref_logprobs,",
-            "kl_estimate(ref_logprobs, logprobs,",
-        ),
         "mask": ("masked_mean(loss, mask, dim=1)", "loss.mean(1)"),
-        "minimum": LOWER,
+        "sign of the KL": ("(logprobs, ref_logprobs,", "(ref_logprobs, logprobs,"),
     },
     "grpo_loop": {
         "sign": ("(loss - bonus).backward()", "(bonus - loss).backward()"),
         "of the micro-batch": ("num_rows=len(mini_batch)", "num_rows=len(rows)"),
-        "not cleared": ("optimizer.zero_grad()", "pass"),
     },
     "rloo_advantages": {
-        "sign": ("groups - baseline", "baseline - groups"),
-        "own reward": (
-            "(groups.nansum(1, keepdim=True) - groups)",
-            "groups.nansum(1, keepdim=True)",
-        ),
-        "off by one": ("keepdim=True) - 1", "keepdim=True)"),
+        "own reward": ("nansum(1, keepdim=True) - groups", "nansum(1, keepdim=True)")
     },
-    "rloo_loss": {
-        "sign": TURNED,
-        "mask": (".masked_fill(~mask.bool(), 0)", ""),
-        "mean of tokens": (".sum(1)", ".mean(1)"),
-        "minimum": LOWER,
-    },
-    "rloo_loop": {
-        "sign": ("scores - config.kl_coef", "scores + config.kl_coef"),
-        "mean of tokens": ("kl.sum(1)", "kl.mean(1)"),
-    },
-    "preference_loss": {
-        "sign": ("chosen - rejected - margin", "rejected - chosen - margin"),
-        "margin": ("rejected - margin", "rejected + margin"),
-    },
-    "last_real_token": {
-        "off by one": (".argmax(1)", ".argmax(1) - 1"),
-        "mask": ("x[torch.arange(len(x), device=x.device), last]", "x[:, -1]"),
-    },
+    "rloo_loss": {"minimum": LOWER, "mean of tokens": (".sum(1)", ".mean(1)")},
+    "rloo_loop": {"mean of tokens": ("kl.sum(1)", "kl.mean(1)")},
+    "preference_loss": {"margin": ("rejected - margin", "rejected + margin")},
+    "last_real_token": {"off by one": (".argmax(1)", ".argmax(1) - 1")},
 }
 HAVE_GRADIENT = """token_logprobs kl_estimate completion_logprobs policy_loss value_loss grpo_loss
 rloo_loss preference_loss last_real_token""".split()
@@ -285,52 +224,34 @@ def {name}(*args, **options):
 """
 
 
-def changed(text: str, problem: Problem, edits: list[tuple[str, str]]) -> str:
-    """The text of a file with edits in the function of a problem."""
-    node, lines = function_of(text, problem.function), text.split("\n")
-    body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-    for old, new in edits:
-        assert body.count(old) == 1, f"{problem.name} has {old!r} {body.count(old)} times"
-        body = body.replace(old, new)
-    return "\n".join([*lines[: node.lineno - 1], body, *lines[node.end_lineno :]])
-
-
 def version(text: str, problem: Problem, kind: str) -> str:
     """The text of a file with the draft of a function, its wrong version, or without gradient."""
     if kind == "detached":
         return text + WITHOUT_GRADIENT.format(name=problem.name)
-    edits = DRAFTS[problem.name] if kind == "draft" else [WRONG[problem.name][kind]]
-    if isinstance(edits, list):
-        return changed(text, problem, edits)
     node, lines = function_of(text, problem.function), text.split("\n")
-    return "\n".join([*lines[: node.lineno - 1], edits, *lines[node.end_lineno :]])
+    ours = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    if kind == "draft":
+        return text.replace(ours, DRAFTS[problem.name])
+    old, new = WRONG[problem.name][kind]
+    assert ours.count(old) == 1, f"{problem.name} has {old!r} {ours.count(old)} times"
+    return text.replace(ours, ours.replace(old, new))
 
 
-def points(chosen: dict[Problem, str], folder: Path) -> dict[str, int]:
-    """{problem: points} of a hand-in, in a new folder, with these versions; the rest is ours."""
-    for file in FILES:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        text = (REPOSITORY / file).read_text(encoding="utf-8")
-        for problem, kind in chosen.items():
-            text = version(text, problem, kind) if problem.file == file else text
-        (folder / file).write_text(text, encoding="utf-8")
-    return {x["name"]: x["score"] for x in grade.graded(read_submission(folder), [*chosen], 120)}
+def points(problem: Problem, kind: str) -> int:
+    """What a hand-in gets that has this version of a function; the rest is ours."""
+    texts = {file: (REPOSITORY / file).read_text(encoding="utf-8") for file in FILES}
+    texts[problem.file] = version(texts[problem.file], problem, kind)
+    return grade.graded(texts, [problem], 120)[0]["score"]
 
 
-def table(show: Callable[[str], None] = print) -> dict[str, dict[str, int]]:
+def table() -> dict[str, dict[str, int]]:
     """{problem: {version: points}}, a line each."""
-    found = {problem.name: {} for problem in PROBLEMS}
-    kinds = {
-        x: ["draft", *WRONG[x.name], *["detached"] * (x.name in HAVE_GRADIENT)] for x in PROBLEMS
-    }
-    for number in range(max(map(len, kinds.values()))):  # one version of each function at a time
-        chosen = {x: names[number] for x, names in kinds.items() if number < len(names)}
-        with tempfile.TemporaryDirectory() as work:
-            for name, score in points(chosen, Path(work)).items():
-                found[name][chosen[next(x for x in chosen if x.name == name)]] = score
+    found = {}
     for problem in PROBLEMS:
-        scores = ", ".join(f"{kind} {score}" for kind, score in found[problem.name].items())
-        show(f"{problem.name:20} of {problem.points}: {scores}")
+        kinds = ["draft"] * (problem.name in DRAFTS) + [*WRONG[problem.name]]
+        kinds += ["detached"] * (problem.name in HAVE_GRADIENT)
+        found[problem.name] = scores = {kind: points(problem, kind) for kind in kinds}
+        print(f"{problem.name:20} of {problem.points}:", scores)
     return found
 
 

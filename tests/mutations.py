@@ -18,7 +18,6 @@ import ast
 import builtins
 import contextlib
 import gc
-import math
 import os
 import pickle
 import random
@@ -39,9 +38,9 @@ import pytest
 from coverage import Coverage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TRAINING = "common.py forward.py ppo.py grpo.py rloo.py reward_model.py sampling.py".split()
-FOLDERS = [path for name in ("plumbing", "tools") for path in (REPOSITORY / name).glob("*.py")]
-REST = ["tasks.py", *sorted(path.relative_to(REPOSITORY).as_posix() for path in FOLDERS)]
+PROGRAM = "common.py forward.py ppo.py grpo.py rloo.py reward_model.py sampling.py tasks.py".split()
+for folder in ("plumbing", "tools"):
+    PROGRAM += sorted(f"{folder}/{path.name}" for path in (REPOSITORY / folder).glob("*.py"))
 # Bugs that change nothing: a line for each, and below it the reason. They are left out.
 EQUIVALENT = Path(__file__).with_name("equivalent.txt").read_text(encoding="utf-8").splitlines()
 TEXTS = ("test_course", "test_pages", "test_mutations")  # they read files, in which no bug is
@@ -159,6 +158,11 @@ def bugs(text: str, file: str) -> Iterator[Bug]:
 
     # A test runs a page of one_page as it stands; another file's top runs when it is imported.
     yield from walk(tree, "", tree, range(1) if file.startswith("one_page/") else None)
+
+
+def all_bugs(files: list[str]) -> Iterator[Bug]:
+    for file in files:
+        yield from bugs(Path(file).read_text(encoding="utf-8"), file)
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
@@ -282,25 +286,17 @@ def seen_by(bug: Bug, tests: dict[str, tuple[float, set]], seen: Counter) -> str
     return found or "it hangs or dies"
 
 
-def interval(seen: int, count: int) -> str:
-    """A share with Wilson's interval of 95%."""
-    p, n, z = seen / max(count, 1), max(count, 1), 1.96
-    middle, width = p + z**2 / n / 2, z * math.sqrt(p * (1 - p) / n + (z / n / 2) ** 2)
-    low, high = ((middle + side * width) / (1 + z**2 / n) for side in (-1, 1))
-    return f"{seen} of {count} bugs are seen: {p:.1%} ({low:.1%} to {high:.1%})"
-
-
-def changed_lines(commit: str, file: str) -> set[int]:
-    """The lines of a file that it hasn't in a commit."""
+def changed_lines(commit: str, file: str) -> set[tuple[str, int]]:
+    """The lines of a file that it hasn't in a commit, each with its name."""
     command = ["git", "diff", "-U0", commit, "--", file]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     hunks = re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", text, re.MULTILINE)
-    return {int(start) + i for start, count in hunks for i in range(int(count or 1))}
+    return {(file, int(start) + i) for start, count in hunks for i in range(int(count or 1))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("files", nargs="*", default=[*TRAINING, *REST], help="of the program (all)")
+    parser.add_argument("files", nargs="*", default=PROGRAM, help="of the program (all)")
     parser.add_argument("--changed", nargs="?", const="HEAD", help="since this commit (HEAD)")
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the bugs")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -308,20 +304,19 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # else a fork tries the network
     os.environ["COVERAGE_CORE"] = "ctrace"  # Python 3.14's default can't tell the tests apart
     os.chdir(REPOSITORY)
-    folders = [
-        sorted(Path(x).glob("*.py")) if Path(x).is_dir() else [Path(x)] for x in options.files
-    ]
-    options.files = [path.as_posix() for paths in folders for path in paths]
-    texts = {file: Path(file).read_text(encoding="utf-8") for file in options.files}
+    files = []
+    for name in options.files:
+        inside = sorted(path.as_posix() for path in Path(name).glob("*.py"))
+        files += inside or [Path(name).as_posix()]
+    lines = {line for x in files for line in changed_lines(options.changed or "HEAD", x)}
     chosen = []
-    for file, text in texts.items():
-        lines = changed_lines(options.changed, file) if options.changed else ()
-        for i, bug in enumerate(bugs(text, file)):
-            is_wanted = bug.line in lines or not options.changed
-            chosen += [(file, i)] * (is_wanted and f"{file} {bug.name}" not in EQUIVALENT)
+    for i, bug in enumerate(all_bugs(files)):
+        is_wanted = not options.changed or (bug.file, bug.line) in lines
+        if is_wanted and f"{bug.file} {bug.name}" not in EQUIVALENT:
+            chosen.append(i)
     if options.sample:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
-    tests, failed, libraries = in_fork(lambda: record(options.files))
+    tests, failed, libraries = in_fork(lambda: record(files))
     print(
         f"{len(chosen)} bugs, {len(tests)} tests; without a bug fail {failed or 'none'}", flush=True
     )
@@ -331,17 +326,13 @@ def main() -> None:
         with contextlib.suppress(Exception):
             import_module(name)
     gc.freeze()  # a fork needn't look through what is loaded
-    found, seen = {"training": [], "the rest": []}, Counter()
-    for file, text in texts.items():
-        for i, bug in enumerate(bugs(text, file)):
-            if (file, i) in chosen:
-                test = seen_by(bug, tests, seen)
-                layer = "training" if file in TRAINING or "one_page/" in file else "the rest"
-                found[layer] += ["UNSEEN" not in test] * (test != "NOT PLANTED")
-                print(f"{file}:{bug.line} {bug.name}\n    {test}", flush=True)
-    for layer, results in found.items():
-        if results:
-            print(f"{layer}: {interval(sum(results), len(results))}")
+    found, seen = [], Counter()
+    for i, bug in enumerate(all_bugs(files)):
+        if i in chosen:
+            test = seen_by(bug, tests, seen)
+            found += ["UNSEEN" not in test] * (test != "NOT PLANTED")
+            print(f"{bug.file}:{bug.line} {bug.name}\n    {test}", flush=True)
+    print(f"{sum(found)} of {len(found)} bugs are seen")
 
 
 if __name__ == "__main__":

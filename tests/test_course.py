@@ -50,7 +50,7 @@ def run_in(folder: Path, *command: str) -> str:
     return subprocess.run(command, cwd=folder, stdout=-1, stderr=both, text=True, stdin=-3).stdout
 
 
-def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter):
+def test_the_starter_gives_away_no_solution_and_no_key(starter):
     for problem in PROBLEMS:
         function = function_of((starter / problem.file).read_text(), problem.function)
         assert "NotImplementedError" in ast.unparse(function), problem.name
@@ -65,7 +65,7 @@ def test_no_line_of_a_solution_and_no_line_of_the_key_is_in_the_starter(starter)
 
 
 @pytest.mark.parametrize("week", [1, 2, 3])  # 4: the next test, and that of grade.yml
-def test_with_the_functions_of_a_week_and_those_before_its_tests_are_green(starter, week):
+def test_the_functions_of_a_week_turn_its_tests_green(starter, week):
     """And all its points are there. What waits for a later week is skipped, and says so."""
     done = " ".join(names for due, names in WEEKS.items() if due <= week).split()
     for file in FILES:
@@ -79,14 +79,14 @@ def test_with_the_functions_of_a_week_and_those_before_its_tests_are_green(start
     assert points == {name: BY_NAME[name].points for name in names}
 
 
-def test_a_solved_starter_has_no_failure_and_no_warning_by_the_command_of_its_readme(starter):
+def test_a_solved_starter_passes_by_its_readme(starter):
     hand_in(starter)
     assert "python -m pytest tests  " in (starter / "README.md").read_text()
     said = run_in(starter, "-m", "pytest", "tests")
     assert re.search(r"^[0-9]+ passed in ", said, re.M), said[-3000:]
 
 
-def test_what_is_handed_out_is_a_list_which_has_all_of_the_program_that_git_tracks(tmp_path):
+def test_a_list_hands_out_the_whole_program(tmp_path):
     said = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
     tracked = re.findall(r"^(?:(?:one_page|plumbing|tools|tiny)/.+|\w+\.py)$", said.stdout, re.M)
     assert {*make.PROGRAM} == {*tracked, "requirements.txt"}
@@ -105,36 +105,30 @@ def test_only_what_is_about_the_chosen_problems_is_asked(tmp_path):
     assert any("\n$$\n" in x["source"] for x in book) and "```math" not in str(book)
 
 
-def test_what_is_handed_in_is_packed_and_what_is_missing_is_said(starter):
+def test_a_student_packs_all_and_hears_what_is_missing(starter):
     said = run_in(starter, "pack.py")
     assert re.search("note: common.py: not written yet: .*, gae, ", said)
     assert f"answers.md: {len(QUESTIONS)} answers are empty" in said
-    names = zipfile.ZipFile(starter / "hand_in.zip").namelist()
-    assert (starter / "version.txt").read_text().strip() == commit()
-    assert {*FILES, "answers.md", "version.txt"} <= set(names) and not {*make.LABS} & set(names)
     (starter / "figures" / "lab1").mkdir(parents=True)
-    for name in ("figures/a.PNG", "figures/b.jpg", "figures/lab1/a.png", "lost.png"):
+    for name in ("figures/a.PNG", "figures/lab1/a.png", "lost.png"):
         (starter / name).write_bytes(b"x")
     sheet = "![](figures/a.PNG) ![curve](figures/lab1/a.png) ![](lost.png)"
-    (starter / "answers.md").write_text(sheet, encoding="utf-8-sig")
     text = (starter / "ppo.py").read_text()
-    (starter / "ppo.py").write_text(text, encoding="utf-8-sig")  # as Notepad may save it
-    said = run_in(starter, "pack.py")
-    assert re.findall("^note: answers.md: .+$", said, re.M) == [
-        "note: answers.md: lost.png isn't packed: put it into figures/"
-    ]
-    names = zipfile.ZipFile(starter / "hand_in.zip").namelist()
-    assert {"figures/a.PNG", "figures/b.jpg", "figures/lab1/a.png"} <= {*names}
-    for data in (text.encode("utf-16"), "# ü".encode("cp1252")):
+    for name, written in (("answers.md", sheet), ("ppo.py", text)):
+        (starter / name).write_text(written, encoding="utf-8-sig")  # as Notepad may save it
+    notes = re.findall("^note: answers.md: (.+)$", run_in(starter, "pack.py"), re.M)
+    assert notes == ["lost.png isn't packed: put it into figures/"]
+    names = {*zipfile.ZipFile(starter / "hand_in.zip").namelist()}
+    assert {*FILES, "answers.md", "version.txt"} <= names and not {*make.LABS} & names
+    assert {"figures/a.PNG", "figures/lab1/a.png"} <= names
+    assert (starter / "version.txt").read_text().strip() == commit()
+    faults = {"must be there, as UTF-8: ": text.encode("utf-16"), "is no Python": b"def f(:"}
+    for fault, data in faults.items():
         (starter / "ppo.py").write_bytes(data)
-        assert "\nerror: ppo.py must be there, as UTF-8: " in run_in(starter, "pack.py")
-    (starter / "ppo.py").unlink()
-    assert "\nerror: ppo.py must be there, as UTF-8: " in run_in(starter, "pack.py")
-    (starter / "ppo.py").write_text("def f(:\n")
-    assert "error: ppo.py is no Python" in run_in(starter, "pack.py")
+        assert f"\nerror: ppo.py {fault}" in run_in(starter, "pack.py")
 
 
-def test_each_problem_has_points_a_lab_and_a_week_and_each_question_a_key_and_commands_that_exist():
+def test_each_problem_has_points_and_each_question_a_key():
     assert set(marked_tests()) == set(BY_NAME)
     plan = (REPOSITORY / "course" / "README.md").read_text(encoding="utf-8")
     asked = sum(question.points for question in QUESTIONS)
@@ -168,14 +162,14 @@ def run_notebook(path: Path, change: tuple[str, str]) -> str:
     return "".join(x.get("text", "") + str(x.get("data", "")) for x in outputs)
 
 
-def test_the_notebook_of_a_lab_tests_a_written_function_and_packs_what_is_handed_in(starter):
+def test_the_notebook_of_a_lab_tests_and_packs(starter):
     shutil.copy(REPOSITORY / "common.py", starter)
     change = "!python labs.py estimators", "!python labs.py"
     said = run_notebook(starter / "notebooks" / "lab1.ipynb", change)
     assert " passed" in said and "failed" not in said and "hand_in.zip has" in said, said
 
 
-def test_the_notebook_for_colab_runs_grpo_and_shows_the_page_of_tokens_on_a_cpu(tmp_path):
+def test_the_notebook_for_colab_runs_on_a_cpu(tmp_path):
     make.copy_files(tmp_path / "plain", [], 0)
     folder = tmp_path / "plain" / "course"
     folder.mkdir()
@@ -188,20 +182,21 @@ def test_the_notebook_for_colab_runs_grpo_and_shows_the_page_of_tokens_on_a_cpu(
         run_notebook(Path(nowhere), ("", ""))
 
 
-def test_the_notebook_for_colab_is_stored_with_the_pictures_that_it_gives():
+def test_the_notebook_for_colab_is_stored_with_its_pictures():
     text = (REPOSITORY / "course" / "colab.ipynb").read_text(encoding="utf-8")
     outputs = [cell["outputs"] for cell in json.loads(text)["cells"] if "outputs" in cell]
     assert len(text) < 3e5 and all(outputs)
     assert sum("image/png" in x.get("data", {}) for some in outputs for x in some) == 2
 
 
-def hand_in(folder: Path, **files: str) -> Path:
-    """A submission: this repository's files, but for those that are given as name=text."""
+def hand_in(folder: Path, files: dict[str, str | bytes] | None = None) -> Path:
+    """A submission: this repository's files, and then these."""
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return folder
 
 
@@ -214,7 +209,7 @@ def graded(folder: Path, *problems: str, seconds: int = 60) -> dict[str, tuple[i
     return {test["name"]: (test["score"], test["output"]) for test in tests}
 
 
-def test_the_workflow_for_github_grades_what_is_pushed_and_of_a_week_alone(tmp_path):
+def test_the_workflow_for_github_grades_one_week_alone(tmp_path):
     text = (REPOSITORY / "course" / "starter" / "grade.yml").read_text()
     *steps, last = yaml.safe_load(text)["jobs"]["grade"]["steps"]
     hand_in(tmp_path / steps[0]["with"]["path"])
@@ -223,11 +218,7 @@ def test_the_workflow_for_github_grades_what_is_pushed_and_of_a_week_alone(tmp_p
     assert json.loads((tmp_path / last["with"]["path"]).read_text())["score"] == 24
 
 
-BROKEN = """
-def gae(*args):
-    print("6 passed", flush=True)
-    __import__("os")._exit(0)
-
+COMMON = """
 def kl_estimate(logprobs, ref_logprobs, estimator):
     while True:
         pass
@@ -238,19 +229,25 @@ def token_logprobs(logits, tokens):
 def pick(logprobs, tokens):
     return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 """
+EDITS = {  # in our files
+    "ppo.py": ("return 0.5 * torch.max(", "return torch.max("),
+    "grpo.py": ("mask[mini_batch].sum().clamp(min=1)", "mask[mini_batch].sum()"),
+    "rloo.py": ("from dataclasses", "while True: pass\nfrom dataclasses"),
+}
 
 
-def test_of_a_hand_in_a_fault_costs_its_problem(tmp_path):
-    ours = (REPOSITORY / "ppo.py").read_text()
-    half = ours.replace("return 0.5 * torch.max(", "return torch.max(")
-    hangs = (REPOSITORY / "rloo.py").read_text() + "while True: pass"
-    broken = {"common": BROKEN, "ppo": half, "grpo": "def group_advantages(:\n", "rloo": hangs}
-    folder = hand_in(tmp_path / "bad", **broken)
-    found = graded(folder, *"gae group_advantages token_logprobs value_loss".split())
-    assert [score for score, _ in found.values()] == [0, 0, 4, 3], "helpers come along"
-    assert "the process ended before the tests did" in found["gae"][1]
-    assert "grpo.py doesn't parse: invalid syntax" in found["group_advantages"][1]
+def test_a_fault_costs_its_problem_and_no_other(tmp_path):
+    files = {"common.py": COMMON}
+    for name, (ours, theirs) in EDITS.items():
+        text = (REPOSITORY / name).read_text()
+        assert ours in text, name
+        files[name] = text.replace(ours, theirs)
+    folder = hand_in(tmp_path / "theirs", files)
+    found = graded(folder, "token_logprobs", "value_loss", "grpo_loop")
+    points = {name: score for name, (score, _) in found.items()}
+    assert points == {"token_logprobs": 4, "value_loss": 3, "grpo_loop": 6}, "helpers come along"
     assert "-1: the value loss is half the squared error" in found["value_loss"][1]
+    assert "run 'dapo', has stopped: the gradient is nan" in found["grpo_loop"][1]
     begin = time.monotonic()
     of_rloo = "rloo_advantages", "rloo_loss", "rloo_loop", "rloo_script"
     endless = graded(folder, "kl_estimate", *of_rloo, seconds=15)
@@ -261,125 +258,82 @@ def test_of_a_hand_in_a_fault_costs_its_problem(tmp_path):
     assert "rloo.py hangs while it is imported" in said and time.monotonic() - begin < 60
 
 
-PLAIN = {
-    "common": """
-def gae(rewards, values, mask, gamma, lam):
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    for i in range(len(values)):
-        V = A = 0.0
-        for t in reversed(range(int(mask[i].sum()))):
-            A = rewards[i, t] + gamma * V - values[i, t] + gamma * lam * A
-            V = values[i, t]
-            advantages[i, t], returns[i, t] = A, A + V
-    return advantages, returns
-""",
-    "ppo": """
-def value_loss(values, old_values, returns, clip_range_value):
-    near = old_values + (values - old_values).clamp(-clip_range_value, clip_range_value)
-    free, held = (returns - values) ** 2 / 2, (returns - near) ** 2 / 2
-    return torch.maximum(free, held), held > free
-""",
+OURS = (REPOSITORY / "common.py").read_text(encoding="utf-8")
+HELPED = OURS.replace("def gae(", "from helpers import one\n\n\ndef gae(")
+UNWRITTEN = "def gae(*args):\n    raise NotImplementedError('not written yet')\n"
+RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
+RUNS_NOTHING = "[pytest]\naddopts = --collect-only\n"
+FLOODS = "def gae(*args):\n    while True:\n        print('9' * 9999)"
+ENDED = "by an exit, or by endless prints"
+HAND_INS = {  # (files that come to ours or take their place; the total; what is said)
+    "scratch": ({"my try (2).py": "raise SystemExit"}, "5", ""),
+    "helper": ({"common.py": HELPED, "helpers.py": "one = 1"}, "5", ""),
+    "tabs": ({"common.py": OURS.replace("    ", "\t")}, "5", ""),
+    "crlf": ({"common.py": OURS.replace("\n", "\r\n")}, "5", ""),
+    "utf16": ({"common.py": OURS.encode("utf-16")}, "5", ""),
+    "mark": ({"common.py": OURS.encode("utf-8-sig")}, "5", ""),
+    "venv": ({f".venv/{name}": "" for name in FILES}, "5", ""),
+    "peeks": ({"common.py": f"import importlib\n{OURS}"}, "5", "common.py says importlib: read it"),
+    "old": ({"version.txt": "0123abc\n"}, "5", f"made from commit 0123abc, graded at {commit()}: "),
+    "syntax": ({"common.py": "def gae(:"}, "0", "common.py doesn't parse: invalid syntax"),
+    "long sum": ({"common.py": f"x = {'1 + ' * 3000}1\n{OURS}"}, "0", "common.py doesn't parse: "),
+    "floods": ({"common.py": FLOODS}, "0", ENDED),
+    "exits": ({"common.py": "def gae(*args):\n    __import__('os')._exit(0)"}, "0", ENDED),
+    "passes": ({"common.py": UNWRITTEN, "conftest.py": RUNS_EVERYTHING}, "0", "not written yet"),
+    "small": ({"common.py": UNWRITTEN, "small.py": RUNS_EVERYTHING}, "0", "not written yet"),
+    "ini": ({"common.py": UNWRITTEN, "pytest.ini": RUNS_NOTHING}, "0", "not written yet"),
+    "site": ({"common.py": UNWRITTEN, "sitecustomize.py": "exit()"}, "0", "not written yet"),
+}
+PACKED = {  # what else is there: its total; what is said
+    "CAPITALS.ZIP": ("5", ""),
+    "王伟_2_assignsubmission_file_": ("5", ""),
+    "deeper": ("5", ""),
+    "without": ("0", "common.py isn't in the submission"),
+    "broken.zip": ("", "broken.zip: File is not a zip file"),
+    "tape.tar.gz": ("", "tape.tar.gz: no folder, and no zip file"),
+    "empty": ("", "empty: no file of the assignment is in it, as common.py"),
+    "versions": ("", "versions: 2 of its folders have files of the assignment: keep one"),
 }
 
 
-def test_of_a_hand_in_another_style_has_all_points(tmp_path):
-    grpo, count = (REPOSITORY / "grpo.py").read_text(), "num_tokens = mask[mini_batch].sum()"
-    assert f"{count}.clamp(min=1)" in grpo
-    folder = hand_in(tmp_path / "plain", grpo=grpo.replace(f"{count}.clamp(min=1)", count), **PLAIN)
-    found = graded(folder, "gae", "value_loss", "grpo_loop")
-    assert [score for score, _ in found.values()] == [5, 4, 6], "a broken rule costs one"
-    assert "run 'dapo', has stopped: the gradient is nan" in found["grpo_loop"][1]
-
-
-RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
-UNWRITTEN = "def gae(*args):\n    raise NotImplementedError('not written yet')\n"
-
-
-def hand_ins(folder: Path) -> None:
-    """A class of 28: whatever its students hand in, each has a row."""
-    text, zipped = (REPOSITORY / "common.py").read_text(), folder.parent / "hand_in.zip"
-    hand_in(folder / "deep" / "homework")
-    shutil.make_archive(str(zipped.with_suffix("")), "zip", folder / "deep")
-    data = zipped.read_bytes()
-    for name in ("zipped.zip", "CAPITALS.ZIP"):
-        (folder / name).write_bytes(data)
-    for name in ("Zoë_1_assignsubmission_file_", "王伟_2_assignsubmission_file_"):
-        (folder / name / "in").mkdir(parents=True)
-        (folder / name / "in" / "hand_in.zip").write_bytes(data)  # zip > homework > the files
+def hand_in_all(folder: Path) -> None:
+    """A class: whatever its students hand in, each has a row."""
+    for name, (files, _, _) in HAND_INS.items():
+        hand_in(folder / name, files)
+    for name in ("homework", "__MACOSX"):
+        hand_in(folder.parent / "macos" / name)
+    zipped = Path(shutil.make_archive(folder.parent / "hand_in", "zip", folder.parent / "macos"))
+    (moodle := folder / "王伟_2_assignsubmission_file_" / "in").mkdir(parents=True)
+    for path in (moodle / "hand_in.zip", folder / "CAPITALS.ZIP"):  # zip > homework > the files
+        shutil.copy(zipped, path)
     hand_in(folder / "deeper" / "a" / "b" / "c")
-    hand_in(folder / "macos" / "homework")
-    hand_in(folder / "macos" / "__MACOSX")
-    hand_in(folder / "venv")
-    hand_in(folder / "venv" / ".venv")
-    (hand_in(folder / "scratch") / "my try (2).py").write_text("raise SystemExit")
-    helped = text.replace("def gae(", "from helpers import one\n\n\ndef gae(")
-    hand_in(folder / "helper", common=helped, helpers="one = 1")
-    for name, encoding in (("utf16", "utf-16"), ("mark", "utf-8-sig")):
-        hand_in(folder / name)
-        (folder / name / "common.py").write_text(text, encoding=encoding)
-    hand_in(folder / "tabs", common=text.replace("    ", "\t"))
-    (hand_in(folder / "crlf") / "common.py").write_bytes(text.replace("\n", "\r\n").encode())
-    (folder / "broken.zip").write_bytes(data[:2000])
-    (folder / "tape.tar.gz").write_bytes(data)
-    (folder / "lab1.ipynb").write_text("{}")
+    (hand_in(folder / "without") / "common.py").unlink()
+    (folder / "broken.zip").write_bytes(zipped.read_bytes()[:2000])
+    (folder / "tape.tar.gz").write_bytes(b"")
     (folder / "empty").mkdir()
     for version in ("new", "old"):
         hand_in(folder / "versions" / version)
-    (hand_in(folder / "without") / "common.py").unlink()
-    hand_in(folder / "syntax", common="def gae(:")
-    hand_in(folder / "long sum", common="x = " + "1 + " * 3000 + "1\n" + text)
-    hand_in(folder / "floods", common="def gae(*args):\n    while True:\n        print('9' * 9999)")
-    hand_in(folder / "exits", common="def gae(*args):\n    __import__('os')._exit(0)")
-    hand_in(folder / "passes", common=UNWRITTEN, conftest=RUNS_EVERYTHING, small="import conftest")
-    for name in ("pytest.ini", "setup.cfg"):
-        (folder / "passes" / name).write_text("[pytest]\n[tool:pytest]\naddopts = --collect-only\n")
-    hand_in(folder / "site", common=UNWRITTEN, sitecustomize="raise SystemExit")
-    hand_in(folder / "peeks", common="import importlib\n" + text)
-    (hand_in(folder / "old") / "version.txt").write_text("0123abc\n")
 
 
-def test_a_class_of_28_hand_ins_has_28_rows(tmp_path, capsys):
-    hand_ins(folder := tmp_path / "class")
+def test_each_hand_in_of_a_class_has_its_row(tmp_path, capsys):
+    """What can't be read has no total, which a 0 would be."""
+    hand_in_all(folder := tmp_path / "class")
     args = ["--class", str(tmp_path / "grades.csv"), "--problems", "gae"]
     assert grade.main([str(tmp_path / "hand_in.zip"), *args]) == 2
     assert "hand_in.zip is no folder: unpack it" in capsys.readouterr().err
-    (last := folder / "zipped.zip").rename(tmp_path / "late.zip")  # the class is interrupted
+    late = (folder / "CAPITALS.ZIP").rename(tmp_path / "late.zip")  # the class is interrupted
     assert grade.main([str(folder), *args]) == 0
-    (tmp_path / "late.zip").rename(last)
+    capsys.readouterr()
+    late.rename(folder / "CAPITALS.ZIP")
     assert grade.main([str(folder), *args]) == 0
-    assert [x for x in capsys.readouterr().out.split("\n") if " of " in x][-1].endswith(
-        "zipped.zip  "
-    )
+    assert capsys.readouterr().out.strip() == "5 of 5  CAPITALS.ZIP"
     with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert {*rows} == {path.name for path in folder.iterdir()} and len(rows) == 28
-    faults = {name: row["faults"] for name, row in rows.items() if row["total"] == ""}
-    assert faults == {
-        "broken.zip": "broken.zip: File is not a zip file",
-        "tape.tar.gz": "tape.tar.gz: no folder, and no zip file",
-        "lab1.ipynb": "lab1.ipynb: no folder, and no zip file",
-        "empty": "empty: no file of the assignment is in it, as common.py",
-        "versions": "versions: 2 of its folders have files of the assignment: keep one",
-    }, "what can't be read has no total, which a 0 would be"
-    lost = {name: row["faults"] for name, row in rows.items() if row["total"] == "0"}
-    for name, words in {
-        "without": "common.py isn't in the submission",
-        "syntax": "common.py doesn't parse: invalid syntax",
-        "long sum": "common.py doesn't parse: ",
-        "floods": "by an exit, or by endless prints",
-        "exits": "by an exit, or by endless prints",
-        "passes": "not written yet",
-        "site": "not written yet",
-    }.items():
-        assert words in lost.pop(name), name
-    assert (
-        not lost and sum(row["total"] == "5" and not row["faults"] for row in rows.values()) == 16
-    )
-    remarks = {name: row["remarks"] for name, row in rows.items() if row["remarks"]}
-    assert remarks == {
-        "peeks": "common.py says importlib: read it",
-        "old": f"made from commit 0123abc, graded at {commit()}: check that one out",
-    }
+    expected = PACKED | {name: (total, words) for name, (_, total, words) in HAND_INS.items()}
+    assert {*rows} == {path.name for path in folder.iterdir()} == {*expected}
+    for name, (total, words) in expected.items():
+        said = rows[name]["faults"] + rows[name]["remarks"]
+        assert rows[name]["total"] == total and words in said and bool(words) == bool(said), name
 
 
 SPOKEN = """log_softmax gather logsigmoid sigmoid softplus expm1 exp log clamp minimum cumsum nansum
@@ -399,10 +353,12 @@ def test_a_failing_test_shows_no_expression_of_a_solution():
             assert not shown & calls & {*SPOKEN}, (problem.name, test)
 
 
-def test_drafts_get_half_of_the_points_and_wrong_versions_a_quarter():
-    for name, scores in drafts.table().items():
+def test_drafts_get_half_and_wrong_versions_a_quarter():
+    table = drafts.table()
+    assert table["value_loss"]["draft"] == 4, "another style than ours has all points"
+    for name, scores in table.items():
         most = BY_NAME[name].points
-        assert scores.pop("draft") >= most / 2, name
+        assert scores.pop("draft", most) >= most / 2, name
         assert scores.pop("detached", 0) <= most / 2, name
         assert scores and max(scores.values()) <= most / 4, (name, scores)
 
@@ -423,7 +379,7 @@ def apart(experiment: str, figure: str, variant: str, than: float | tuple) -> tu
     return first["mean"] - second["mean"], noise
 
 
-def test_what_the_key_says_and_what_is_to_be_predicted_holds_for_99_of_100_single_runs():
+def test_the_key_holds_for_99_of_100_single_runs():
     keys = [question.key.partition("**Holds.**")[2].strip() for question in QUESTIONS]
     found = [match.groups() for key in keys for match in CLAIM.finditer(key)]
     assert len(found) > 50
@@ -459,7 +415,7 @@ def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
     assert runs[0][1]["policy/entropy_avg"] != runs[1][1]["policy/entropy_avg"]
 
 
-def test_what_is_not_written_is_named_by_grader_and_script_and_by_an_experiment_first(starter):
+def test_each_program_names_what_is_not_written(starter):
     lacks = "not written yet: step 4 of main in rloo.py: set advantages"
     assert lacks in graded(starter, "rloo_loop")["rloo_loop"][1]
     said = run_in(starter, *BY_NAME["gae"].test_command.split()[1:], "--problem", "schedule")
@@ -473,14 +429,14 @@ def test_what_is_not_written_is_named_by_grader_and_script_and_by_an_experiment_
 
 
 @pytest.mark.parametrize(("lab", "script"), [(2, rloo), (3, ppo), (4, grpo)])
-def test_the_script_of_a_lab_calls_no_function_of_a_later_one(lab, script, make_job, monkeypatch):
+def test_a_script_calls_no_function_of_a_later_lab(lab, script, make_job, monkeypatch):
     for name in [name for later in LABS[lab:] for name in later.problems]:
         monkeypatch.setattr(common, name, None, raising=False)
         monkeypatch.setattr(script, name, None, raising=False)
     assert make_job(script)()
 
 
-def test_every_bug_of_the_hunt_is_measured_and_explained_and_is_one_place(capsys):
+def test_every_bug_of_the_hunt_is_measured_and_explained(capsys):
     measured = json.loads(bughunt.SYMPTOMS.read_text())["bugs"]
     scripts = {bug: script for bug, (script, *_) in bughunt.KEY.items()}
     assert {bug: x["script"] for bug, x in measured.items()} == scripts
@@ -489,7 +445,7 @@ def test_every_bug_of_the_hunt_is_measured_and_explained_and_is_one_place(capsys
     assert {*re.findall(r"^Hunt .+:\d+, (.+)$", capsys.readouterr().out, re.M)} == {*measured}
 
 
-def test_a_hunt_has_one_wrong_file_and_its_symptom_and_the_answer_names_it(tmp_path):
+def test_a_hunt_has_one_wrong_file_and_a_symptom(tmp_path):
     out = tmp_path / "hunt"
     bughunt.main([str(out), "--seed", "3"])
     names = [name for name in make.PROGRAM if name.endswith(".py")]

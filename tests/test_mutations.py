@@ -43,7 +43,7 @@ def test_of_a_statement_these_bugs_are_made(statement):
     assert [name.partition(" → ")[2].partition(" in ")[0] for name in made] == MADE[statement]
 
 
-def test_every_bug_that_is_called_none_is_one_bug_and_has_a_reason():
+def test_each_equivalent_bug_exists_and_has_a_reason():
     names = [line for line in EQUIVALENT if line and not line.startswith((" ", "#"))]
     found = Counter()
     for file in {name.split()[0] for name in names}:
@@ -63,7 +63,7 @@ TEST = "test_the_first_of_several_eos_ids_ends_a_completion"
         ("tools/look.py", "main", "NOT PLANTED"),
     ],
 )
-def test_a_test_sees_the_bugs_of_what_it_calls_alone(file, function, said, monkeypatch):
+def test_a_test_sees_only_bugs_that_it_runs(file, function, said, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     text = (REPOSITORY / file).read_text()
     bug = next(x for x in bugs(text, file) if x.name.startswith(f"{function}:"))

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -33,10 +34,9 @@ from ppo import policy_loss, value_loss
 from rloo import rloo_advantages, rloo_loss
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-Loss = Callable[[Tensor], Tensor]  # of log-probs
 ROWS, T, G = 12, 7, 4
 GENERATOR = torch.Generator().manual_seed(0)
-noise = functools.partial(torch.randn, generator=GENERATOR, dtype=torch.float64)
+noise = partial(torch.randn, generator=GENERATOR, dtype=torch.float64)
 MASK = torch.arange(T) < torch.randint(1, T + 1, (ROWS, 1), generator=GENERATOR)
 REAL = MASK.double()
 OLD = (-2 + noise(ROWS, T)) * REAL  # 0 off the mask, as in all three
@@ -71,18 +71,14 @@ def trainer(**settings: object) -> mock.MagicMock:
     return t
 
 
-def trl_loss(kind: str, level: str = "token", high: float = 0.2, **settings: object) -> Loss:
+def trl_loss(p: Tensor, kind: str, level: str = "token", high: float = 0.2, **settings) -> Tensor:
     ids = torch.ones(ROWS, T, dtype=torch.long)
     inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "advantages": A}
     inputs |= {"completion_mask": MASK.long(), "num_items_in_batch": MASK.sum()}
     inputs |= {"old_per_token_logps": OLD, "old_logps": OLD.sum(1), "ref_per_token_logps": REF}
-
-    def loss(logprobs: Tensor) -> Tensor:
-        t = trainer(importance_sampling_level=level, epsilon_high=high, **settings)
-        t._get_per_token_logps_and_entropies.return_value = logprobs, logprobs.detach(), None
-        return getattr(pytest.importorskip("trl"), f"{kind}Trainer")._compute_loss(t, None, inputs)
-
-    return loss
+    t = trainer(importance_sampling_level=level, epsilon_high=high, **settings)
+    t._get_per_token_logps_and_entropies.return_value = p, p.detach(), None
+    return getattr(pytest.importorskip("trl"), f"{kind}Trainer")._compute_loss(t, None, inputs)
 
 
 def trl_advantages(kind: str, scores: Tensor, **settings: object) -> Tensor:
@@ -112,16 +108,12 @@ def verl() -> types.ModuleType:
         return importlib.import_module("verl.trainer.ppo.core_algos")
 
 
-def verl_loss(mode="token-mean", kind="vanilla", A=A, **settings: object) -> Loss:
+def verl_loss(p: Tensor, mode="token-mean", kind="vanilla", A=A, **settings: object) -> Tensor:
     config = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None}
     config |= {"clip_ratio_c": 1e9, "global_batch_info": {}} | settings  # no dual clip
-
-    def loss(logprobs: Tensor) -> Tensor:
-        function = getattr(verl(), f"compute_policy_loss_{kind}")
-        its = mock.Mock(**config, get=config.get)
-        return function(OLD, logprobs, A.view(ROWS, -1), REAL, mode, its)[0]
-
-    return loss
+    function = getattr(verl(), f"compute_policy_loss_{kind}")
+    its = mock.Mock(**config, get=config.get)
+    return function(OLD, p, A.view(ROWS, -1), REAL, mode, its)[0]
 
 
 def verl_advantages(kind: str, **options: object) -> Tensor:
@@ -138,48 +130,55 @@ def verl_gae(gamma: float, lam: float) -> Tensor:
 # --- Ours, theirs, tolerance ---
 
 
-def mean(loss: Callable, *args: object) -> Loss:
-    return lambda p: (loss(p, *args)[0] * REAL).sum() / REAL.sum()
+def mean(p: Tensor, loss: Callable, *args: object) -> Tensor:
+    return (loss(p, *args)[0] * REAL).sum() / REAL.sum()
 
 
-def grpo(loss_type: str, **options: object) -> Loss:
+def grpo(p: Tensor, loss_type: str, loss: Callable = grpo_loss, **options: object) -> Tensor:
     given = {"clip_range": 0.2, "max_new_tokens": T, "ref_logprobs": REF} | options
-    return lambda p: grpo_loss(p, OLD, A, MASK, loss_type=loss_type, **given)[0]
+    return loss(p, OLD, A, MASK, loss_type=loss_type, **given)[0]
 
 
 EXACT, ADDED = 1e-12, 1e-8  # verl adds 1e-8 to lengths
-LOSSES = {
-    "verl-ppo": (mean(policy_loss, OLD, REWARDS, 0.2), verl_loss(A=REWARDS), EXACT),
+LOSSES = {  # functions of the log-probs: ours, theirs; the tolerance
+    "verl-ppo": (
+        lambda p: mean(p, policy_loss, OLD, REWARDS, 0.2),
+        lambda p: verl_loss(p, A=REWARDS), EXACT,
+    ),
     "verl-values": (
-        mean(value_loss, OLD, RETURNS, 0.2),
+        lambda p: mean(p, value_loss, OLD, RETURNS, 0.2),
         lambda p: verl().compute_value_loss(p, RETURNS, OLD, REAL, 0.2)[0], EXACT,
     ),
-    "verl-gspo": (grpo("gspo"), verl_loss("seq-mean-token-mean", "gspo"), ADDED),
+    "verl-gspo": (
+        lambda p: grpo(p, "gspo"), lambda p: verl_loss(p, "seq-mean-token-mean", "gspo"), ADDED,
+    ),
     "verl-cispo": (  # without verl's lower bound
-        grpo("cispo", cispo_bound=1.28),
-        verl_loss(kind="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28), EXACT,
+        lambda p: grpo(p, "cispo", cispo_bound=1.28),
+        lambda p: verl_loss(p, kind="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28), EXACT,
     ),
     "trl-rloo": (
-        lambda p: rloo_loss(p, OLD, A, MASK, clip_range=0.2)[0], trl_loss("RLOO"), EXACT,
+        lambda p: rloo_loss(p, OLD, A, MASK, clip_range=0.2)[0],
+        lambda p: trl_loss(p, "RLOO"), EXACT,
     ),
 }  # fmt: skip
 for kind in ("k1", "k2", "k3"):
-    ours = functools.partial(kl_estimate, ref_logprobs=REF, estimator=kind)
+    ours = partial(kl_estimate, ref_logprobs=REF, estimator=kind)
     LOSSES[f"verl-{kind}"] = ours, lambda p, k=kind: verl().kl_penalty(p, REF, k), EXACT
 MODES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 for kind, mode in MODES.items():
-    theirs = verl_loss(mode, clip_ratio_high=0.28)
-    LOSSES[f"verl-{kind}"] = grpo(kind, clip_range_high=0.28), theirs, ADDED
+    ours = partial(grpo, loss_type=kind, clip_range_high=0.28)
+    LOSSES[f"verl-{kind}"] = ours, partial(verl_loss, mode=mode, clip_ratio_high=0.28), ADDED
 for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
     for high, beta, kl in ((0.2, 0.0, "k3"), (0.5, 0.3, "k3"), (0.5, 0.3, "unbiased")):
         if (kind, kl) == ("gspo", "unbiased"):  # TRL takes the ratio of the whole completion
             continue
         bounds = {"clip_range_high": high, "cispo_bound": 1 + high}
-        ours = grpo(kind, kl_coef=beta, kl_estimator=kl, **bounds)
+        ours = partial(grpo, loss_type=kind, kl_coef=beta, kl_estimator=kl, **bounds)
         level, name = ("sequence", "grpo") if kind == "gspo" else ("token", kind)
-        bound = 1 + high if kind == "cispo" else high
         more = {"loss_type": name, "beta": beta, "args.use_bias_correction_kl": kl == "unbiased"}
-        LOSSES[f"trl-{kind}-{beta}-{kl}"] = ours, trl_loss("GRPO", level, bound, **more), EXACT
+        more["high"] = 1 + high if kind == "cispo" else high
+        theirs = partial(trl_loss, kind="GRPO", level=level, **more)
+        LOSSES[f"trl-{kind}-{beta}-{kl}"] = ours, theirs, EXACT
 
 
 @functools.cache
@@ -198,13 +197,11 @@ def grpo_of_the_page() -> types.ModuleType:
     return module
 
 
-def sapo(logprobs: Tensor) -> Tensor:
-    options = {"clip_range": 0.2, "loss_type": "sapo", "ref_logprobs": REF, "kl_coef": 0.3}
-    return grpo_of_the_page().grpo_loss(logprobs, OLD, A, MASK, **options)[0]
-
-
 more = {"args.sapo_temperature_pos": 1.0, "args.sapo_temperature_neg": 1.05}
-LOSSES["trl-sapo"] = sapo, trl_loss("GRPO", loss_type="sapo", beta=0.3, **more), EXACT
+LOSSES["trl-sapo"] = (
+    lambda p: grpo(p, "sapo", grpo_of_the_page().grpo_loss, kl_coef=0.3),
+    partial(trl_loss, kind="GRPO", loss_type="sapo", beta=0.3, **more), EXACT,
+)  # fmt: skip
 
 
 def test_the_loss_of_the_page_is_a_flag():
@@ -232,12 +229,12 @@ ADVANTAGES = {
 for x in ((1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0)):
     ADVANTAGES[f"verl-gae-{x}"] = lambda x=x: whitened_gae(*x), lambda x=x: verl_gae(*x), ADDED
 for known, s in (("all", SCORES), ("some", SOME)):
-    ours = functools.partial(rloo_advantages, s - 0.7 * (LOGPROBS - REF).sum(1), G)
-    theirs = functools.partial(trl_advantages, "RLOO", s, beta=0.7)
+    ours = partial(rloo_advantages, s - 0.7 * (LOGPROBS - REF).sum(1), G)
+    theirs = partial(trl_advantages, "RLOO", s, beta=0.7)
     ADVANTAGES[f"trl-rloo-{known}"] = ours, theirs, EXACT
     for scale in ("group", "batch", "none"):
-        ours = functools.partial(group_advantages, s, G, scale)
-        theirs = functools.partial(trl_advantages, "GRPO", s, scale_rewards=scale)
+        ours = partial(group_advantages, s, G, scale)
+        theirs = partial(trl_advantages, "GRPO", s, scale_rewards=scale)
         ADVANTAGES[f"trl-{scale}-{known}"] = ours, theirs, 1e-6
 
 

@@ -19,8 +19,11 @@ import sampling
 from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import settings_of_run
 
-FLAT = """
-def for_short_prompts(prompts, completion_ids, **columns):
+REWARDS = """
+def zero(completions, **columns):
+    return [0] * len(completions)
+
+def flat_for_short_prompts(prompts, completion_ids, **columns):
     return [len(p) > 1 and sum(i) % 7 - 3.0 for p, i in zip(prompts, completion_ids)]
 """
 ONE_UPDATE = {"num_epochs": 1, "num_mini_batches": 1}
@@ -71,17 +74,18 @@ def test_the_kl_is_to_a_named_model(lora_r, job, monkeypatch):
     teacher = get_peft_model(copy.deepcopy(base), adapter)
     teacher = teacher if lora_r else teacher.merge_and_unload()
     save_model(folder / "teacher", teacher, letter_tokenizer())
-    (folder / "reward.py").write_text("def zero(completions, **_): return [0] * len(completions)")
-    flags = {"reward": f"{folder}/reward.py:zero", "kl_coef": 1, "lora_r": lora_r, "num_steps": 5}
+    (folder / "reward.py").write_text(REWARDS)
+    flags = {"reference": folder / "teacher", "kl_coef": 1, "lora_r": lora_r}
     calls = record_calls(monkeypatch, job.script, "rollout_logprobs")
-    first = job(reference=folder / "teacher", **flags)[0]
+    first = job(reward=f"{folder}/reward.py:zero", num_steps=5, **flags)[0]
     with torch.no_grad():
         rollout, models = calls[0].args[1], (base.eval(), teacher.eval())
         ours, theirs = (completion_logprobs(x, rollout, 0.7)[0] for x in models)
     kl = (ours - theirs).sum(1).mean().item()
     assert first["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 10
-    assert all("were cut" in x["text"] for x in lines_of(job.folder / "warnings.jsonl"))
-    job(reference=folder / "teacher", **flags | {"reward": "brevity", "num_steps": 1})
+    warnings = lines_of(job.folder / "warnings.jsonl")
+    assert [x for x in warnings if "were cut" not in x["text"]] == []
+    job(reward="brevity", **flags)
     assert "the KL is" in (job.folder / "warnings.jsonl").read_text(), "with a score it matters"
 
 
@@ -93,7 +97,7 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
     assert (adapter / "adapter_config.json").exists()
     assert not (adapter / "model.safetensors").exists()
     saved = torch.load(job.folder / "checkpoint.pt")["weights"]
-    assert all("lora" in name or "value" in name for name in saved)
+    assert [name for name in saved if "lora" not in name and "value" not in name] == []
     second = job(model=adapter, **flags)
     assert second[0]["eval/reward"] == first[2]["eval/reward"] != first[0]["eval/reward"]
     assert abs(second[0]["objective/kl"]) < 1e-5 < abs(second[1]["objective/kl"])
@@ -106,7 +110,7 @@ def test_the_seed_decides_the_weights_of_an_adapter(job):
         job(lora_r=2, num_steps=1)
         adapters.append(load_file(job.folder / "model" / "adapter_model.safetensors"))
     for name, weights in adapters[0].items():
-        assert torch.equal(weights, adapters[1][name])
+        assert torch.equal(weights, adapters[1][name]), name
 
 
 @pytest.mark.parametrize(("kl_coef", "num_epochs"), [(0, 1), (0.1, 1), (0, 2)])
@@ -126,15 +130,6 @@ def test_a_step_computes_old_and_ref_log_probs_once(job, monkeypatch, kl_coef, n
     assert line["val/ratio_max_dev_first"] < 1e-5
     assert (line["policy/approxkl_avg"] > 1e-6) == (num_epochs == 2)
     assert line["grad_norm"] > 1e-3, "are the old ones a constant? Else the ratio has no gradient"
-
-
-@pytest.mark.parametrize("job", [ppo, rloo], indirect=True)
-def test_a_first_ratio_other_than_1_is_warned_of(job, monkeypatch):
-    wrong = lambda *args, **options: 1.05 * rollout_logprobs(*args, **options)  # noqa: E731
-    monkeypatch.setattr(job.script, "rollout_logprobs", wrong)
-    assert job(**ONE_UPDATE)[0]["val/ratio_max_dev_first"] > 0.1
-    texts = [line["text"] for line in lines_of(job.folder / "warnings.jsonl")]
-    assert any("before the first update" in text for text in texts)
 
 
 def test_training_draws_by_its_seed_and_evaluations_by_another(job, monkeypatch):
@@ -180,22 +175,20 @@ def test_no_infinite_gradient_reaches_the_weights(job, monkeypatch, capsys):
 def test_rows_without_advantage_are_left_out_and_change_nothing(job, monkeypatch):
     recorded = record_gradients(monkeypatch)
     calls = record_calls(monkeypatch, rloo, "completion_logprobs")
-    (file := job.folder.parent / "flat.py").write_text(FLAT)
+    (file := job.folder.parent / "reward.py").write_text(REWARDS)
     flags = {"completions": 16, "kl_coef": 0, "learning_rate": 1e-9}  # no step of rounding errors
     found = []
-    for all_rows in (False, True):
-        if all_rows:
-            whole = lambda rollout, _, **options: micro_batches(rollout, **options)  # noqa: E731
-            monkeypatch.setattr(rloo, "micro_batches", whole)
-        entropy = job(reward=f"{file}:for_short_prompts", **flags)[0]["policy/entropy_avg"]
+    of_all_rows = mock.Mock(side_effect=lambda rollout, _, **more: micro_batches(rollout, **more))
+    for cut in (micro_batches, of_all_rows):
+        monkeypatch.setattr(rloo, "micro_batches", cut)
+        entropy = job(reward=f"{file}:flat_for_short_prompts", **flags)[0]["policy/entropy_avg"]
         found.append((sum(len(call.args[1].tokens) for call in calls), recorded.pop(), entropy))
         calls.clear()
     (few, gradient, entropy), (many, other, same) = found
     assert 2 < few < 14 and many == 16 and entropy == same > 0, "the entropy is of all rows"
     assert torch.allclose(gradient, other, atol=1e-5) and gradient.abs().max() > 1e-3
     monkeypatch.setattr(rloo, "micro_batches", micro_batches)
-    file.with_name("zero.py").write_text("def zero(prompts, **_): return [0] * len(prompts)")
-    assert job(reward=f"{file.with_name('zero.py')}:zero", **flags)[0]["grad_norm"] == 0
+    assert job(reward=f"{file}:zero", **flags)[0]["grad_norm"] == 0
     assert sum(len(call.args[1].tokens) for call in calls) == 1, "the optimiser needs a gradient"
 
 
@@ -216,7 +209,7 @@ def test_a_script_without_flags_trains_the_embedded_model(script, tmp_path):
     assert all(math.isfinite(x) for line in lines for x in line.values() if x is not None)
     before, after = load_file("tiny/model.safetensors"), load_file(run / "model/model.safetensors")
     shared = before.keys() & after.keys()
-    assert shared and all((before[name] != after[name]).any() for name in shared)
+    assert shared and [x for x in shared if torch.equal(before[x], after[x])] == [], "unmoved"
 
 
 @pytest.mark.problem("ppo_script", 6, "ppo")

@@ -45,19 +45,14 @@ def test_a_token_has_the_log_of_its_probability():
 
 
 @pytest.mark.problem("kl_estimate", 3)
-@pytest.mark.parametrize(
-    ("name", "values", "slopes"),
-    [
-        ("k1", [0.5, -1.0, 0.0], [1.0, 1.0, 1.0]),
-        ("k2", [0.125, 0.5, 0.0], [0.5, -1.0, 0.0]),
-        ("k3", [0.106531, 0.718282, 0.0], [0.393469, -1.718282, 0.0]),
-    ],
-)
-def test_each_kl_estimate_has_its_value_and_slope(name, values, slopes):
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_each_kl_estimate_has_its_value_and_slope(name):
+    values = {"k1": [0.5, -1, 0], "k2": [0.125, 0.5, 0], "k3": [0.106531, 0.718282, 0]}
+    slopes = {"k1": [1, 1, 1], "k2": [0.5, -1, 0], "k3": [0.393469, -1.718282, 0]}
     policy = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     found = kl_estimate(policy, torch.tensor([-1.5, -1.0, -0.5]), name)
-    near(found, values, "of the policy to the reference, not the other way round")
-    near(slope(found, policy), slopes, "the values are right, the gradient isn't")
+    near(found, values[name], "of the policy to the reference, not the other way round")
+    near(slope(found, policy), slopes[name], "the values are right, the gradient isn't")
 
 
 @pytest.mark.problem("completion_mask", 2)
@@ -84,12 +79,9 @@ def test_an_advantage_is_the_recursion_from_the_last_token():
 
 
 @pytest.mark.problem("shape_rewards", 2)
-def test_each_token_pays_its_kl_and_the_last_is_scored():
-    kl, mask = (
-        torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0]]),
-        torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]),
-    )
-    found = shape_rewards(torch.tensor([10.0, 20.0]), kl, mask.bool(), kl_coef=0.5)
+def test_tokens_pay_their_kl_and_the_last_is_scored():
+    kl = torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0]])
+    found = shape_rewards(torch.tensor([10.0, 20.0]), kl, kl > 0, kl_coef=0.5)  # 0: padding
     near(found, [[-0.5, -1, 8.5, 0], [18, 0, 0, 0]], "a KL costs; the score is at the last token")
 
 
@@ -106,17 +98,10 @@ def test_a_score_is_compared_with_its_group():
     near(found, [-0.9999, 0, 0.9999, -0.577334, -0.577334, 1.154667], hint)
 
 
-CLIPPED_ROWS = [  # ratio of the completion, advantage; loss and slope of the row, without the mean
-    (1.5, 1.0, -1.2, 0.0),
-    (0.5, 2.0, -1.0, -1.0),
-    (1.5, -1.0, 1.5, 1.5),
-    (0.5, -1.0, 0.8, 0.0),
-]
-
-
 @pytest.mark.problem("rloo_loss", 2)
 def test_a_completion_is_one_action_with_one_ratio():
-    ratios, advantages, losses, slopes = torch.tensor(CLIPPED_ROWS).T
+    ratios, advantages = torch.tensor([1.5, 0.5, 1.5, 0.5]), torch.tensor([1.0, 2, -1, -1])
+    losses, slopes = torch.tensor([-1.2, -1, 1.5, 0.8]), torch.tensor([0, -1, 1.5, 0])  # of rows
     lengths = torch.tensor([3, 1, 4, 2])
     mask = torch.arange(4) < lengths[:, None]
     moved = (ratios.log() / lengths)[:, None].expand(4, 4)  # by each of the real tokens
@@ -151,9 +136,7 @@ def test_grpo_clips_each_token_and_takes_means_of_rows():
     near(loss, AVERAGES["grpo"], f"a mean of each row, then of the rows. Is it {LENGTHS}")
     expected = torch.tensor([[0, -0.083333, -0.183333], [0, 0.75, 0]])
     near(slope(loss, new), expected.tolist(), "the loss is right, the gradient isn't")
-    assert clipped.tolist() == [[True, False, False], [True, False, False]], (
-        "where the clip decides"
-    )
+    assert clipped.tolist() == [[True, False, False]] * 2, "where the clip decides"
     new, loss, _ = loss_of("grpo", ref_logprobs=NEW + math.log(2), kl_coef=0.5)
     near(loss, AVERAGES["grpo"] + 0.153426, "0.5 times a k3 of 0.306853 at each token")
     expected -= torch.tensor([[0.083333], [0.125]]) * REAL
@@ -167,16 +150,17 @@ def test_the_other_losses_take_other_means(loss_type):
     near(loss, AVERAGES[loss_type], "over tokens, or rows times max_new_tokens; a bound for cispo")
 
 
+PAIRS = {  # (margin, weight): the losses and slopes of two pairs
+    (0.0, 0.0): ([0.313262, 3.048587], [-0.268941, -0.952574]),
+    (1.0, 0.0): ([0.693147, 4.018150], [-0.5, -0.982014]),
+    (0.0, 0.1): ([1.213262, 3.948587], [0.331059, -0.352574]),
+}
+
+
 @pytest.mark.problem("preference_loss", 3)
-@pytest.mark.parametrize(
-    ("margin", "center", "losses", "slopes"),
-    [
-        (0.0, 0.0, [0.313262, 3.048587], [-0.268941, -0.952574]),
-        (1.0, 0.0, [0.693147, 4.018150], [-0.5, -0.982014]),
-        (0.0, 0.1, [1.213262, 3.948587], [0.331059, -0.352574]),
-    ],
-)
-def test_a_pair_costs_less_the_more_the_chosen_leads(margin, center, losses, slopes):
+@pytest.mark.parametrize("margin, center", PAIRS)
+def test_a_pair_costs_less_the_more_the_chosen_leads(margin, center):
+    losses, slopes = PAIRS[margin, center]
     chosen, rejected = torch.tensor([2.0, 0.0], requires_grad=True), torch.tensor([1.0, 3.0])
     found = preference_loss(chosen, rejected, torch.full((2,), margin), center)
     near(found, losses, f"leads of 1 and -3, a margin of {margin}, a weight of {center}")
