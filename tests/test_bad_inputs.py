@@ -195,7 +195,7 @@ def inputs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("script", "flags", "words", "given"), BAD)
-def test_a_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
+def test_a_bad_input_is_one_line_and_writes_nothing(
     script, flags, words, given, inputs, monkeypatch, capsys
 ):
     monkeypatch.chdir(inputs)
@@ -211,7 +211,7 @@ def test_a_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     assert contents(".") == before
 
 
-def test_of_what_a_library_says_the_first_line_is_kept_or_the_reason_that_it_announces():
+def test_a_fault_keeps_the_reason_that_a_library_gives():
     for said, reason in (
         ("it is no model\nbecause of that", "it is no model"),
         (

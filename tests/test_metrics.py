@@ -40,7 +40,7 @@ def test_of_constant_returns_no_variance_is_explained():
     assert explained_variance(torch.arange(4.0).view(1, 4), returns, mask) == 0
 
 
-def test_the_largest_deviation_is_that_of_the_first_minibatch_and_no_graph_is_kept():
+def test_the_largest_deviation_is_that_of_the_first_minibatch():
     rows, mask = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[True, False]] * 4)
     old = torch.zeros(4, 2)
     meter, x = Meter(make_rollout([[1]] * 4, [[5, EOS]] * 4)), torch.zeros(1, 2, requires_grad=True)
@@ -55,13 +55,13 @@ def test_the_largest_deviation_is_that_of_the_first_minibatch_and_no_graph_is_ke
     assert not any(total.requires_grad for total in kept)
 
 
-def test_a_mean_is_added_up_in_float32_and_that_of_nothing_is_0():
+def test_a_mean_is_added_up_in_float32():
     totals, ones = Totals(), torch.ones(1001, dtype=torch.bfloat16)  # which can't hold 1001
     totals.add("ones", ones), totals.add("none", ones, ones < 1)
     assert totals.results() == {"ones": 1, "none": 0}
 
 
-def test_missing_scores_are_left_out_and_a_group_without_two_different_ones_is_flat():
+def test_missing_scores_are_left_out_of_means_and_groups():
     nan = torch.nan
     scores = torch.tensor([1.0, 3, nan, 5, 5, 5, 0, 0, 6, nan, nan, nan])
     kl, known = torch.arange(24.0).view(12, 2), ~scores.isnan()
@@ -142,7 +142,7 @@ def around(mean, spread):
         ([ALL | {"objective/kl": -20.0}] * 9 + [ALL], EVERY_WARNING, ""),
     ],
 )
-def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(steps, names, text):
+def test_each_warning_has_its_cause_and_a_remedy(steps, names, text):
     history = [STEP | {"objective/scores": i / 10} | step for i, step in enumerate(steps)]
     found = warnings_about(history, bf16=False)
     assert ", ".join(name for name, _ in found) == names
@@ -151,7 +151,7 @@ def test_a_warning_has_a_cause_and_a_remedy_and_there_is_none_without_a_cause(st
     assert warnings_about(history, bf16=True) == ([] if rounding_does_it else found)
 
 
-def test_a_reward_that_rises_while_accuracy_falls_is_warned_of():
+def test_a_hacked_reward_is_warned_of():
     """As measured with the number of nines as the reward, and what chance or success gives."""
     names, start = ("eval/reward", "eval/accuracy", "eval/accuracy_se"), (0.15, 0.45, 0.016)
     for steps, warned in (
@@ -171,7 +171,7 @@ def test_a_reward_that_rises_while_accuracy_falls_is_warned_of():
     assert warnings_of_evaluation(pairs, [pairs | {"eval/accuracy": 0.9}]) == []
 
 
-def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_rounding_is_not():
+def test_a_mistaken_temperature_is_told_from_rounding_to_bfloat16():
     """As measured with SmolLM2: rounding in each step of all runs, a mistake in the first step."""
     measured = json.loads((REPOSITORY / "benchmarks" / "precision.json").read_text())
     warned = []
@@ -190,7 +190,7 @@ def test_in_bfloat16_a_mistaken_temperature_of_the_sampler_is_warned_of_and_roun
     assert warned[-6:] == [[], *[["sampler"]] * 4, []] and not any(warned[:-6])
 
 
-def test_a_run_gives_a_warning_once_and_without_groups_none_of_flat_ones(make_job, capsys):
+def test_a_run_gives_each_warning_once(make_job, capsys):
     job = make_job(ppo)
     job(num_steps=3, temperature=0.001)  # always the same tokens, to the limit
     output, kept = capsys.readouterr().out, (job.folder / "warnings.jsonl").read_text()
@@ -237,7 +237,7 @@ def evaluated(K, reward, verifier, seed=0):
     return found, [texts[i : i + K] for i in range(0, len(texts), K)]
 
 
-def test_of_k_completions_each_metric_is_what_its_definition_says():
+def test_each_metric_of_k_completions_is_as_defined():
     partly = lambda completions: [max(x, 0.1) for x in has_an_a(completions)]  # noqa: E731
     found, texts = evaluated(4, lambda completions: map(len, completions), partly)
     right = [[float("a" in text) for text in of_one] for of_one in texts]
@@ -252,7 +252,7 @@ def test_of_k_completions_each_metric_is_what_its_definition_says():
 
 
 @pytest.mark.filterwarnings("error:.*degrees of freedom")
-def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unknown():
+def test_a_prompt_without_a_verdict_is_left_out():
     # "x" comes first; of its two verdicts one is missing.
     found, texts = evaluated(
         2, unknown_of_x, lambda completions: [None, *has_an_a(completions)[1:]]
@@ -270,7 +270,7 @@ def test_a_prompt_without_a_verdict_is_left_out_and_a_number_of_nothing_is_unkno
         assert found.metrics[f"eval/{name}"] is None
 
 
-def test_the_greedy_evaluation_does_not_depend_on_the_seed_and_the_sampled_one_does():
+def test_the_seed_changes_the_sampled_evaluation_alone():
     no_reward = lambda completions: [None] * len(completions)  # noqa: E731
     first, second = (evaluated(1, no_reward, has_an_a, seed)[0] for seed in (0, 1))
     assert first.headline == ["eval/reward", "eval/accuracy"]
@@ -278,7 +278,7 @@ def test_the_greedy_evaluation_does_not_depend_on_the_seed_and_the_sampled_one_d
     assert first.records != second.records
 
 
-def test_a_sample_is_printed_with_the_end_of_a_long_prompt_and_the_start_of_a_long_completion():
+def test_a_printed_sample_shows_the_end_of_its_prompt():
     chat = [{"content": "Be brief."}, {"content": "What is left of it? " * 5 + "\nAll of it"}]
     rows, texts = [{"prompt": "a" * 45}, {"prompt": chat}], ["x", "y", "unbelievable " * 9, "z"]
     records, lines = sample_records(rows, texts, torch.tensor([1.0, 0.0, math.nan, 2.0]))
@@ -290,7 +290,7 @@ def test_a_sample_is_printed_with_the_end_of_a_long_prompt_and_the_start_of_a_lo
     assert lines == [f"   1.00  ... {'a' * 41} -> x"]
 
 
-def test_the_headline_names_each_number_beside_that_of_step_0_and_the_bar_those_of_the_step():
+def test_the_headline_shows_numbers_beside_those_of_step_0():
     first = {"eval/reward": 0.25, "eval/reward_greedy": None}
     now = {"eval/reward": 0.75, "eval/reward_greedy": 1.0}
     assert headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
@@ -325,7 +325,7 @@ def drawn(tmp_path, monkeypatch):
     return drawn
 
 
-def test_seeds_of_a_job_have_one_colour_and_one_name_and_a_script_has_its_own(drawn):
+def test_seeds_of_a_job_have_one_colour_and_name(drawn):
     seeds = {"ppo-add-s0": 0, "ppo-add-s11": 11, "grpo-add-s0": 0, "grpo-2-add-s0": 0}
     runs = {x: [{"step": i, "objective/scores": i + n} for i in range(4)] for x, n in seeds.items()}
     (axes, *_), file = drawn({f"runs/{name}": lines for name, lines in runs.items()})
@@ -353,9 +353,7 @@ BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
         ([PAIRS, PAIRS, {}], OF_REWARD_MODELS, {}),  # one has no line yet
     ],
 )
-def test_panels_are_those_of_the_kind_of_run_and_a_curve_has_the_steps_that_know_it(
-    runs, panels, curves, drawn
-):
+def test_panels_are_those_of_the_kind_of_run(runs, panels, curves, drawn):
     """Steps 0 and 2 have an evaluation, step 1 has none."""
     lines = [[{"step": 0} | x, {"step": 1}, {"step": 2} | x] if x else [] for x in runs]
     axes, _ = drawn({str(n): x for n, x in enumerate(lines)})

@@ -40,9 +40,7 @@ TEMPLATE = "<eos>{% for m in messages %}{{ m.role[0] + m.content }}z{% endfor %}
         ([USER], [GOOD], None, "q a<eos>"),
     ],
 )
-def test_text_ends_with_one_eos_and_messages_as_their_template_does(
-    prompt, completion, template, expected
-):
+def test_text_ends_with_one_eos_messages_as_their_template(prompt, completion, template, expected):
     tokenizer = letter_tokenizer()
     if template == "no EOS":
         tokenizer.eos_token = None
@@ -112,7 +110,7 @@ BLOOM = BloomConfig(n_layer=1, n_head=2, initializer_range=0.3, **SIZES)  # it h
 
 @torch.no_grad()
 @pytest.mark.parametrize("config", [BERT, GPT2, BLOOM, small_llama(vocab_size=20).config])
-def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_path, monkeypatch):
+def test_a_score_is_that_of_the_text_alone(config, tmp_path, monkeypatch):
     torch.manual_seed(0)
     config.num_labels = 1
     model = Classifier.from_config(config).eval()
@@ -146,7 +144,7 @@ def test_a_score_is_that_of_the_text_alone_in_any_batch_and_float32(config, tmp_
     assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
 
 
-def test_a_text_that_the_reward_model_can_not_read_is_refused(tmp_path):
+def test_a_text_that_is_too_long_is_refused(tmp_path):
     folder = save_model(tmp_path / "m", Classifier.from_config(GPT2), letter_tokenizer())
     model = RewardModel(folder, "cpu")
     assert len(model(["a" * 60], ["bcd"])) == 1
@@ -160,7 +158,7 @@ TWO_LABELS = Classifier.from_config(GPT2Config(n_layer=1, n_head=2, **SIZES | {"
 
 
 @pytest.mark.parametrize("model", [BertForMaskedLM(BERT), TWO_LABELS], ids=["bert", "two labels"])
-def test_a_new_head_of_a_model_of_another_kind_starts_at_0_and_trains(model, tmp_path):
+def test_a_new_head_starts_at_0_and_trains(model, tmp_path):
     folder = save_model(tmp_path / "m", model, letter_tokenizer())
     model = load_classifier(folder, new_head=True)
     scores = sequence_scores(model, [[1, 2], [3, 4, 5]], bf16=False)

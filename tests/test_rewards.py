@@ -1,5 +1,6 @@
 """Rewards: TRL's signature, by name and from files, verifiers, the built-in tasks."""
 
+import pickle
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ def seen(rows) -> dict:
     return columns
 
 
-def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
+def test_a_reward_written_for_trl_gets_its_arguments():
     got = seen(ROWS)
     assert got["prompts"] == ["a", "a", "b", "b"] and got["n"] == [1, 1, 2, 2]
     assert got["completions"] == TEXTS and [len(i) for i in got["completion_ids"]] == [1, 2, 1, 2]
@@ -47,7 +48,7 @@ def test_a_reward_written_for_trl_gets_prompts_completions_ids_and_columns():
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
 
 
-def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_sampled():
+def test_columns_that_some_rows_have_replace_nothing_sampled():
     chat = [{"role": "user", "content": "q"}]
     got = seen([{"prompt": "a", "completions": ["?"]}, {"prompt": chat, "late": 0}])
     messages = [[{"role": "assistant", "content": text}] for text in TEXTS[2:]]
@@ -55,7 +56,7 @@ def test_columns_that_only_some_rows_have_reach_the_reward_and_replace_nothing_s
     assert got["late"] == [None, None, 0, 0] and got["prompts"] == ["a", "a", chat, chat]
 
 
-def test_a_reward_may_ask_for_the_step_and_log_as_in_trl():
+def test_a_reward_may_ask_for_the_step_and_log():
     def reward(completions, trainer_state, log_metric, log_extra):
         log_metric("length", 2.0), log_extra("text", completions)
         return [float(trainer_state.global_step)] * len(completions)
@@ -66,7 +67,7 @@ def test_a_reward_may_ask_for_the_step_and_log_as_in_trl():
     assert task.score(task.batch(3, 2), rollout)[0].tolist() == [3, 3]
 
 
-def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent():
+def test_rewards_are_added_with_their_weights():
     first = lambda completions, **kw: [1.0, 1.0, None, None]  # noqa: E731
     second = lambda completions, **kw: [1.0, None, 1.0, None]  # noqa: E731
     for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
@@ -87,12 +88,12 @@ def test_several_rewards_are_added_with_their_weights_and_none_counts_as_absent(
         (lambda **kw: None, "must return a list of numbers or None: TypeError: 'NoneType'"),
     ],
 )
-def test_what_is_no_list_of_finite_numbers_is_refused_in_one_line(reward, fault):
+def test_a_reward_must_return_finite_numbers(reward, fault):
     with pytest.raises(InputError, match=f"^the reward <lambda> .*{fault}"):
         scored(reward)
 
 
-def test_the_text_that_is_scored_ends_before_eos_and_padding():
+def test_a_scored_text_ends_before_eos_and_padding():
     for prompt, completion, eos, text in (
         ([1], [71, 72, 256], 256, "hi"),
         ([1], [71, 72], 256, "hi"),
@@ -130,48 +131,32 @@ def test_ready_made_rewards_read_text_or_messages():
             assert load_reward(name, REWARDS)(completions=completions, answer=answer) == expected
 
 
-POOL = """
-from multiprocessing import get_context
-from neighbour_of_my_pool import graded
-
-def grade(text):
-    return graded(text)
-
-def parallel(completions):
-    with get_context("spawn").Pool(1) as pool:
-        return pool.map(grade, completions)
-"""
-
-
-def test_a_file_runs_once_and_its_pool_finds_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "neighbour_of_my_pool.py").write_text("graded = len")
-    (tmp_path / "my_pool.py").write_text(POOL)
-    parallel = load_reward(f"{tmp_path}/my_pool.py:parallel", REWARDS)
-    assert scored(parallel) == [1, 2, 1, 2]
-    assert load_reward(f"{tmp_path}/my_pool.py:grade", REWARDS) is parallel.__globals__["grade"]
-
-
-UNTIDY = """
+OWN = """
 import torch
+from neighbour_of_mine import graded
 
 torch.set_grad_enabled(False)
 
-def untidy(completions):
+def lengths(completions):
     torch.set_grad_enabled(False)
-    return [1.0] * len(completions)
+    return [graded(text) for text in completions]
 """
 
 
-def test_gradients_that_a_file_switches_off_come_back(tmp_path, monkeypatch):
+def test_a_file_of_rewards_runs_once_and_keeps_gradients(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "untidy.py").write_text(UNTIDY)
-    untidy = load_reward(f"{tmp_path}/untidy.py:untidy", REWARDS)
-    assert torch.is_grad_enabled()
-    assert scored(untidy) == [1] * 4 and torch.is_grad_enabled()
+    (tmp_path / "neighbour_of_mine.py").write_text("graded = len")
+    (tmp_path / "rewards_of_mine.py").write_text(OWN)
+    spec = f"{tmp_path}/rewards_of_mine.py:lengths"
+    lengths = load_reward(spec, REWARDS)
+    assert load_reward(spec, REWARDS) is lengths, "it ran once"
+    assert torch.is_grad_enabled(), "as if the file had not switched them off"
+    assert scored(lengths) == [1, 2, 1, 2] and torch.is_grad_enabled()
+    # A pool of processes sends a function by the name of its module, and the path.
+    assert pickle.loads(pickle.dumps(lengths)) is lengths and str(tmp_path) in sys.path
 
 
-def test_a_reward_model_scores_prompt_and_completion_and_is_the_last_of_the_rewards(tmp_path):
+def test_a_reward_model_is_the_last_of_the_rewards(tmp_path):
     config = GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, num_labels=1)
     model = save_model(tmp_path / "rm", GPT2ForSequenceClassification(config), byte_tokenizer())
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
@@ -193,18 +178,16 @@ PARTS = ["1/18", "1 / 18.", r"\frac{1}{18}", r"\dfrac 1{18}", r"\frac{x}{18}", "
 PARTS += ["2^10", "2^{10}", "10^-2", "2**10", "10^{12}", "2 ^ 10"]
 
 
-def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_last_one_exactly():
+def test_numeric_match_compares_the_marked_or_last_number():
     gsm8k = "She has 7 * 10 = <<7*10=70>>70, and 1002 more, of 2000.\n#### 1,072"
     for text, answer, expected in (
         ("12 + 34 = 46.", 46, 1),
         ("-46", 46, 0),
         ("it is .5", ".5", 1),
-        ("none: 0", 0, 1),
         ("it is 1,024.", "1,024 in all", 1),
         ("3,4567", 4567, 1),
         ("12345678901234568", "12345678901234567", 0),
-        ("\u22125", "-5", 1),  # the minus sign of Unicode
-        ("it is x=-5", "\u22125", 1),
+        ("it is x=-5", "\u22125", 1),  # the minus sign of Unicode
         ("\u20135", -5, 1),  # a dash
         ("-$5", -5, 1),
         ("10\u2013\\$5", 5, 1),
@@ -240,26 +223,23 @@ def test_numeric_match_compares_the_number_behind_the_mark_of_gsm8k_else_the_las
         ("18 $m^{2}$", "18 cm^2", 1),
         ("x_1 = 18, not x_{12}", 18, 1),
         ("**18**", 18, 1),
-        ("18/2 = 9", 9, 1),
         ("x^2 + 3", 3, 1),
         *((text, part, 0) for text in PARTS for part in (1, 2, 10, 12, 18, 0.1)),
     ):
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
 
 
-def test_exact_match_reads_a_whole_number_that_a_gap_made_a_float():
+def test_exact_match_reads_a_whole_float_as_an_integer():
     assert REWARDS["exact_match"](["18", "18.0", "1.5"], answer=[18.0, 18.0, 1.5]) == [1, 0, 1]
 
 
 @pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}, float("nan")])
-def test_an_answer_that_is_neither_text_nor_a_number_is_refused(answer):
+def test_answers_must_be_text_or_numbers(answer):
     with pytest.raises(InputError, match="needs text or numbers as answers, not"):
         REWARDS["exact_match"](["2"], answer=[answer])
 
 
-def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_the_tasks(
-    tmp_path, monkeypatch, capsys
-):
+def test_flags_or_the_task_name_the_verifier(tmp_path, monkeypatch, capsys):
     (path := tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     rows, verifier = [{"prompt": "1+2=", "answer": "3"}], REWARDS["numeric_match"]
     few = Task(rows, rows, [verifier], verifier=verifier, about="Look at the sum.")
@@ -279,7 +259,7 @@ def test_the_verifier_is_the_one_that_is_named_else_a_reward_that_is_one_else_th
 # --- Tasks ---
 
 
-def test_no_held_out_sum_is_trained_on_not_even_mirrored():
+def test_no_held_out_sum_is_trained_on_mirrored():
     sides = []
     for rows, messages in zip(add_prompts(), add_prompts(chat=True), strict=True):
         numbers = [row["prompt"].removesuffix("=").split("+") for row in rows]
@@ -289,14 +269,14 @@ def test_no_held_out_sum_is_trained_on_not_even_mirrored():
     assert len(sides[0]) + len(sides[1]) == 90 * 91 / 2 and not sides[0] & sides[1]
 
 
-def test_sentiment_counts_words_within_bounds_and_has_its_own_held_out_openings():
+def test_sentiment_counts_words_within_bounds():
     task = task_of(task="sentiment")
     texts = ["a great, GREAT film", "boring and bad", "good " * 10, "bad " * 10, "greatly"]
     assert task.rewards[0](texts) == [2, -2, 3, -3, 0]
     assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
 
 
-def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkeypatch):
+def test_a_task_of_ones_own_may_weight_its_rewards(monkeypatch):
     @dataclass
     class Judge:  # it has no hash
         def __call__(self, completions):
@@ -312,7 +292,7 @@ def test_a_task_of_ones_own_has_its_prompts_its_rewards_and_their_weights(monkey
     assert task_of(task="letters", reward=["sentiment"]).weights == [1], "of its own rewards"
 
 
-def test_the_verdict_on_a_completion_is_that_on_its_own_prompt():
+def test_a_verdict_is_that_on_its_own_prompt():
     judge = Task([], [], [], verifier=REWARDS["numeric_match"])
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     found = judge.verify(rows, ["2", "1", "3", "3"], make_rollout([[1]] * 4, [[2]] * 4))
