@@ -19,7 +19,6 @@ from common import (
     Rollout,
     completion_mask,
     disable_dropout,
-    evaluating,
     gae,
     kl_estimate,
     masked_mean,
@@ -237,13 +236,6 @@ def test_after_disable_dropout_training_forwards_are_bit_identical(name):
     model.train()
     assert all_equal(), "in training mode two passes still differ"
     assert model.config.to_dict() == settings, "the config that is saved keeps its dropout"
-
-
-def test_evaluating_restores_the_mode_after_an_error():
-    model = torch.nn.Dropout()
-    with pytest.raises(KeyError), evaluating(model):
-        raise KeyError
-    assert model.training
 
 
 @pytest.mark.problem("disable_dropout", 1)
@@ -465,18 +457,6 @@ def test_autocast_leaves_logits_and_values_in_float32(make):
     assert torch.allclose(values, value_model.head(states[1]).squeeze(1), atol=1e-5)
     scores(model, value_model, row)
     assert not torch.equal(states[0], states[2]) and not torch.equal(states[1], states[3])
-
-
-def test_a_rollout_has_the_numbers_of_an_update(small_model):
-    value_model = value_model_of(small_model)
-    for bf16 in (False, True):
-        config = SimpleNamespace(temperature=0.7, bf16=bf16, micro_batch_tokens=1000)
-        logprobs, _, values = scores(small_model, value_model, IN_GROUPS, bf16=bf16)
-        for found, expected in (
-            (forward.rollout_logprobs(small_model, IN_GROUPS, config), logprobs),
-            (forward.rollout_values(value_model, IN_GROUPS, config), values),
-        ):
-            assert torch.allclose(found, expected, atol=1e-6) and not found.requires_grad
 
 
 @pytest.mark.parametrize("max_tokens", [1, 14, 18, 19, 27, 1000])
