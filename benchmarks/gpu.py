@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,11 +37,13 @@ import speed
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-from pretended_cuda import pretended_cuda  # noqa: E402
+from pretended_cuda import Graph, pretended_cuda  # noqa: E402
 
 import grpo  # noqa: E402
 from common import disable_dropout  # noqa: E402
@@ -128,12 +129,15 @@ def do_case(name: str, folder: Path, small: bool) -> None:
             save_model(model, folder, small)
     do = smoke if name in SMOKE else decode if "decode" in name else step
     pretended = small and "trl" not in name  # TRL asks more of a device
+    of_integers = torch.histc  # on a CPU of floats alone
+    histc = lambda x, **options: of_integers(x.float() if pretended else x, **options)  # noqa: E731
     # AutoTokenizer would make Qwen2's tokenizer of the words.
     words = transformers.PreTrainedTokenizerFast.from_pretrained
     with (
         pretended_cuda() if pretended else contextlib.nullcontext(),
         contextlib.redirect_stdout(sys.stderr),
         mock.patch.object(transformers.AutoTokenizer, "from_pretrained", words),
+        mock.patch.object(torch, "histc", histc),
     ):
         for record in do(name, folder, small):
             record |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
@@ -212,12 +216,17 @@ def timed(work: Callable, *args: object, **options: object) -> tuple:
 
 # --- Kernels, counted without a GPU ---
 
-# The pretended device copies what attention returns: that copy is counted, as its kernel.
+# `attention` copies what the real one gives: that copy is counted, as its kernel.
 VIEWS = set(
     """view _unsafe_view expand transpose t permute slice select unsqueeze squeeze as_strided alias
     detach split split_with_sizes unbind lift_fresh empty empty_like new_empty empty_strided
-    _reshape_alias _scaled_dot_product_flash_attention_for_cpu""".split()
+    _reshape_alias _scaled_dot_product_flash_attention_for_cpu promote_types""".split()
 )
+
+
+def attention(*args: Tensor, attend: Callable = F.scaled_dot_product_attention, **options: object):
+    """As CUDA's kernel lays out what it gives."""
+    return attend(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
@@ -225,28 +234,44 @@ def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.aten.native_layer_norm(x, shape, weight, None, eps)[0]
 
 
+class Kernels(TorchDispatchMode):
+    """Counts operations, those of the backward pass as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self,
+        operation: torch._ops.OpOverload,
+        types: object,
+        args: tuple = (),
+        kwargs: object = None,
+    ) -> object:
+        self.total += operation.overloadpacket.__name__ not in VIEWS
+        with torch._C.DisableTorchFunction():  # the pretended device has seen it
+            return operation(*args, **kwargs or {})
+
+
 def count(model: transformers.PreTrainedModel) -> dict[str, int]:
     """Kernels of a token in the graph, and those outside; those of a micro-batch."""
-
-    def kernels(operations: Counter) -> int:
-        return operations.total() - sum(operations[name] for name in VIEWS)
-
     ids, totals = torch.arange(32).view(4, 8), []
     options = {"num_generations": 2, "max_rows": 8, "eos_token_ids": [], "pad_token_id": 0}
     disable_dropout(model)
     models.fuse(model)
-    with pretended_cuda() as gpu, mock.patch("torch.nn.functional.rms_norm", rms_norm):
+    functions = {"rms_norm": rms_norm, "scaled_dot_product_attention": attention}
+    with pretended_cuda(), mock.patch.multiple(F, **functions):
         options["decoder"] = decoder = Decoder(model.to("cuda").eval(), torch.bfloat16)
         for length in (5, 6, 7):  # the first one makes the graph
-            gpu.operations.clear()
-            rollout = sample(model, ids, ids > 0, max_new_tokens=length, **options)
-            totals.append(kernels(gpu.operations))
-        gpu.operations.clear()
-        completion_logprobs(model.train(), rollout, 1.0, bf16=True)[0].sum().backward()
-    [(graph, _)] = decoder.graphs.values()
-    graph = Counter(function.overloadpacket.__name__ for function, *_ in graph.steps)
-    totals = {"graph": kernels(graph), "eager": totals[2] - totals[1]}
-    return totals | {"micro_batch": kernels(gpu.operations)}
+            with Kernels() as eager, mock.patch.object(Graph, "replay"):
+                rollout = sample(model, ids, ids > 0, max_new_tokens=length, **options)
+            totals.append(eager.total)
+        with Kernels() as graph, torch.no_grad():
+            decoder._step({})
+        with Kernels() as micro_batch:
+            completion_logprobs(model.train(), rollout, 1.0, bf16=True)[0].sum().backward()
+    totals = {"graph": graph.total, "eager": totals[2] - totals[1]}
+    return totals | {"micro_batch": micro_batch.total}
 
 
 def run_case(command: list[str], limit: float, results: object, log: Path) -> str:

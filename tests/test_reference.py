@@ -13,25 +13,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from small import RAGGED, SMALL_MODELS, letter_tokenizer, save_model, small_gpt2, small_llama
 from torch import Tensor, nn
 
-from common import base_model, reference
+from common import Rollout, base_model, reference
 from forward import ValueModel, completion_logprobs, completion_values
 from grpo import Config
 from plumbing import models
 from plumbing.data import Task
 from plumbing.errors import InputError
-from plumbing.models import (
-    add_adapter,
-    load_policy,
-    load_tokenizer,
-    set_up_training,
-    spread_weights,
-)
+from plumbing.models import add_adapter, load_policy, load_tokenizer, spread_weights
 from plumbing.preferences import load_classifier
 
 
-def logprobs(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return completion_logprobs(model, RAGGED, 0.7)[0]
+@torch.no_grad()
+def logprobs(model: nn.Module, rollout: Rollout = RAGGED, bf16: bool = False) -> Tensor:
+    return completion_logprobs(model, rollout, 0.7, bf16=bf16)[0]
 
 
 def names_of_trained(model: nn.Module) -> set[str]:
@@ -150,7 +144,7 @@ def test_the_value_model_trains_its_own_adapter(policy):
     assert all("lora_" in name or name.startswith("head") for name in trained)
     of_policy = {p.data_ptr(): p.requires_grad for p in policy.parameters()}
     for name, p in value_model.named_parameters():
-        assert of_policy.get(p.data_ptr()) is (None if name in trained else False)
+        assert of_policy.get(p.data_ptr()) is (None if name in trained else False), name
 
 
 # --- Loading ---
@@ -173,53 +167,37 @@ def test_weights_of_a_bfloat16_checkpoint_train_in_float32(tmp_path, monkeypatch
         assert p.dtype == torch.float32 and p.requires_grad and torch.equal(p, q.float())
 
 
-def linear_weights(model: nn.Module) -> set[Tensor]:
-    """Those of the linear layers in the backbone: GPT-2 calls such a layer Conv1D."""
-    linear = [m for m in model.base_model.modules() if type(m).__name__ in ("Linear", "Conv1D")]
-    return {p for module in linear for p in module.parameters()}
-
-
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])
 @pytest.mark.parametrize(("half", "bits"), [(torch.bfloat16, 16), (torch.float16, 13)])
 def test_small_steps_show_in_a_tenth_of_rounded_weights(make, half, bits):
     """On the grid of the type, where checkpoints lie, it would show in none. Of weights halfway
     between two of its numbers, as many of a 4-bit file are, half would go a whole spacing too far.
     """
-
-    def moved(p: Tensor) -> Tensor:
-        return (p.detach().view(torch.int32) + round(0.1 * 2**bits)).view(torch.float32)
-
-    policy = make().to(half).float()
-    for p in policy.parameters():
+    origin = make().to(half).float()
+    for p in origin.parameters():
         p.data[0] = 0
         p.data.view(torch.int32)[1::2] += 2 ** (bits - 1)  # every second row lies halfway
         p.data[-1] = 7e4  # which float16 can't hold
-    origin = copy.deepcopy(policy)
     lowest = lambda low, high, shape, **_: torch.full(shape, low).int()  # noqa: E731
     highest = lambda low, high, shape, **_: torch.full(shape, high - 1).int()  # noqa: E731
-    for draw in (lowest, highest):
+    for draw in (lowest, highest, torch.randint):
+        policy = copy.deepcopy(origin)
         with mock.patch("torch.randint", draw):
-            spread_weights((extreme := copy.deepcopy(origin)).base_model, half)
-        for p, q in zip(extreme.parameters(), origin.parameters(), strict=True):
-            assert torch.equal(p.to(half), q.to(half))
-    spread_weights(policy.base_model, half)
-    linear = linear_weights(policy)
+            spread_weights(policy.base_model, half)
+        for (name, p), q in zip(policy.named_parameters(), origin.parameters(), strict=True):
+            assert torch.equal(p.to(half), q.to(half)) and not p[0].any(), name
+            assert half is torch.bfloat16 or torch.equal(p[-1], q[-1]), name
+    kinds = "Linear", "Conv1D"  # which is how GPT-2 calls it
+    linear = [m for m in policy.base_model.modules() if type(m).__name__ in kinds]
+    linear = {p for module in linear for p in module.parameters()}
     assert len(linear) > 10
-    for p, q in zip(policy.parameters(), origin.parameters(), strict=True):
-        assert torch.equal(p.to(half), q.to(half)) and not p[0].any()
-        assert half is torch.bfloat16 or torch.equal(p[-1], q[-1])
-        assert p in linear or torch.equal(p, q)
+    for (name, p), q in zip(policy.named_parameters(), origin.parameters(), strict=True):
+        assert p in linear or torch.equal(p, q), name
         if p in linear and p.dim() == 2:
-            of_step = [(moved(x).to(half) != x.to(half))[1:-1].float() for x in (p, q)]
-            assert of_step[0].mean() == pytest.approx(0.1, abs=0.04)
-            assert of_step[0][::2].mean() == pytest.approx(0.1, abs=0.06)  # those from halfway
-            assert of_step[1][1::2].mean() == 0  # those of the grid
-
-
-@torch.no_grad()
-def in_bfloat16(policy: nn.Module, value_model: ValueModel) -> tuple[Tensor, Tensor]:
-    logprobs, _ = completion_logprobs(policy, RAGGED, 0.7, bf16=True)
-    return logprobs, completion_values(value_model, RAGGED, bf16=True)
+            moved = (p.detach().view(torch.int32) + round(0.1 * 2**bits)).view(torch.float32)
+            shows = (moved.to(half) != p.to(half))[1:-1].float()
+            assert shows.mean() == pytest.approx(0.1, abs=0.04), name
+            assert shows[::2].mean() == pytest.approx(0.1, abs=0.06), f"{name}, from halfway"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2 lora", "llama lora"])
@@ -228,7 +206,7 @@ def test_bfloat16_begins_with_the_log_probs_of_the_checkpoint(name):
     name, _, has_adapter = name.partition(" ")
     policy = SMALL_MODELS[name]().bfloat16().float()
     policy = train(add_adapter(policy, 4)) if has_adapter else policy
-    set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), policy)
+    models.set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), policy)
     origins = copy.deepcopy((policy, ValueModel.on_backbone_of(policy)))
     spread_weights(base_model(policy).base_model)
     both = policy, ValueModel.on_backbone_of(policy)
@@ -238,8 +216,9 @@ def test_bfloat16_begins_with_the_log_probs_of_the_checkpoint(name):
         pairs = list(zip(model.parameters(), origin.parameters(), strict=True))
         assert any(not torch.equal(p, q) for p, q in pairs)
         assert all(torch.equal(p, q) for p, q in pairs if not p.requires_grad)
-    for found, expected in zip(in_bfloat16(*both), in_bfloat16(*origins)):
-        assert torch.equal(found, expected) and found.any()
+    for score, model, origin in zip((logprobs, completion_values), both, origins, strict=True):
+        found = score(model, RAGGED, bf16=True)
+        assert torch.equal(found, score(origin, RAGGED, bf16=True)) and found.any()
 
 
 @pytest.mark.parametrize("make", [small_gpt2, small_llama])

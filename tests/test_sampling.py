@@ -1,11 +1,13 @@
 """The decode loop: what it draws from, where rows end, and that its shortcuts change nothing."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from small import EOS, VOCAB, letter_tokenizer, small_gpt2, small_llama
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import (
     DynamicCache,
     Gemma3TextConfig,
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 import sampling
-from common import completion_mask, disable_dropout
+from common import Rollout, completion_mask, disable_dropout
 from forward import model_inputs
 from plumbing.data import Task
 from plumbing.decoder import Decoder, masks_of_layers, rounded_copy
@@ -44,26 +46,49 @@ def shapes_read(model) -> list[tuple[int, int]]:
     return shapes
 
 
+@torch.no_grad()
+def plain_rollout(model, ends_of, pad: int = 0, group_size: int = 40, length: int = 8) -> Rollout:
+    """What `sample` has to give at a temperature of 2, by a loop without a shortcut: all rows to
+    the end, a cache that grows by a token. ends_of: tokens (B, T) -> which of them end a row.
+    """
+    uniforms = torch.rand(length, 3 * group_size, generator=torch.Generator().manual_seed(0))
+    prompts, mask = (x.repeat_interleave(group_size, 0) for x in (PROMPTS, PROMPT_MASK))
+    cache, read, tokens, logprobs = DynamicCache(), prompts, [], []
+    for t, uniform in enumerate(uniforms):
+        seen = torch.nn.functional.pad(mask, (0, t), value=True)
+        logits = model.eval()(**model_inputs(model, read, seen, cache)).logits[:, -1]
+        log_p = (logits / 2).log_softmax(-1)
+        read = (log_p.exp().cumsum(-1) <= uniform.unsqueeze(1)).sum(1, keepdim=True)  # multinomial
+        tokens.append(read)
+        logprobs.append(log_p.gather(1, read))
+    tokens, logprobs = torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1)
+    ends = ends_of(tokens)
+    real = completion_mask(ends.long(), [1])
+    return Rollout(
+        tokens=torch.cat([prompts, tokens.masked_fill(~real, pad)], dim=1),
+        attention_mask=torch.cat([mask, real], dim=1),
+        completion_mask=real,
+        logprobs=logprobs.masked_fill(~real, 0),
+        finished=ends.any(1),
+    )
+
+
+def compare(rollout: Rollout, expected: Rollout) -> None:
+    """Every tensor of a rollout with that of the plain loop."""
+    for name, x in vars(expected).items():
+        words = f"not the {name} of the plain loop: {{}}"
+        assert_close(vars(rollout)[name], x, rtol=0, atol=1e-4, msg=words.format)
+
+
 @pytest.mark.problem("decode", 1)
 @pytest.mark.parametrize(("pad", "ends"), [(0, [EOS]), (EOS, [EOS]), (0, [EOS, 7]), (0, [0])])
 def test_sampling_pads_all_that_follows_the_eos(pad, ends):
     options = {"num_generations": 40, "temperature": 2.0}
     rollout = sample(small_gpt2(), pad_token_id=pad, eos_token_ids=ends, **options)
-    tokens, mask = rollout.tokens[:, 4:], rollout.completion_mask
-    expected, logprobs = drawn(small_gpt2().eval(), 2.0)
-    assert torch.equal(tokens[mask], expected[mask]), "other tokens than by the plain loop"
-    assert torch.allclose(rollout.logprobs[mask], logprobs[mask], atol=1e-4), "other log-probs"
-    assert 10 < rollout.finished.sum() < 120
-    last = set()
-    for row, m, finished in zip(tokens, mask, rollout.finished, strict=True):
-        n = int(m.sum())
-        assert m[:n].all() and (row[n:] == pad).all()
-        assert not set(ends) & set(row[: n - 1].tolist())
-        assert finished == (row[n - 1] in ends) and (finished or n == 8)
-        last |= {int(row[n - 1])} if finished else set()
-    assert last == set(ends)
-    assert torch.equal(rollout.attention_mask[:, 4:], mask)
-    assert (rollout.logprobs[~mask] == 0).all() and (rollout.logprobs[mask] < 0).all()
+    of_ids = lambda tokens: torch.isin(tokens, torch.tensor(ends))  # noqa: E731
+    compare(rollout, plain_rollout(small_gpt2(), of_ids, pad))
+    last = rollout.tokens[:, 4:].gather(1, rollout.lengths.unsqueeze(1) - 1).squeeze(1)
+    assert {*last[rollout.finished].tolist()} == {*ends} and not rollout.finished.all()
 
 
 PIECES = ["a", "b", "ab", "ba", "d", "c", "bc", "e", "f", "<eos>"]
@@ -75,23 +100,19 @@ def test_a_stop_string_changes_no_token_before_it():
     model, strings = small_gpt2(vocab_size=10), ["bab", "abc"]
     stop = StopStringCriteria(letter_tokenizer(PIECES[:-1]), strings)
     options = {"num_generations": 40, "temperature": 2.0, "eos_token_ids": [9]}
-    cut, (plain, _) = sample(model, stop=stop, **options), drawn(model.eval(), 2.0)
-    plain_mask = completion_mask(plain, [9])
-    num_stopped, beginnings = 0, set()
-    for row in range(120):
-        n = int(plain_mask[row].sum())
-        ids = plain[row, :n]
-        texts = ["".join(PIECES[i] for i in ids[: k + 1]) for k in range(n)]  # a token at a time
-        ends = [k + 1 for k, text in enumerate(texts) if any(string in text for string in strings)]
-        end = min(ends, default=n)
-        assert int(cut.completion_mask[row].sum()) == end and cut.completion_mask[row, :end].all()
-        assert torch.equal(cut.tokens[row, 4 : 4 + end], ids[:end])
-        assert (cut.tokens[row, 4 + end :] == 0).all()
-        assert cut.finished[row] == (bool(ends) or 9 in ids)
-        num_stopped += end < n
-        beginnings |= {texts[-1][:2]} if row < 40 and not ends else set()
-    assert num_stopped > 10 and cut.finished.sum() > num_stopped, "some rows end by EOS"
-    assert "ab" in beginnings, "after a prompt that ends with b"
+    rollout = sample(model, stop=stop, **options)
+
+    def ends_of(tokens: Tensor) -> Tensor:
+        ends = tokens == 9
+        for row, ids in enumerate(tokens.tolist()):
+            begun = ["".join(PIECES[i] for i in ids[: t + 1]) for t in range(8)]
+            ends[row] |= torch.tensor([any(x in text for x in strings) for text in begun])
+        return ends
+
+    compare(rollout, plain_rollout(model, ends_of))
+    last = rollout.tokens[:, 4:].gather(1, rollout.lengths.unsqueeze(1) - 1).squeeze(1)
+    assert 10 < (last != 9)[rollout.finished].sum() < rollout.finished.sum(), "some end by EOS"
+    assert (rollout.tokens[:40, 4] == 2).any(), "ab, after a prompt that ends with b"
 
 
 # --- What is drawn ---
@@ -176,19 +197,15 @@ def test_sampling_refuses_logits_that_are_not_finite(half, top_k, token):
     """There is no distribution to draw from. On a GPU an index out of range would end the process
     before it has saved anything.
     """
-    model, calls = small_gpt2(), []
-    bad = torch.inf if half == torch.float16 else torch.nan  # it overflows
+    model, passes = small_gpt2(), itertools.count()
 
     def spoil(module, inputs, logits):
-        calls.append(len(calls))
-        if calls[-1] == token:
-            logits[2, ..., 5] = bad  # a single one
-        return logits
+        if next(passes) == token:
+            logits[2, ..., 5] = torch.inf if half else torch.nan  # a single one; float16 overflows
 
     model.get_output_embeddings().register_forward_hook(spoil)
     rollout = sample(model, decoder=Decoder(model, half), top_k=top_k, eos_token_ids=[])
-    words = r"logits are not finite: lower .*, or --fp16 false; .* --model"
-    with pytest.raises(Fault, match=words):
+    with pytest.raises(Fault, match=r"not finite: lower .*, or --fp16 false; .* --model"):
         Task([], [], []).score([], rollout)
 
 
@@ -196,13 +213,12 @@ def test_sampling_refuses_logits_that_are_not_finite(half, top_k, token):
 
 
 def test_dropout_never_touches_a_sample():
-    model, drawn = small_gpt2(dropout=0.5), []
-    for training in (True, False):
-        model.train(training)
-        drawn.append(sample(model, num_generations=4).tokens)
-        assert model.training is training
-    assert torch.equal(*drawn), "the same seed"
-    assert not torch.equal(sample(model, seed=1, num_generations=4).tokens, drawn[0])
+    model = small_gpt2(dropout=0.5).train()
+    found = sample(model, num_generations=4).tokens
+    assert model.training, "the mode is as before"
+    assert torch.equal(found, sample(model.eval(), num_generations=4).tokens)
+    assert not model.training
+    assert not torch.equal(found, sample(model, seed=1, num_generations=4).tokens)
 
 
 @torch.no_grad()
@@ -249,42 +265,17 @@ def test_the_mask_of_a_graph_hides_tokens_behind_windows(kinds):
     config.sliding_window, model = 4, SimpleNamespace(config=config)
     cache = StaticCache(without_windows(model), max_cache_len=64)
     assert not any(layer.is_sliding for layer in cache.layers) and config.sliding_window == 4
-    masks = masks_of_layers(model, torch.zeros(9), torch.arange(9), torch.tensor([7]))
+    token_7 = torch.zeros(9), torch.arange(9), torch.tensor([7])
+    masks = masks_of_layers(model, *token_7)
     if kinds:
         assert masks["full_attention"].tolist() == [0] * 9
     windowed = masks["sliding_attention"] if kinds else masks
     assert windowed.tolist() == [-torch.inf] * 4 + [0] * 5
     config.layer_types = ["sliding_attention"] * 2  # no layer would take the other mask
-    only = masks_of_layers(model, torch.zeros(9), torch.arange(9), torch.tensor([7]))
-    assert torch.equal(only, windowed)
+    assert torch.equal(masks_of_layers(model, *token_7), windowed)
 
 
 # --- Shortcuts that must change nothing ---
-
-
-@torch.no_grad()
-def plainly(model, prompt_ids, prompt_mask, uniforms, temperature) -> tuple[Tensor, Tensor]:
-    """The decode loop without a shortcut: all rows to the end, a cache that grows by a token.
-
-    prompts (B, P), uniforms (T, B) -> tokens and log-probs, each (B, T).
-    """
-    cache, tokens, mask, found, logprobs = DynamicCache(), prompt_ids, prompt_mask, [], []
-    for uniform in uniforms:
-        logits = model(**model_inputs(model, tokens, mask, cache)).logits[:, -1]
-        log_p = (logits / temperature).log_softmax(-1)
-        cumulative = log_p.exp().cumsum(-1)
-        tokens = (cumulative <= uniform.unsqueeze(1)).sum(1, keepdim=True)  # or multinomial
-        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
-        found.append(tokens)
-        logprobs.append(log_p.gather(1, tokens))
-    return torch.cat(found, dim=1), torch.cat(logprobs, dim=1)
-
-
-def drawn(model, temperature: float, group_size: int = 40, length: int = 8) -> tuple:
-    """What the plain loop draws with the random numbers of `sample`, and the log-probs."""
-    uniforms = torch.rand(length, 3 * group_size, generator=torch.Generator().manual_seed(0))
-    prompts, real = (x.repeat_interleave(group_size, 0) for x in (PROMPTS, PROMPT_MASK))
-    return plainly(model, prompts, real, uniforms, temperature)
 
 
 def test_rows_that_end_and_leave_change_no_completion(small_model):
@@ -294,14 +285,7 @@ def test_rows_that_end_and_leave_change_no_completion(small_model):
     assert {length for _, length in shapes[1:]} == {1}, "and each token"
     sizes = [rows for rows, _ in shapes[1:]]
     assert sizes[-1] < 0.7 * 48 and sizes == sorted(sizes, reverse=True)
-    prompts, real = (x.repeat_interleave(16, 0) for x in (PROMPTS, PROMPT_MASK))
-    tokens, logprobs = drawn(small_model, 2.0, 16, 20)
-    mask = completion_mask(tokens, [EOS])
-    assert torch.equal(rollout.tokens[:, :4], prompts), "those of a prompt are consecutive"
-    assert torch.equal(rollout.attention_mask[:, :4], real)
-    assert torch.equal(rollout.completion_mask, mask)
-    assert torch.equal(rollout.tokens[:, 4:][mask], tokens[mask])
-    assert torch.allclose(rollout.logprobs[mask], logprobs[mask], atol=1e-4)
+    compare(rollout, plain_rollout(small_model, lambda tokens: tokens == EOS, 0, 16, 20))
     shapes.clear()
     sample(small_model, eos_token_ids=list(range(VOCAB)))
     assert len(shapes) == 1, "decoding ends when all rows have"
@@ -311,13 +295,12 @@ def test_rows_that_end_and_leave_change_no_completion(small_model):
 def test_sub_batches_are_generated_in_turn_and_put_together(max_rows):
     model, order = small_gpt2(), [0, 1, 2, 0, 1]
     prompts, mask = PROMPTS[order], PROMPT_MASK[order]
-    generator = torch.Generator().manual_seed(0)
     options = {"max_new_tokens": 8, "eos_token_ids": [EOS], "pad_token_id": 0}
-    options |= {"num_generations": 4, "generator": generator}
+    options |= {"num_generations": 4, "generator": torch.Generator().manual_seed(0)}
     shapes = shapes_read(model)
     rollout = sampling.sample(model, prompts, mask.long(), max_rows=max_rows, **options)
     assert max(rows for rows, length in shapes if length == 1) <= max(4, max_rows)
-    generator.manual_seed(0)
+    options["generator"].manual_seed(0)
     size = max(1, max_rows // 4)
     parts = zip(prompts.split(size), mask.split(size))
     expected = [generate(model, *part, **options) for part in parts]

@@ -48,21 +48,6 @@ def test_make_draws_the_data_of_the_embedded_models():
         assert digest.hexdigest()[:16] == seen
 
 
-def test_the_cups_model_is_taught_right_answers_alone(monkeypatch):
-    for part, share in ((0.0, 0.9), (0.59, 0.9), (0.6, 0.1), (0.99, 0.1)):
-        rng = random.Random(0)
-        pairs = [pair for _ in range(16) for pair in make.draw_cups(part, rng)]
-        for prompt, answer in pairs:
-            ball, swaps = prompt.rstrip("=").split(":")
-            path = cups_path(ball, swaps.split(","))
-            assert answer in (path[-1], "".join(f">{cup}" for cup in path))
-        worked_out = sum(len(answer) > 1 for _, answer in pairs) / len(pairs)
-        assert worked_out == pytest.approx(share, abs=0.03)
-    monkeypatch.setattr(make, "HELD_OUT_GAMES", {prompt for prompt, _ in pairs})
-    drawn = make.draw_cups(0.99, random.Random(0))
-    assert len(drawn) == make.CUPS_BATCH_SIZE and not make.HELD_OUT_GAMES & {x for x, _ in drawn}
-
-
 def test_the_cups_model_works_one_game_in_ten_out():
     """Worked out, answers are right; said at once, one in five, as a guess is."""
     model, tokenizer = load(AutoModelForCausalLM, "tiny/cups"), load_tokenizer("tiny/cups")
