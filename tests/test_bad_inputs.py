@@ -45,7 +45,6 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
-    ("ppo", "--kl-coeff=1", "unknown flag --kl-coeff=1: --help lists them", ""),
     ("ppo", "--num_step=1", "unknown flag --num_step=1: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
@@ -82,11 +81,9 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("reward_model", f"{PAIRS} --model xlnet", "XLNetForSequenceClassification can't be", ""),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "(JSON lines, .csv, .tsv or a dataset): FileNot", ""),
-    ("ppo", RUN, "needs prompts to train on and held-out ones", "\n"),
     ("ppo", RUN, "line 2: give one JSON object a line: JSON", '{"prompt": "a"}\n{"prompt": '),
     ("ppo", RUN, "line 1: give one JSON object a line: TypeError", f"[{TWO}]".replace("\n", "")),
     ("ppo", RUN, "(--prompt_template?), {'text': 'a'}: KeyError: 'prompt'", '{"text": "a"}'),
-    ("ppo", RUN, "{'prompt': 5}: ", '{"prompt": 5}'),
     ("ppo", RUN, "a prompt is text or messages of text, not empty", '{"prompt": ""}'),
     ("ppo", RUN, "a prompt is text or messages of text", json.dumps({"prompt": PARTS})),
     ("ppo", RUN, "KeyError: 'content'", '{"prompt": [{"role": "user"}]}'),
@@ -96,18 +93,11 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "max_new_tokens or cut 'xx", TWO + json.dumps({"prompt": "x" * 59})),
     ("ppo", RUN, "gives id 20, and the model knows 20", '{"prompt": "a<new>"}\n{"prompt": "a"}'),
     ("ppo", f"{RUN} --system_prompt Hello", "not empty", '{"prompt": []}'),
-    ("ppo", f"{RUN} --system_prompt Hello", "the model has no chat template", TWO),
-    ("ppo", RUN + r" --prompt_template \boxed{}{prompt}", "IndexError: Replacement index 0", TWO),
     ("ppo", RUN + r" --prompt_template {prompt}\boxed{}", "Braces that are text are {{ }}.", TWO),
-    ("ppo", RUN + ' --prompt_template {"a":1}', "Braces that are text are {{ }}.", TWO),
-    ("ppo", f"{RUN} --prompt_template a.txt", "name a {column} in", TWO + TWO.replace("2", "3")),
     # Pairs
     ("reward_model", "--model small --output_dir new", "--pairs: is needed for --model small", ""),
     ("reward_model", PAIRS, "can't be read: KeyError: 'rejected'", '{"chosen": "a"}'),
-    ("reward_model", PAIRS, "can't be read: TypeError", '{"chosen": "a", "rejected": [5]}'),
-    ("reward_model", PAIRS, "can't be read: ValueError", PAIR.replace("1", '"one"')),
     ("reward_model", PAIRS, "a margin is nan, and", PAIR.replace("1", "NaN")),
-    ("reward_model", PAIRS, "a margin is -inf, and", PAIR.replace("1", "-Infinity")),
     ("reward_model", PAIRS, "no pair is left to train on", PAIR.replace("b", "a")),
     # Rewards
     ("ppo", "--task sentimant", "--task sentimant: choose from add, cups, sentiment", ""),
@@ -116,10 +106,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--reward rewards.py:f", "rewards.py:f: the file has no function f", ""),
     ("ppo", "--reward exits.py:f", "exits.py: exits: put that below", ""),
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1", ""),
-    ("ppo", "--prompts good.jsonl", "needs a column answer in each row", ""),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
-    ("ppo", "--prompts given.jsonl", "one number as an answer, not '2 3'", TWO.replace("2", "2 3")),
     # Folders
     ("ppo", "--output_dir a_run --model no/where", "a_run already holds a run: --overwrite", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "--output_dir rewards.py/new: NotADirect", TWO),
@@ -139,10 +127,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
         )
     ),
     ("ppo", "--resume small", "--resume small: is not a run of ppo.py", ""),
-    ("ppo", "--resume a_run --output_dir new", "--output_dir can't change on --resume", ""),
     ("ppo", "--resume cut", "checkpoint.pt is cut short, or of another version: --overwrite", ""),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
-    ("ppo", "--resume a_run --num_steps 8", "--num_steps can't change on --resume", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
     ("ppo", "--resume old_run", "--resume old_run: TypeError: ", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
@@ -166,10 +152,6 @@ def inputs(tmp_path_factory) -> Path:
     of, sizes = CausalLM.from_config, {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
     few = {"vocab_size": 20, "n_layer": 1, "n_head": 2}
     hybrid = Lfm2Config(num_attention_heads=2, layer_types=["conv"] * 2, **sizes)
-    pair, xlnet = (
-        GPT2Config(n_embd=32, num_labels=2, **few),
-        XLNetConfig(d_model=16, d_inner=16, **few),
-    )
     for name, made in {
         "small": model,
         "short": of(GPT2Config(n_embd=8, n_positions=6, **few)),
@@ -177,8 +159,8 @@ def inputs(tmp_path_factory) -> Path:
         "own_tokenizer_config": small.small_llama(),
         "hybrid": of(hybrid),
         "state": of(RwkvConfig(**sizes)),
-        "two_labels": Classifier.from_config(pair),
-        "xlnet": Classifier.from_config(xlnet),
+        "two_labels": Classifier.from_config(GPT2Config(n_embd=32, num_labels=2, **few)),
+        "xlnet": Classifier.from_config(XLNetConfig(d_model=16, d_inner=16, **few)),
     }.items():
         save_model(folder / name, made, tokenizer)
     save_model(folder / "other", model, same_number)
@@ -214,10 +196,7 @@ def test_a_bad_input_is_one_line_and_writes_nothing(
 def test_a_fault_keeps_the_reason_that_a_library_gives():
     for said, reason in (
         ("it is no model\nbecause of that", "it is no model"),
-        (
-            "There are faults:\n  - the head\n  - the norm",
-            "There are faults: - the head - the norm",
-        ),
+        ("Faults:\n  - the head\n  - the norm", "Faults: - the head - the norm"),
         ("x" * 200 + ":\nlate", "x" * 200 + ":"),
         ("x" * 400, "x" * 300),
     ):

@@ -216,10 +216,7 @@ def test_flags_win_over_the_settings_of_a_resumed_run(tmp_path):
     [
         ("learning_rate", "2e-5", "float"),
         ("lora_r", 0.5, "int"),
-        ("seed", None, "int"),
-        ("disable_dropout", "false", "bool"),
         ("reward", "brevity", "list"),
-        ("model", 3, "str"),
     ],
 )
 def test_a_setting_edited_to_another_type_is_refused(name, value, kind, tmp_path):

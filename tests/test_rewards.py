@@ -162,6 +162,7 @@ def test_a_reward_model_is_the_last_of_the_rewards(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
     alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model, bf16=False)
     assert alone.verifier is None and len(alone.rewards) == 1
+    assert alone.frozen_models == [alone.rewards[0].model]
     tokens = byte_tokenizer()(["2<|endoftext|>", "34"]).input_ids
     scores, _ = alone.score(alone.train[:1], make_rollout([[1]] * 2, tokens, eos=256))
     first, second = RewardModel(model, "cpu")(["1+1="] * 2, ["2", "34"])
