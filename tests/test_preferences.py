@@ -1,13 +1,11 @@
 """What a reward model reads of a prompt and what follows it, of pairs, and the scores it gives."""
 
-import json
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from pretended_cuda import pretended_cuda
-from small import letter_tokenizer, rows_of, save_model, small_llama
+from small import letter_tokenizer, save_model, small_llama
 from tokenizers import processors
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, GPT2Config
@@ -16,7 +14,6 @@ from plumbing import preferences
 from plumbing.errors import InputError
 from plumbing.models import add_adapter
 from plumbing.preferences import RewardModel, load_classifier, sequence_scores, text_ids
-from reward_model import load_pairs
 
 USER, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TEMPLATE = "<eos>{% for m in messages %}{{ m.role[0] + m.content }}z{% endfor %}"
@@ -51,54 +48,12 @@ def test_text_ends_with_one_eos_messages_as_their_template(prompt, completion, t
     assert tokenizer.decode(text_ids(tokenizer, prompt, completion)) == expected
 
 
-def pairs_of(tmp_path, rows, **flags):
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = {"eval_pairs": None, "max_length": None, "num_eval_pairs": 512, "model": "m"}
-    config = SimpleNamespace(**settings | {"pairs": tmp_path / "own.jsonl"} | flags)
-    return load_pairs(config, small_llama(vocab_size=20), letter_tokenizer())
-
-
 def test_what_can_not_take_a_new_head_is_named(tmp_path):
     add_adapter(small_llama(), 2).save_pretrained(tmp_path)
     adapter, hub = "give its base model, and --lora_r", "^no/such: OSError"
     for name, fault in (tmp_path, adapter), ("no/such", hub):
         with pytest.raises(InputError, match=fault):
             load_classifier(str(name), new_head=True)
-
-
-def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
-    rows = [row | {"margin": 2} for row in rows_of(20)]
-    rows[3]["rejected"] = rows[3]["chosen"]
-    rows[5]["chosen"] = rows[6]["rejected"] = "a" * 30
-    rows[7] |= {"prompt": "a", "chosen": "a" * 18}  # with EOS as long as allowed
-    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, rows_of(12, 1))))
-    evaluated = {"eval_pairs": tmp_path / "eval.jsonl", "num_eval_pairs": 9}
-    pairs = pairs_of(tmp_path, rows, max_length=20, **evaluated)
-    assert "3 of 20 pairs are left out: longer than 20 tokens, or both" in capsys.readouterr().out
-    assert len(pairs.train) == 17 and max(len(pair["ids"][0]) for pair in pairs.train) == 20
-    texts = [row["chosen"] for row in rows_of(12, 1)]
-    places = [texts.index(pair["chosen"]) for pair in pairs.heldout]
-    assert len(places) == 9 and max(places) > 8, "not the first of a file, which may be sorted"
-    assert {p["margin"] for p in pairs.train} == {2.0} and pairs.heldout[0]["margin"] == 0.0
-    rows[8]["chosen"] = "a" * 70
-    pairs_of(tmp_path, rows, max_length=80, **evaluated)
-    assert "longer than 64 tokens" in capsys.readouterr().out, "which is the model's context"
-
-
-def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
-    rows = [row | {"prompt": "abcdehno"[n % 8] * (n // 8 + 1)} for n, row in enumerate(rows_of(60))]
-    asked = [USER | {"content": row["prompt"]} for row in rows]
-    talks = [{"chosen": [user, GOOD], "rejected": [user, GOOD, USER, GOOD]} for user in asked]
-    for some in (rows, talks):
-        others = [row | {"chosen": row["chosen"][:1] * 2} for row in some[:30]]
-        pairs = pairs_of(tmp_path, some + others)
-        train, heldout = (
-            {str(p.get("prompt") or p["chosen"][:1]) for p in part}
-            for part in (pairs.train, pairs.heldout)
-        )
-        assert heldout and not train & heldout
-    texts = [{"chosen": f"a{'o' * n}", "rejected": "b"} for n in range(60)]
-    assert len(pairs_of(tmp_path, texts).heldout) == 6, "they are not one prompt"
 
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_labels": 1}

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small import letter_tokenizer, lines_of, reward_model_job, rows_of, save_model
+from small import letter_tokenizer, lines_of, reward_model_job, rows_of, save_model, small_llama
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification as Classifier
 
@@ -150,25 +150,79 @@ def test_a_run_without_num_steps_is_one_pass(job, tmp_path):
     assert [m["lr"] for m in steps[:8]] == pytest.approx(rates)
 
 
+# --- Pairs ---
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def pairs_of(model="m", **flags):
+    settings = {"pairs": None, "eval_pairs": None, "max_length": None, "num_eval_pairs": 512}
+    config = SimpleNamespace(model=model, **settings | flags)
+    return load_pairs(config, small_llama(vocab_size=20), letter_tokenizer())
+
+
 def test_pairs_come_from_the_model_or_from_files(tmp_path, monkeypatch, capsys):
-    """Held out are the pairs of --eval_pairs, in another order than in the file."""
-    own, files = (rows_of(8, 1), rows_of(4, 2)), {"a": rows_of(6, 3), "b": rows_of(20, 4)}
+    own, first, second = (rows_of(8, 1), rows_of(4, 2)), rows_of(6, 3), rows_of(20, 4)
     monkeypatch.setattr(tasks, "add_pairs", lambda: own)
     monkeypatch.setattr(reward_model, "context_length", lambda model: None)
-    for name, rows in files.items():
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-    for pairs, eval_pairs, train, heldout in (
-        (None, None, *own),
-        (None, "b", own[0], files["b"]),
-        ("a", "b", files["a"], files["b"]),
+    a, b = write(tmp_path / "a", first), write(tmp_path / "b", second)
+    for flags, train, heldout in (
+        ({}, *own),
+        ({"eval_pairs": b}, own[0], second),
+        ({"pairs": a, "eval_pairs": b}, first, second),
     ):
-        given = {"pairs": pairs and tmp_path / pairs, "eval_pairs": eval_pairs and tmp_path / "b"}
-        config = SimpleNamespace(model="tiny", max_length=None, num_eval_pairs=99, **given)
-        found = load_pairs(config, None, letter_tokenizer())
-        assert [x["chosen"] for x in found.train] == [x["chosen"] for x in train]
-        chosen, expected = ([x["chosen"] for x in rows] for rows in (found.heldout, heldout))
-        assert sorted(chosen) == sorted(expected) and (chosen == expected) == (not eval_pairs)
+        found = pairs_of("tiny", **flags)
+        assert [x["chosen"] for x in found.train] == [x["chosen"] for x in train], flags
+        assert {x["chosen"] for x in found.heldout} == {x["chosen"] for x in heldout}, flags
     assert "left out" not in capsys.readouterr().out
+
+
+def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
+    rows = [row | {"margin": 2} for row in rows_of(20)]
+    rows[3]["rejected"] = rows[3]["chosen"]
+    rows[5]["chosen"] = rows[6]["rejected"] = "a" * 30
+    rows[7] |= {"prompt": "a", "chosen": "a" * 18}  # with EOS as long as allowed
+    rows[8]["chosen"] = "a" * 70
+    own = write(tmp_path / "own.jsonl", rows)
+    pairs = pairs_of(pairs=own, eval_pairs=own, max_length=20, num_eval_pairs=9)
+    assert "4 of 20 pairs are left out: longer than 20 tokens, or both" in capsys.readouterr().out
+    assert len(pairs.train) == 16 and max(len(pair["ids"][0]) for pair in pairs.train) == 20
+    places = [pairs.train.index(pair) for pair in pairs.heldout]
+    assert len(places) == 9 and max(places) > 8, "not the first of a file, which may be sorted"
+    pairs_of(pairs=own, eval_pairs=own, max_length=80)
+    assert "longer than 64 tokens" in capsys.readouterr().out, "which is the model's context"
+
+
+def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
+    rows = [row | {"prompt": "abcdehno"[n % 8] * (n // 8 + 1)} for n, row in enumerate(rows_of(60))]
+    asked = [{"role": "user", "content": row["prompt"]} for row in rows]
+    answer = {"role": "assistant", "content": "a"}
+    talks = [{"chosen": [x, answer], "rejected": [x, answer, x, answer]} for x in asked]
+    for some in (rows, talks):
+        others = [row | {"chosen": row["chosen"][:1] * 2} for row in some[:30]]
+        pairs = pairs_of(pairs=write(tmp_path / "own.jsonl", some + others))
+        train, heldout = (
+            {str(p.get("prompt") or p["chosen"][:1]) for p in part}
+            for part in (pairs.train, pairs.heldout)
+        )
+        assert heldout and not train & heldout
+    texts = [{"chosen": f"a{'o' * n}", "rejected": "b"} for n in range(60)]
+    pairs = pairs_of(pairs=write(tmp_path / "own.jsonl", texts))
+    assert len(pairs.heldout) == 6, "they are not one prompt"
+
+
+def test_own_pairs_prefer_right_sums():
+    for part, share in zip(tasks.add_pairs(), (0.1, 0.0)):
+        sums = [str(sum(map(int, pair["prompt"].strip("=").split("+")))) for pair in part]
+        assert all((p["chosen"] == s) != (p["rejected"] == s) for p, s in zip(part, sums))
+        flipped = sum(p["rejected"] == s for p, s in zip(part, sums))
+        assert flipped / len(part) == pytest.approx(share, abs=0.02)
+
+
+# --- Runs ---
 
 
 def test_an_evaluation_shows_its_pairs_with_their_scores(job, tmp_path, capsys):
@@ -204,16 +258,3 @@ def test_a_run_warns_of_what_goes_wrong():
         ),
     ):
         assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
-
-
-def test_own_pairs_prefer_right_sums():
-    train, heldout = tasks.add_pairs()
-    for part, share in ((train, 0.1), (heldout, 0.0)):
-        sums = [str(sum(map(int, pair["prompt"].strip("=").split("+")))) for pair in part]
-        assert all((p["chosen"] == s) != (p["rejected"] == s) for p, s in zip(part, sums))
-        flipped = sum(p["rejected"] == s for p, s in zip(part, sums))
-        assert flipped / len(part) == pytest.approx(share, abs=0.02)
-    assert len(train) > 4000 and not {p["prompt"] for p in train} & {p["prompt"] for p in heldout}
-    forgetful = {p["prompt"] for p in heldout if int(p["chosen"]) - int(p["rejected"]) == 10}
-    carries = {p["prompt"] for p in heldout if int(p["prompt"][1]) + int(p["prompt"][4]) > 9}
-    assert carries and carries <= forgetful

@@ -30,37 +30,27 @@ def scored(*rewards, rows=ROWS, weights=(), **options) -> list[float]:
     return scores.tolist()
 
 
-def seen(rows) -> dict:
-    """What a reward gets for these rows."""
-    columns = {}
-    scored(lambda **given: columns.update(given) or [0.0] * 4, rows=rows)
-    return columns
-
-
 def test_a_reward_written_for_trl_gets_its_arguments():
-    got = seen(ROWS)
-    assert got["prompts"] == ["a", "a", "b", "b"] and got["n"] == [1, 1, 2, 2]
-    assert got["completions"] == TEXTS and [len(i) for i in got["completion_ids"]] == [1, 2, 1, 2]
+    chat, got = [{"role": "user", "content": "q"}], {}
+    # A column may be in some rows alone, and must not replace what is sampled.
+    rows = [{"prompt": "a", "n": 1, "completions": ["?"]}, {"prompt": chat, "n": 2, "late": 0}]
+    scored(lambda **given: got.update(given) or [0.0] * 4, rows=rows)
+    assert got["prompts"] == ["a", "a", chat, chat] and got["n"] == [1, 1, 2, 2]
+    assert got["late"] == [None, None, 0, 0]
+    messages = [[{"role": "assistant", "content": text}] for text in TEXTS[2:]]
+    assert got["completions"] == TEXTS[:2] + messages, "messages where the prompt has messages"
+    assert [len(ids) for ids in got["completion_ids"]] == [1, 2, 1, 2]
+    got["log_metric"]("length", 2.0)  # TRL keeps it
+    got["log_extra"]("text", TEXTS)
     of_trl = {"prompts", "completions", "completion_ids", "trainer_state"}
-    assert got.keys() == of_trl | {"log_metric", "log_extra", "n"}
+    assert got.keys() == of_trl | {"log_metric", "log_extra", "n", "late"}
     *scores, unknown = scored(lambda prompts, completions, **others: [*others["n"][:3], None])
     assert scores == [1, 1, 2] and unknown != unknown, "None is NaN"
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
 
 
-def test_columns_that_some_rows_have_replace_nothing_sampled():
-    chat = [{"role": "user", "content": "q"}]
-    got = seen([{"prompt": "a", "completions": ["?"]}, {"prompt": chat, "late": 0}])
-    messages = [[{"role": "assistant", "content": text}] for text in TEXTS[2:]]
-    assert got["completions"] == TEXTS[:2] + messages, "messages where the prompt has messages"
-    assert got["late"] == [None, None, 0, 0] and got["prompts"] == ["a", "a", chat, chat]
-
-
-def test_a_reward_may_ask_for_the_step_and_log():
-    def reward(completions, trainer_state, log_metric, log_extra):
-        log_metric("length", 2.0), log_extra("text", completions)
-        return [float(trainer_state.global_step)] * len(completions)
-
+def test_a_reward_may_ask_for_the_step():
+    reward = lambda trainer_state: [trainer_state.global_step] * 2  # noqa: E731
     task = Task(ROWS * 4, [], [reward], tokenizer=byte_tokenizer(), eos_token_ids=[256])
     rollout = make_rollout([[1]] * 2, [[256]] * 2)
     assert task.score(ROWS, rollout)[0].tolist() == [0, 0], "before the first batch"
@@ -85,7 +75,6 @@ def test_rewards_are_added_with_their_weights():
         (lambda **kw: [1e39] * 4, "4 not finite"),
         (lambda **kw: ["good"] * 4, "must return a list of numbers or None: ValueError"),
         (lambda completions, answer: 1, "gets the columns .'n'. .*: missing a required .*'answer'"),
-        (lambda **kw: None, "must return a list of numbers or None: TypeError: 'NoneType'"),
     ],
 )
 def test_a_reward_must_return_finite_numbers(reward, fault):
@@ -126,6 +115,8 @@ def test_ready_made_rewards_read_text_or_messages():
         for name, answer, expected in (
             ("exact_match", ["a b ", 0], [1, 1]),
             ("exact_match", ["a", "00"], [0, 0]),
+            ("exact_match", [0.0, 0.0], [0, 1]),  # files with gaps make floats of 0
+            ("exact_match", [0.5, 0.5], [0, 0]),
             ("brevity", None, [-0.02, -0.01]),
         ):
             assert load_reward(name, REWARDS)(completions=completions, answer=answer) == expected
@@ -162,6 +153,7 @@ def test_a_reward_model_is_the_last_of_the_rewards(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
     alone = task_of(prompts=str(tmp_path / "p.jsonl"), reward_model=model, bf16=False)
     assert alone.verifier is None and len(alone.rewards) == 1
+    assert alone.frozen_models == [alone.rewards[0].model]
     tokens = byte_tokenizer()(["2<|endoftext|>", "34"]).input_ids
     scores, _ = alone.score(alone.train[:1], make_rollout([[1]] * 2, tokens, eos=256))
     first, second = RewardModel(model, "cpu")(["1+1="] * 2, ["2", "34"])
@@ -229,10 +221,6 @@ def test_numeric_match_compares_the_marked_or_last_number():
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
 
 
-def test_exact_match_reads_a_whole_float_as_an_integer():
-    assert REWARDS["exact_match"](["18", "18.0", "1.5"], answer=[18.0, 18.0, 1.5]) == [1, 0, 1]
-
-
 @pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}, float("nan")])
 def test_answers_must_be_text_or_numbers(answer):
     with pytest.raises(InputError, match="needs text or numbers as answers, not"):
@@ -270,10 +258,8 @@ def test_no_held_out_sum_is_trained_on_mirrored():
 
 
 def test_sentiment_counts_words_within_bounds():
-    task = task_of(task="sentiment")
     texts = ["a great, GREAT film", "boring and bad", "good " * 10, "bad " * 10, "greatly"]
-    assert task.rewards[0](texts) == [2, -2, 3, -3, 0]
-    assert task.train and task.heldout and not [row for row in task.heldout if row in task.train]
+    assert REWARDS["sentiment"](texts) == [2, -2, 3, -3, 0]
 
 
 def test_a_task_of_ones_own_may_weight_its_rewards(monkeypatch):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import resource
-import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -18,17 +17,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from small import (
-    computed,
-    contents,
-    finished,
-    job_maker,
-    letter_tokenizer,
-    lines_of,
-    rows_of,
-    save_model,
-)
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from small import computed, contents, finished, job_maker, lines_of, rows_of
 
 import grpo
 import plumbing.config
@@ -114,9 +103,17 @@ RUNS = {  # flags, and what is interrupted before the weights move
 def test_an_interrupted_run_goes_on_bit_for_bit(script, run, monkeypatch):
     flags, phase = RUNS[script]
     _, expected = run(*flags, "--output_dir", "expected", script=script)
+    rescue, handler = Run.rescue, signal.getsignal(signal.SIGINT)
+
+    def interrupted_again(self):
+        os.kill(os.getpid(), signal.SIGINT)  # while it saves
+        return rescue(self)
+
     with monkeypatch.context() as patch:
         fails(patch, script, phase, 3, KeyboardInterrupt())
+        patch.setattr(Run, "rescue", interrupted_again)
         code, first = run(*flags, script=script)
+    assert signal.getsignal(signal.SIGINT) is handler
     assert code == 130 and first.endswith("--resume run goes on from step 3.\ninterrupted\n")
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
     assert f'{{\n  "script": "{script.__name__}",\n' in Path("run/config.json").read_text()
@@ -182,30 +179,37 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(run, monkeypatch):
     assert_same_run("run", whole())
 
 
-def test_resume_refuses_other_rows_and_another_model(run):
-    Path("held.jsonl").write_bytes(Path("prompts.jsonl").read_bytes())
-    shutil.copytree("small-gpt2", "teacher")
-    judge = GPT2ForSequenceClassification(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1))
-    judge.config.num_labels, judge.score = 1, torch.nn.Linear(8, 1, bias=False)
-    save_model(Path("judge"), judge, letter_tokenizer())
-    models = ["small-gpt2", "teacher", "judge"]
-    flags = "--reference teacher --reward_model judge --eval_prompts held.jsonl --num_steps 1"
-    assert run(*flags.split())[0] == 0
-    before = contents("run")
-    for name in ("prompts.jsonl", "held.jsonl", *(f"{x}/model.safetensors" for x in models)):
-        kept = (file := Path(name)).read_bytes()
-        other = kept.replace(b"yy y", b"yy z", 1) if name.endswith("jsonl") else kept[:-4] + b"1234"
-        file.write_bytes(other)  # the last of the weights is another one
+def test_resume_refuses_other_rows_and_damaged_files(run):
+    assert run("--num_steps", "1")[0] == 0
+    torch.save(Path("run"), unsafe := io.BytesIO())
+    for name, found, fault in (
+        ("run/samples.jsonl", b'{"step": 0}\n{"step\n', "samples.jsonl: a line is no record: JSON"),
+        ("run/checkpoint.pt", unsafe.getvalue(), "UnpicklingError"),  # it could run anything
+        ("prompts.jsonl", b'{"prompt": "new"}', "the rows or the weights of a model aren't"),
+    ):
+        kept, before = Path(name).read_bytes(), contents("run")
+        Path(name).write_bytes(found)
         code, text = run("--resume", "run")
-        assert code == 2 and "the rows or the weights of a model aren't" in text, name
-        assert contents("run") == before
-        file.write_bytes(kept)
-    Path("run/samples.jsonl").write_text('{"step": 0}\n{"step\n')
-    code, text = run("--resume", "run")
-    assert code == 2 and "run/samples.jsonl: a line is no record: JSONDecodeError" in text
-    torch.save(Path("run"), "run/checkpoint.pt")
-    code, text = run("--resume", "run")
-    assert code == 2 and "UnpicklingError" in text, "it could run anything"
+        assert code == 2 and fault in text, name
+        Path(name).write_bytes(kept)
+    assert contents("run") == before, "nothing is lost with other prompts"
+
+
+def test_the_hash_of_a_run_tells_rows_and_weights_apart():
+    kept = []  # else the next function could have the same address
+
+    def hashed(train=0, heldout=0, policy=0.0, frozen=0.0):
+        models = [torch.nn.Linear(9, 1) for _ in range(2)]
+        for model, weight in zip(models, (policy, frozen)):
+            torch.nn.init.constant_(model.bias, 0.0)
+            torch.nn.init.constant_(model.weight, weight)
+        kept.append([{"check": lambda: 0, "n": train}])
+        data = SimpleNamespace(train=kept[-1], heldout=[heldout], frozen_models=models[1:])
+        return Run._hash(SimpleNamespace(models={"policy": models[0]}, data=data))
+
+    assert hashed() == hashed()
+    for part in ("train", "heldout", "policy", "frozen"):
+        assert hashed(**{part: 1}) != hashed(), part
 
 
 FORKS = """import os, sys
@@ -232,23 +236,6 @@ def test_a_child_that_a_reward_forks_harms_nothing(run):
     Path("plain.py").write_text(FORKS.replace("== 5", "== -1"))
     assert run("--reward", "plain.py:forks", "--output_dir", "expected")[0] == 0
     assert_same_run("run", "expected")
-
-
-def test_a_second_interrupt_does_not_end_the_saving(run, monkeypatch):
-    save, handler = Run.save, signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patch:
-        fails(patch, ppo, "sample", 3, KeyboardInterrupt())
-        patch.setattr(Run, "save", lambda self: [os.kill(os.getpid(), signal.SIGINT), save(self)])
-        code, text = run("--save_every", "50")
-    assert code == 130 and text.endswith("--resume run goes on from step 3.\ninterrupted\n")
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_rows_with_functions_have_one_hash_in_all_processes():
-    rows = [[{"check": (lambda: 0), "n": n}] for n in (1, 1, 2)]  # each function has its address
-    datas = [SimpleNamespace(train=row, heldout=[]) for row in rows]
-    first, again, other = [Run._hash(SimpleNamespace(models={}, data=data)) for data in datas]
-    assert first == again != other
 
 
 def test_overwrite_begins_anew_and_a_fault_loses_nothing(run, monkeypatch):
