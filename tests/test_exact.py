@@ -3,10 +3,12 @@
 import pytest
 import torch
 from small import finished
+from torch import Tensor
 
 from grpo import group_advantages, grpo_loss
+from rloo import rloo_loss
 from tools import exact
-from tools.exact import ALL, GROUPS, MASK, STATES, TOKENS, climb, problem_of, step_of
+from tools.exact import ALL, GROUPS, MASK, STATES, TOKENS, climb, logprobs_of, problem_of, step_of
 
 
 def gspo(new, old, rewards, mask):
@@ -49,6 +51,47 @@ def test_theorems_hold_to_rounding():
     assert torch.allclose(found["RLOO, no clip"][:, 2:4], torch.tensor([1.0, 0.0]).double())
     for one, other in (("GRPO", "GSPO"), ("DAPO", "CISPO"), ("GRPO, no std, no clip", "1 / T")):
         assert torch.allclose(found[one][:, 0], found[other][:, 0]), one
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_unbiased_kl_has_the_gradient_of_the_kl(on_policy):
+    """By enumeration of all completions of at most three tokens. On policy k3 has that of the KL
+    turned round. The KL of whole completions has another one, which RLOO gets by k1 in the reward.
+    With 1/T a token weighs less if the completion goes on: then neither holds.
+    """
+    draws = torch.Generator().manual_seed(0)
+    logits, ref, old = torch.randn(3, 7, 3, generator=draws, dtype=torch.float64)
+    old = logits.clone() if on_policy else old
+    p, r, o = map(logprobs_of, (logits.requires_grad_(), ref, old))  # (15, 3)
+    chance, kls = o.sum(1).exp(), (p - r).sum(1)  # of a completion, (15,)
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x, logits, retain_graph=True)[0]
+
+    def of_tokens(x: Tensor, y: Tensor) -> Tensor:
+        """The mean over completions that `old` sampled of the KL of x to y after each prefix."""
+        x, y = x.log_softmax(-1), y.log_softmax(-1)
+        return chance @ ((x.exp() * (x - y)).sum(1)[STATES] * MASK).sum(1)
+
+    def of_grpo(estimator: str, loss_type: str) -> Tensor:
+        more = {"kl_coef": 1.0, "kl_estimator": estimator, "loss_type": loss_type}
+        more |= {"clip_range": 0.2, "max_new_tokens": 1}
+        rows = [[x[i : i + 1] for x in (p, o, 0 * chance, MASK, r)] for i in range(15)]
+        return chance @ torch.stack([grpo_loss(*x, ref_logprobs=y, **more)[0] for *x, y in rows])
+
+    unbiased, k3 = (of_grpo(name, "dr_grpo") for name in ("unbiased", "k3"))
+    kl, turned = gradient(of_tokens(logits, ref)), gradient(of_tokens(ref, logits))
+    assert unbiased.item() == pytest.approx(of_tokens(logits, ref).item())
+    assert torch.allclose(gradient(unbiased), kl)
+    assert torch.allclose(gradient(k3), turned) == on_policy
+    whole = gradient(p.sum(1).exp() @ kls)
+    of_rloo, _, _ = rloo_loss(p, o, -chance * kls.detach(), MASK, clip_range=0.2, num_rows=1)
+    assert torch.allclose(gradient(of_rloo), whole) == on_policy
+    for other in (gradient(k3), whole):
+        assert (kl - other).abs().max() > 0.05
+    for estimator, law in (("unbiased", kl), ("k3", turned)):
+        found = gradient(of_grpo(estimator, "grpo"))
+        assert torch.cosine_similarity(found.flatten(), law.flatten(), dim=0) < 0.999
 
 
 def test_maxrl_weighs_prompts_as_its_closed_form_says():
