@@ -147,9 +147,8 @@ def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
     found = copy.deepcopy(model, memo=rounded)
     # On a CPU the policy trains with plain attention, which repeats the cache for its heads.
     if model.device.type == "cpu" and base_model(found)._supports_sdpa:
-        base_model(found).set_attn_implementation("sdpa")
-        # Not all modules follow: disable_dropout has given some a config of their own. Plain
-        # attention without the mask that it needs would see the tokens to come.
+        # In each module: disable_dropout has given some a config of their own. Plain attention
+        # without the mask that it needs would see the tokens to come.
         for module in (m for m in base_model(found).modules() if hasattr(m, "config")):
             module.config._attn_implementation = "sdpa"
     return found
