@@ -209,25 +209,3 @@ def test_flags_win_over_the_settings_of_a_resumed_run(tmp_path):
     for flag in ("seed 4", "prompts_per_step 8", "oversample 2", "num_steps 41", "output_dir x"):
         with pytest.raises(InputError, match=f"--{flag.split()[0]} can't change on --resume"):
             parse("grpo", f"--resume {tmp_path} --{flag}")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [
-        ("learning_rate", "2e-5", "float"),
-        ("lora_r", 0.5, "int"),
-        ("reward", "brevity", "list"),
-    ],
-)
-def test_a_setting_edited_to_another_type_is_refused(name, value, kind, tmp_path):
-    settings = {"script": "grpo"} | parse("grpo", "--model x/y") | {name: value}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(InputError, match=f"--{name} {value!r}: must be of type {kind}"):
-        parse("grpo", f"--resume {tmp_path}")
-
-
-@pytest.mark.parametrize("flag", "prompts resume stop prompt_template output_dir verifier".split())
-def test_an_empty_text_is_refused(flag):
-    for value in ([""], ["a", ""]) if flag == "stop" else ([""],):
-        with pytest.raises(InputError, match=f"--{flag}: is empty; leave the flag out"):
-            parse_flags(ppo.Config, "", EMBEDDED["ppo"], [f"--{flag}", *value])

@@ -21,6 +21,7 @@ from plumbing.metrics import (
     PANELS,
     Meter,
     Totals,
+    draw_curves,
     evaluate,
     explained_variance,
     headline,
@@ -29,7 +30,6 @@ from plumbing.metrics import (
     warnings_about,
     warnings_of_evaluation,
 )
-from tools import look
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -242,9 +242,8 @@ def test_each_metric_of_k_completions_is_as_defined():
 @pytest.mark.filterwarnings("error:.*degrees of freedom")
 def test_a_prompt_without_a_verdict_is_left_out():
     # "x" comes first; of its two verdicts one is missing.
-    found, texts = evaluated(
-        2, unknown_of_x, lambda completions: [None, *has_an_a(completions)[1:]]
-    )
+    verdicts = lambda completions: [None, *has_an_a(completions)[1:]]  # noqa: E731
+    found, texts = evaluated(2, unknown_of_x, verdicts)
     right = [[float("a" in text) for text in of_one] for of_one in texts[1:]]
     assert found.metrics["eval/accuracy"] == pytest.approx(sum(map(sum, right)) / 12)
     assert found.metrics["eval/reward"] == found.metrics["eval/accuracy"]
@@ -294,21 +293,20 @@ def test_the_headline_shows_numbers_beside_those_of_step_0():
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """drawn({name of a run: its lines}): what tools/look.py draws: (Axes of each panel, file)."""
-    monkeypatch.chdir(tmp_path)
+    """drawn({name of a run: its lines}): the Axes of each panel."""
+    figures = []
     monkeypatch.setenv("MPLBACKEND", "of_a_notebook")  # matplotlib can't be imported with it
-    save = lambda figure, file, **options: found.append((figure.axes, str(file)))  # noqa: E731
-    monkeypatch.setattr(Figure, "savefig", save)
-    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
 
-    def drawn(runs, file="curves.png"):
+    def drawn(runs):
         for name, lines in runs.items():
-            Path(name).mkdir(parents=True)
+            (tmp_path / name).mkdir(parents=True)
             # The last line is half there: the run is writing it.
-            Path(name, "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"st']))
-        look.main([*runs, "--output", file])
+            text = "\n".join([*map(json.dumps, lines), '{"st'])
+            (tmp_path / name / "metrics.jsonl").write_text(text)
+        draw_curves([tmp_path / name for name in runs], tmp_path / "curves.png")
         assert "MPLBACKEND" not in os.environ
-        return found.pop()
+        return figures.pop().axes
 
     return drawn
 
@@ -316,15 +314,15 @@ def drawn(tmp_path, monkeypatch):
 def test_seeds_of_a_job_have_one_colour_and_name(drawn):
     seeds = {"ppo-add-s0": 0, "ppo-add-s11": 11, "grpo-add-s0": 0, "grpo-2-add-s0": 0}
     runs = {x: [{"step": i, "objective/scores": i + n} for i in range(4)] for x, n in seeds.items()}
-    (axes, *_), file = drawn({f"runs/{name}": lines for name, lines in runs.items()})
-    assert file == "curves.png" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
+    axes, *_ = drawn(runs)
+    assert list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
     assert list(axes.lines[1].get_ydata()) == [11, 12, 13, 14]
     *colours, other = [line.get_color() for line in axes.lines]
     assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
-    (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "x.svg")
-    assert file == "x.svg" and len({line.get_color() for line in axes.lines}) == 2, "of one name"
+    axes, *_ = drawn({f"{folder}/ppo-s0": runs["ppo-add-s0"] for folder in "ab"})
+    assert len({line.get_color() for line in axes.lines}) == 2, "of one name in two folders"
 
 
 PAIRS, SCORES = {"loss/pairs": 0.7}, {"objective/scores": 1.0}
@@ -344,7 +342,7 @@ BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
 def test_panels_are_those_of_the_kind_of_run(runs, panels, curves, drawn):
     """Steps 0 and 2 have an evaluation, step 1 has none."""
     lines = [[{"step": 0} | x, {"step": 1}, {"step": 2} | x] if x else [] for x in runs]
-    axes, _ = drawn({str(n): x for n, x in enumerate(lines)})
+    axes = drawn({str(n): x for n, x in enumerate(lines)})
     assert [x.get_title() for x in axes] == [*panels]
     found = [line for x in axes if x.get_title().startswith("held out") for line in x.lines]
     assert {x.get_linestyle(): list(x.get_ydata()) for x in found} == curves
