@@ -18,10 +18,6 @@ from plumbing.errors import InputError
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-def load(chat=False, **flags) -> Task:
-    return task_of(CHAT_TEMPLATE if chat else None, **flags)
-
-
 def write(path: Path, rows: list) -> str:
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
@@ -45,10 +41,8 @@ def test_the_cells_of_a_csv_file_are_text(tmp_path):
     (tmp_path / "p.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n1+1=,02\r\n"""2"", 3\n",\r\n')
     rows = [{"prompt": "1+1=", "answer": "02"}, {"prompt": '"2", 3\n', "answer": ""}]
     assert read_rows(str(tmp_path / "p.csv"), "train") == rows
-    (tmp_path / "p.CSV").write_text("prompt,answer\n1+1=,01.50\n")
-    assert read_rows(str(tmp_path / "p.CSV"), "train") == [{"prompt": "1+1=", "answer": "01.50"}]
-    (tmp_path / "p.tsv").write_text("prompt\tanswer\n1,1\tNA\n")
-    assert read_rows(str(tmp_path / "p.tsv"), "train") == [{"prompt": "1,1", "answer": "NA"}]
+    (tmp_path / "p.TSV").write_text("prompt\tanswer\n1,1\tNA\n")
+    assert read_rows(str(tmp_path / "p.TSV"), "train") == [{"prompt": "1,1", "answer": "NA"}]
 
 
 def test_a_datasets_name_gives_its_subset_and_split(tmp_path, monkeypatch):
@@ -98,7 +92,7 @@ SYSTEM, HI = message("Be brief.", "system"), message("hi")
 )
 def test_a_template_makes_the_prompt_of_a_row(row, flags, expected, tmp_path, capsys):
     path = write(tmp_path / "p.jsonl", [row] * 2)
-    task = load(chat=True, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
+    task = task_of(CHAT_TEMPLATE, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
     assert task.train == task.heldout == [row | {"prompt": expected or [SYSTEM, HI]}] * 2
     advised = "makes messages of them and of completions" in capsys.readouterr().out
     assert advised == isinstance(task.train[0]["prompt"], str)
@@ -110,7 +104,7 @@ def test_a_template_makes_the_prompt_of_a_row(row, flags, expected, tmp_path, ca
 def test_a_tenth_of_the_prompts_is_held_out(capsys, tmp_path):
     def split(rows):
         path = write(tmp_path / "p.jsonl", rows)
-        task = load(reward=["brevity"], prompts=path, prompt_template="p{id}")
+        task = task_of(reward=["brevity"], prompts=path, prompt_template="p{id}")
         return task.train, task.heldout
 
     said = "Fewer than ten prompts: none is held out, they are trained on and evaluated.\n"
@@ -128,7 +122,7 @@ def test_a_tenth_of_the_prompts_is_held_out(capsys, tmp_path):
 
 def test_own_held_out_prompts_are_shuffled(tmp_path):
     path = write(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(100)])
-    order = [int(row["prompt"]) for row in load(reward=["brevity"], eval_prompts=path).heldout]
+    order = [int(row["prompt"]) for row in task_of(reward=["brevity"], eval_prompts=path).heldout]
     random.Random(0).shuffle(expected := [*range(100)])
     assert order == expected
 
@@ -138,7 +132,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
     trained = write(tmp_path / "p.jsonl", rows[:12])
     for start, count in ((0, 12), (9, 3), (12, 0)):
         evaluated = write(tmp_path / "e.jsonl", rows[start : start + 12])
-        load(reward=["brevity"], prompts=trained, eval_prompts=evaluated)
+        task_of(reward=["brevity"], prompts=trained, eval_prompts=evaluated)
         found = re.findall(r"(\d+) of the 12 held-out .* trained on", capsys.readouterr().out)
         assert found == [str(count)] * (count > 0)
 
@@ -155,7 +149,6 @@ CHAT = {"system_prompt": ""}
 @pytest.mark.parametrize(
     ("flags", "template", "said"),
     [
-        ({}, None, None),
         (CHAT, WHOLE, None),
         (CHAT, ENDS, "and no completion: --stop '<|im_end|>'"),
         (CHAT | {"stop": ["<|im_end|>"]}, ENDS, None),
@@ -225,10 +218,10 @@ def test_held_out_prompts_are_checked_like_the_others(tmp_path, monkeypatch):
         for sides in ((bad, good), (good, bad)):
             files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(sides)]
             with pytest.raises(InputError, match=fault):
-                load(prompts=files[0], eval_prompts=files[1])
-    assert load(prompts=write(tmp_path / "p.jsonl", good)).train == good, "2048 in all"
+                task_of(prompts=files[0], eval_prompts=files[1])
+    assert task_of(prompts=write(tmp_path / "p.jsonl", good)).train == good, "2048 in all"
     monkeypatch.setattr(data, "context_length", lambda model: None)  # Bloom
-    assert len(load(prompts=write(tmp_path / "p.jsonl", long)).train) == 3
+    assert len(task_of(prompts=write(tmp_path / "p.jsonl", long)).train) == 3
 
 
 def test_every_prompt_is_seen_once_per_pass():
@@ -239,7 +232,7 @@ def test_every_prompt_is_seen_once_per_pass():
     assert seen[:10] != seen[10:]
     assert prompt_batch(rows, 3, 4, seed=0) == steps[3] != prompt_batch(rows, 3, 4, seed=1)
     assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
-    task = load(seed=7)
+    task = task_of(seed=7)
     of_seeds = [prompt_batch(task.train, 0, 4, seed) for seed in (7, 0)]
     assert task.batch(0, 4) == of_seeds[0] != of_seeds[1]
     # The second pass of a seed is not the first one of the next seed.
