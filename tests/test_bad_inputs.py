@@ -81,6 +81,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
     ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
+    ("reward_model", f"{PAIRS} --model adapter", "give its base model, and --lora_r", ""),
+    ("reward_model", f"{PAIRS} --model no/such", "error: no/such: OSError", ""),
     ("reward_model", f"{PAIRS} --model xlnet", "XLNetForSequenceClassification can't be", ""),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "(JSON lines, .csv, .tsv or a dataset): FileNot", ""),
