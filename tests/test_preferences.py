@@ -1,4 +1,4 @@
-"""What a reward model reads of a prompt and what follows it, of pairs, and the scores it gives."""
+"""What a reward model reads of a prompt and what follows it, and the scores it gives."""
 
 from unittest.mock import Mock
 

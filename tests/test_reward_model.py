@@ -1,4 +1,4 @@
-"""reward_model.py: the loss, a step and an evaluation by hand, and whole runs."""
+"""reward_model.py: the loss, a step and an evaluation by hand, pairs, and whole runs."""
 
 import itertools
 import json
