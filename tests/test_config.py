@@ -60,7 +60,7 @@ def test_defaults_are_those_that_the_pages_were_measured_with(script):
     for model in ("tiny", "tiny/cups", "x/y"):
         settings = parse(script, f"--model {model} --bf16 false")  # whatever the device is fast at
         hashes.append(hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8])
-    assert hashes == MEASURED[script].split()
+    assert hashes == MEASURED.get(script, "").split()
 
 
 def test_tasks_have_the_data_that_pages_were_measured_with():
