@@ -29,6 +29,7 @@ FILES = {
     "rewards.py": "number = 5",
     "exits.py": "raise SystemExit(0)",
     "a_run/config.json": json.dumps(SETTINGS),
+    "edited/config.json": json.dumps(SETTINGS | {"num_steps": "6"}),
     "old_run/config.json": json.dumps(SETTINGS | {"clip": 0.2}),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
     "a_run/tokens.jsonl": "{}\n",
@@ -48,6 +49,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--num_step=1", "unknown flag --num_step=1: --help lists them", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
+    ("ppo", "--prompts=", "--prompts: is empty; leave the flag out", ""),  # "$FILE", not set
+    ("ppo", "--stop a --stop=", "--stop: is empty; leave the flag out", ""),
     ("ppo", "--device cuda:99", "--device cuda:99: ", ""),
     ("grpo", "--num_generations 1", "so give 2 or more", ""),
     ("rloo", "--num_generations 1", "so give 2 or more", ""),
@@ -78,6 +81,8 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"{RUN} --stop ü", "--stop ['ü']: ", TWO),
     ("ppo", f"{RUN} --reward_model small", "has no score.weight, or in another size", TWO),
     ("ppo", f"{RUN} --reward_model two_labels", "has no score.weight, or in another size", TWO),
+    ("reward_model", f"{PAIRS} --model adapter", "give its base model, and --lora_r", ""),
+    ("reward_model", f"{PAIRS} --model no/such", "error: no/such: OSError", ""),
     ("reward_model", f"{PAIRS} --model xlnet", "XLNetForSequenceClassification can't be", ""),
     # Prompts
     ("ppo", "--prompts nowhere.jsonl", "(JSON lines, .csv, .tsv or a dataset): FileNot", ""),
@@ -130,6 +135,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--resume cut", "checkpoint.pt is cut short, or of another version: --overwrite", ""),
     ("ppo", "--resume nowhere", "nowhere/config.json: FileNotFoundError", ""),
     ("ppo", "--resume a_run", "there is no checkpoint yet: begin anew with --overwrite", ""),
+    ("ppo", "--resume edited", "--num_steps '6': must be of type int", ""),
     ("ppo", "--resume old_run", "--resume old_run: TypeError: ", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("look", "nowhere --output x.png", "error: nowhere/metrics.jsonl: FileNotFoundError: ", ""),

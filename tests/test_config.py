@@ -34,9 +34,7 @@ def test_help_shows_the_docstring_and_each_models_defaults(capsys):
     assert ppo.__doc__ in text
     text = " ".join(text.split())
     for line in (
-        "--disable_dropout [BOOL] ",
-        "(true) --lora_r N ",
-        "--stop TEXT [TEXT ...] ",
+        "--disable_dropout [BOOL] false leaves dropout on, to show what it does (true) --lora_r N ",
         "--report_to {tensorboard,wandb} [",
         "sentiment or one more of tasks.py (sentiment) (tiny: add) (tiny/cups: cups) --prompts",
         "which is lost --resume TEXT go on with the run in this folder, with its settings --save",
@@ -62,7 +60,7 @@ def test_defaults_are_those_that_the_pages_were_measured_with(script):
     for model in ("tiny", "tiny/cups", "x/y"):
         settings = parse(script, f"--model {model} --bf16 false")  # whatever the device is fast at
         hashes.append(hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8])
-    assert hashes == MEASURED[script].split()
+    assert hashes == MEASURED.get(script, "").split()
 
 
 def test_tasks_have_the_data_that_pages_were_measured_with():
@@ -144,7 +142,7 @@ def test_half_precision_is_the_devices_unless_it_is_given(half, monkeypatch):
         ("--model x/y --fp16 true", (False, True)),
     ):
         config = parse("ppo", flags)
-        assert (config["bf16"], config["fp16"]) == expected
+        assert (config["bf16"], config["fp16"]) == expected, flags
     assert parse("reward_model", "--model x/y")["bf16"] == is_bf16
 
 

@@ -1,6 +1,5 @@
 """Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
 
-import contextlib
 import json
 import random
 import re
@@ -17,10 +16,6 @@ from plumbing.data import Task, prompt_batch, prompt_tokens, read_rows
 from plumbing.errors import InputError
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-
-
-def load(chat=False, **flags) -> Task:
-    return task_of(CHAT_TEMPLATE if chat else None, **flags)
 
 
 def write(path: Path, rows: list) -> str:
@@ -46,10 +41,8 @@ def test_the_cells_of_a_csv_file_are_text(tmp_path):
     (tmp_path / "p.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n1+1=,02\r\n"""2"", 3\n",\r\n')
     rows = [{"prompt": "1+1=", "answer": "02"}, {"prompt": '"2", 3\n', "answer": ""}]
     assert read_rows(str(tmp_path / "p.csv"), "train") == rows
-    (tmp_path / "p.CSV").write_text("prompt,answer\n1+1=,01.50\n")
-    assert read_rows(str(tmp_path / "p.CSV"), "train") == [{"prompt": "1+1=", "answer": "01.50"}]
-    (tmp_path / "p.tsv").write_text("prompt\tanswer\n1,1\tNA\n")
-    assert read_rows(str(tmp_path / "p.tsv"), "train") == [{"prompt": "1,1", "answer": "NA"}]
+    (tmp_path / "p.TSV").write_text("prompt\tanswer\n1,1\tNA\n")
+    assert read_rows(str(tmp_path / "p.TSV"), "train") == [{"prompt": "1,1", "answer": "NA"}]
 
 
 def test_a_datasets_name_gives_its_subset_and_split(tmp_path, monkeypatch):
@@ -99,7 +92,7 @@ SYSTEM, HI = message("Be brief.", "system"), message("hi")
 )
 def test_a_template_makes_the_prompt_of_a_row(row, flags, expected, tmp_path, capsys):
     path = write(tmp_path / "p.jsonl", [row] * 2)
-    task = load(chat=True, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
+    task = task_of(CHAT_TEMPLATE, reward=["brevity"], prompts=path, eval_prompts=path, **flags)
     assert task.train == task.heldout == [row | {"prompt": expected or [SYSTEM, HI]}] * 2
     advised = "makes messages of them and of completions" in capsys.readouterr().out
     assert advised == isinstance(task.train[0]["prompt"], str)
@@ -111,7 +104,7 @@ def test_a_template_makes_the_prompt_of_a_row(row, flags, expected, tmp_path, ca
 def test_a_tenth_of_the_prompts_is_held_out(capsys, tmp_path):
     def split(rows):
         path = write(tmp_path / "p.jsonl", rows)
-        task = load(reward=["brevity"], prompts=path, prompt_template="p{id}")
+        task = task_of(reward=["brevity"], prompts=path, prompt_template="p{id}")
         return task.train, task.heldout
 
     said = "Fewer than ten prompts: none is held out, they are trained on and evaluated.\n"
@@ -129,7 +122,7 @@ def test_a_tenth_of_the_prompts_is_held_out(capsys, tmp_path):
 
 def test_own_held_out_prompts_are_shuffled(tmp_path):
     path = write(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(100)])
-    order = [int(row["prompt"]) for row in load(reward=["brevity"], eval_prompts=path).heldout]
+    order = [int(row["prompt"]) for row in task_of(reward=["brevity"], eval_prompts=path).heldout]
     random.Random(0).shuffle(expected := [*range(100)])
     assert order == expected
 
@@ -139,7 +132,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
     trained = write(tmp_path / "p.jsonl", rows[:12])
     for start, count in ((0, 12), (9, 3), (12, 0)):
         evaluated = write(tmp_path / "e.jsonl", rows[start : start + 12])
-        load(reward=["brevity"], prompts=trained, eval_prompts=evaluated)
+        task_of(reward=["brevity"], prompts=trained, eval_prompts=evaluated)
         found = re.findall(r"(\d+) of the 12 held-out .* trained on", capsys.readouterr().out)
         assert found == [str(count)] * (count > 0)
 
@@ -156,7 +149,6 @@ CHAT = {"system_prompt": ""}
 @pytest.mark.parametrize(
     ("flags", "template", "said"),
     [
-        ({}, None, None),
         (CHAT, WHOLE, None),
         (CHAT, ENDS, "and no completion: --stop '<|im_end|>'"),
         (CHAT | {"stop": ["<|im_end|>"]}, ENDS, None),
@@ -193,20 +185,18 @@ def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, 
     ("flags", "template"),
     [
         ({"prompt_template": "Solve it:"}, None),
-        ({"prompt_template": "{{question}}"}, None),
-        ({"prompt_template": "prompts/math.txt", "system_prompt": ""}, WHOLE),
+        ({"prompt_template": "{{question}}", "system_prompt": ""}, WHOLE),
         ({"prompt_template": "{unit}"}, None),  # it is the same in all rows
         (CHAT, NO_QUESTION),
     ],
 )
 def test_rows_that_templates_make_one_prompt_of_are_refused(flags, template, tmp_path):
     rows = [{"prompt": f"{n}+1", "question": n, "answer": n, "unit": "m"} for n in range(12)]
-    for some, is_refused in ((rows, True), (rows[:1] * 2, False)):
-        path = write(tmp_path / "p.jsonl", some)
-        with pytest.raises(InputError) if is_refused else contextlib.nullcontext() as error:
-            task_of(template, reward=["brevity"], prompts=path, **flags)
-        words = r"all (12|24) rows are one prompt to the model, .*: name a \{column\} in"
-        assert not is_refused or re.match(words, str(error.value))
+    path, flags = tmp_path / "p.jsonl", flags | {"reward": ["brevity"]}
+    task_of(template, prompts=write(path, rows[:1] * 2), **flags)  # they are the same row
+    fault = r"^all (12|24) rows are one prompt to the model, .*: name a \{column\} in"
+    with pytest.raises(InputError, match=fault):
+        task_of(template, prompts=write(path, rows), **flags)
 
 
 def test_rows_of_ones_own_may_have_one_prompt(tmp_path, capsys):
@@ -228,10 +218,10 @@ def test_held_out_prompts_are_checked_like_the_others(tmp_path, monkeypatch):
         for sides in ((bad, good), (good, bad)):
             files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(sides)]
             with pytest.raises(InputError, match=fault):
-                load(prompts=files[0], eval_prompts=files[1])
-    assert load(prompts=write(tmp_path / "p.jsonl", good)).train == good, "2048 in all"
+                task_of(prompts=files[0], eval_prompts=files[1])
+    assert task_of(prompts=write(tmp_path / "p.jsonl", good)).train == good, "2048 in all"
     monkeypatch.setattr(data, "context_length", lambda model: None)  # Bloom
-    assert len(load(prompts=write(tmp_path / "p.jsonl", long)).train) == 3
+    assert len(task_of(prompts=write(tmp_path / "p.jsonl", long)).train) == 3
 
 
 def test_every_prompt_is_seen_once_per_pass():
@@ -242,7 +232,7 @@ def test_every_prompt_is_seen_once_per_pass():
     assert seen[:10] != seen[10:]
     assert prompt_batch(rows, 3, 4, seed=0) == steps[3] != prompt_batch(rows, 3, 4, seed=1)
     assert len(prompt_batch(rows[:2], 0, 7, seed=0)) == 7
-    task = load(seed=7)
+    task = task_of(seed=7)
     of_seeds = [prompt_batch(task.train, 0, 4, seed) for seed in (7, 0)]
     assert task.batch(0, 4) == of_seeds[0] != of_seeds[1]
     # The second pass of a seed is not the first one of the next seed.

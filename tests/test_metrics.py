@@ -14,22 +14,9 @@ from small import EOS, letter_tokenizer, make_rollout, small_gpt2
 
 import ppo
 from common import is_flat
+from plumbing import metrics
 from plumbing.data import Task
-from plumbing.metrics import (
-    COLOURS,
-    OF_REWARD_MODELS,
-    PANELS,
-    Meter,
-    Totals,
-    evaluate,
-    explained_variance,
-    headline,
-    mean_and_error,
-    sample_records,
-    warnings_about,
-    warnings_of_evaluation,
-)
-from tools import look
+from plumbing.metrics import Meter
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -37,7 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 def test_of_constant_returns_no_variance_is_explained():
     mask = torch.tensor([[1, 1, 1, 0]]).bool()
     returns = torch.tensor([[0.1, 0.1, 0.1, 99.0]])
-    assert explained_variance(torch.arange(4.0).view(1, 4), returns, mask) == 0
+    assert metrics.explained_variance(torch.arange(4.0).view(1, 4), returns, mask) == 0
 
 
 def test_the_largest_deviation_is_that_of_the_first_minibatch():
@@ -56,7 +43,7 @@ def test_the_largest_deviation_is_that_of_the_first_minibatch():
 
 
 def test_a_mean_is_added_up_in_float32():
-    totals, ones = Totals(), torch.ones(1001, dtype=torch.bfloat16)  # which can't hold 1001
+    totals, ones = metrics.Totals(), torch.ones(1001, dtype=torch.bfloat16)  # which can't hold 1001
     totals.add("ones", ones), totals.add("none", ones, ones < 1)
     assert totals.results() == {"ones": 1, "none": 0}
 
@@ -68,15 +55,15 @@ def test_missing_scores_are_left_out_of_means_and_groups():
     meter = Meter(make_rollout([[1]] * 12, [[5, EOS]] * 11 + [[EOS]]))
     meter.objective(scores, kl, 0.5)
     meter.groups(scores, 3)
-    metrics = meter.results()
-    assert metrics["objective/kl"] == pytest.approx(sum(range(23)) / 12), "23 is that of padding"
-    assert metrics["objective/scores"] == pytest.approx(25 / 8)
+    found = meter.results()
+    assert found["objective/kl"] == pytest.approx(sum(range(23)) / 12), "23 is that of padding"
+    assert found["objective/scores"] == pytest.approx(25 / 8)
     rewards = (scores - 0.5 * kl.sum(1))[known]
-    assert metrics["objective/rlhf_reward"] == pytest.approx(rewards.mean().item())
+    assert found["objective/rlhf_reward"] == pytest.approx(rewards.mean().item())
     stds = [2**0.5, 0, 12**0.5, 0]  # with Bessel's correction; no score has no spread
-    assert metrics["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
-    assert metrics["reward/frac_flat_groups"] == 0.5
-    assert metrics["reward/frac_solved_groups"] == 0, "6 is higher than 5, 5, 5"
+    assert found["reward/std_within_group"] == pytest.approx(sum(stds) / 4)
+    assert found["reward/frac_flat_groups"] == 0.5
+    assert found["reward/frac_solved_groups"] == 0, "6 is higher than 5, 5, 5"
     assert is_flat(torch.tensor([[nan, 2.0], [1.0, 2.0]])).tolist() == [[1], [0]]
 
 
@@ -132,11 +119,11 @@ def around(mean, spread):
 )
 def test_each_warning_has_its_cause(steps, names):
     history = [STEP | {"objective/scores": i / 10} | step for i, step in enumerate(steps)]
-    found = warnings_about(history, bf16=False)
+    found = metrics.warnings_about(history, bf16=False)
     assert ", ".join(name for name, _ in found) == names
     assert not any("\n" in line for _, line in found)
     beyond_rounding = [x for x in found if x[0] not in ("ratio", "sampler")]
-    assert warnings_about(history, bf16=True) == beyond_rounding
+    assert metrics.warnings_about(history, bf16=True) == beyond_rounding
 
 
 def test_a_constant_reward_has_the_cause_that_metrics_show():
@@ -146,7 +133,7 @@ def test_a_constant_reward_has_the_cause_that_metrics_show():
         ({}, "is the reward function constant"),
         ({"objective/kl": None}, "is the reward function constant"),
     ):
-        *_, (name, line) = warnings_about([STEP | step] * 10, bf16=False)
+        *_, (name, line) = metrics.warnings_about([STEP | step] * 10, bf16=False)
         assert name == "constant reward" and cause in line, step
 
 
@@ -164,10 +151,10 @@ def test_a_hacked_reward_is_warned_of():
         ([(0.1, 1.0, math.nan), (0.9, 0.0, math.nan)], False),  # of a single prompt
     ):
         *earlier, now = (dict(zip(names, step)) for step in steps)
-        found = warnings_of_evaluation(now, [{}, *earlier])
+        found = metrics.warnings_of_evaluation(now, [{}, *earlier])
         assert [name for name, _ in found] == ["hacked reward"] * warned, steps
     pairs = {"eval/accuracy": 0.5, "eval/loss": 0.7}  # of a reward model
-    assert warnings_of_evaluation(pairs, [pairs | {"eval/accuracy": 0.9}]) == []
+    assert metrics.warnings_of_evaluation(pairs, [pairs | {"eval/accuracy": 0.9}]) == []
 
 
 def test_a_mistake_is_told_from_rounding_to_bfloat16():
@@ -184,11 +171,11 @@ def test_a_mistake_is_told_from_rounding_to_bfloat16():
         [measured["sampler"]["sums"]["top_k 50"]],  # what rounding gives too
     ):
         history = [STEP | {"objective/scores": i, "val/sampler_kl": x} for i, x in enumerate(steps)]
-        lines = (warnings_about(history[: i + 1], bf16=True) for i in range(len(history)))
+        lines = (metrics.warnings_about(history[: i + 1], bf16=True) for i in range(len(history)))
         warned += [[name for found in lines for name, _ in found]]
     assert warned[-6:] == [[], *[["sampler"]] * 4, []] and not any(warned[:-6])
     off = STEP | {"val/ratio_max_dev_first": 0.6}
-    assert [name for name, _ in warnings_about([off], bf16=True)] == ["ratio"]
+    assert [name for name, _ in metrics.warnings_about([off], bf16=True)] == ["ratio"]
 
 
 def test_a_run_gives_each_warning_once(make_job, capsys):
@@ -233,7 +220,7 @@ def evaluated(K, reward, verifier, seed=0):
     config = SimpleNamespace(num_eval_prompts=100, eval_generations=K, seed=seed)
     sampling = {"max_new_tokens": 6, "temperature": 0.7, "eos_token_ids": [19]}
     sampling |= {"pad_token_id": 0, "max_rows": 8}
-    found = evaluate(config, small_gpt2(vocab_size=20).eval(), task, sampling)
+    found = metrics.evaluate(config, small_gpt2(vocab_size=20).eval(), task, sampling)
     texts = [record["completion"] for record in found.records]
     return found, [texts[i : i + K] for i in range(0, len(texts), K)]
 
@@ -255,16 +242,15 @@ def test_each_metric_of_k_completions_is_as_defined():
 @pytest.mark.filterwarnings("error:.*degrees of freedom")
 def test_a_prompt_without_a_verdict_is_left_out():
     # "x" comes first; of its two verdicts one is missing.
-    found, texts = evaluated(
-        2, unknown_of_x, lambda completions: [None, *has_an_a(completions)[1:]]
-    )
+    verdicts = lambda completions: [None, *has_an_a(completions)[1:]]  # noqa: E731
+    found, texts = evaluated(2, unknown_of_x, verdicts)
     right = [[float("a" in text) for text in of_one] for of_one in texts[1:]]
     assert found.metrics["eval/accuracy"] == pytest.approx(sum(map(sum, right)) / 12)
     assert found.metrics["eval/reward"] == found.metrics["eval/accuracy"]
     assert found.metrics["eval/pass_at_k"] == pytest.approx(sum(map(max, right)) / 6)
     assert found.records[0]["score"] is None and found.lines[0].startswith("    nan  x ->")
     assert found.headline == ["eval/reward", "eval/pass_at_k"], "accuracy would say the same"
-    assert math.isnan(mean_and_error(torch.ones(1, 2))[1]), "the error of one prompt"
+    assert math.isnan(metrics.mean_and_error(torch.ones(1, 2))[1]), "the error of one prompt"
     found, _ = evaluated(1, lambda completions: [None] * len(completions), None)
     assert "eval/pass_at_k" not in found.metrics and found.headline == ["eval/reward"]
     for name in ("reward", "reward_greedy", "accuracy", "accuracy_greedy", "accuracy_se"):
@@ -282,21 +268,21 @@ def test_the_seed_changes_the_sampled_evaluation_alone():
 def test_a_printed_sample_shows_the_end_of_its_prompt():
     chat = [{"content": "Be brief."}, {"content": "What is left of it? " * 5 + "\nAll of it"}]
     rows, texts = [{"prompt": "a" * 45}, {"prompt": chat}], ["x", "y", "unbelievable " * 9, "z"]
-    records, lines = sample_records(rows, texts, torch.tensor([1.0, 0.0, math.nan, 2.0]))
+    records, lines = metrics.sample_records(rows, texts, torch.tensor([1.0, 0.0, math.nan, 2.0]))
     shown = "... left of it? What is left of it? All of it -> " + "unbelievable " * 2 + "..."
     assert lines == [f"   1.00  {'a' * 45} -> x", f"    nan  {shown}"]
     prompts = ["a" * 45, "a" * 45, chat, chat]
     assert [[*x.values()] for x in records] == [*map(list, zip(prompts, texts, [1, 0, None, 2]))]
-    _, lines = sample_records([{"prompt": "a" * 46}], ["x"], torch.ones(1))
+    _, lines = metrics.sample_records([{"prompt": "a" * 46}], ["x"], torch.ones(1))
     assert lines == [f"   1.00  ... {'a' * 41} -> x"]
 
 
 def test_the_headline_shows_numbers_beside_those_of_step_0():
     first = {"eval/reward": 0.25, "eval/reward_greedy": None}
     now = {"eval/reward": 0.75, "eval/reward_greedy": 1.0}
-    assert headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
+    assert metrics.headline(0, ["eval/reward"], first, first) == "eval/reward 0.250, greedy unknown"
     expected = "eval/reward 0.750 (was 0.250), greedy 1.000 (was unknown)"
-    assert headline(1, ["eval/reward"], now, first) == expected
+    assert metrics.headline(1, ["eval/reward"], now, first) == expected
     known = {"objective/scores": 0.456, "length/mean": 11.6, "tokens_per_second": 340.4}
     bars = [Meter.progress(known | {"objective/kl": kl}) for kl in (0.123, None)]
     assert bars == [f"reward 0.46, kl {kl}, length 12, 340 tok/s" for kl in ("0.12", "off")]
@@ -307,21 +293,20 @@ def test_the_headline_shows_numbers_beside_those_of_step_0():
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """drawn({name of a run: its lines}): what tools/look.py draws: (Axes of each panel, file)."""
-    monkeypatch.chdir(tmp_path)
+    """drawn({name of a run: its lines}): the Axes of each panel."""
+    figures = []
     monkeypatch.setenv("MPLBACKEND", "of_a_notebook")  # matplotlib can't be imported with it
-    save = lambda figure, file, **options: found.append((figure.axes, str(file)))  # noqa: E731
-    monkeypatch.setattr(Figure, "savefig", save)
-    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
 
-    def drawn(runs, file="curves.png"):
+    def drawn(runs):
         for name, lines in runs.items():
-            Path(name).mkdir(parents=True)
+            (tmp_path / name).mkdir(parents=True)
             # The last line is half there: the run is writing it.
-            Path(name, "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"st']))
-        look.main([*runs, "--output", file])
+            text = "\n".join([*map(json.dumps, lines), '{"st'])
+            (tmp_path / name / "metrics.jsonl").write_text(text)
+        metrics.draw_curves([tmp_path / name for name in runs], tmp_path / "curves.png")
         assert "MPLBACKEND" not in os.environ
-        return found.pop()
+        return figures.pop().axes
 
     return drawn
 
@@ -329,15 +314,15 @@ def drawn(tmp_path, monkeypatch):
 def test_seeds_of_a_job_have_one_colour_and_name(drawn):
     seeds = {"ppo-add-s0": 0, "ppo-add-s11": 11, "grpo-add-s0": 0, "grpo-2-add-s0": 0}
     runs = {x: [{"step": i, "objective/scores": i + n} for i in range(4)] for x, n in seeds.items()}
-    (axes, *_), file = drawn({f"runs/{name}": lines for name, lines in runs.items()})
-    assert file == "curves.png" and list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
+    axes, *_ = drawn(runs)
+    assert list(axes.lines[1].get_xdata()) == [0, 1, 2, 3]
     assert list(axes.lines[1].get_ydata()) == [11, 12, 13, 14]
     *colours, other = [line.get_color() for line in axes.lines]
-    assert colours == [COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
+    assert colours == [metrics.COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
-    (axes, *_), file = drawn({f"{x}/ppo-s0": runs["ppo-add-s0"] for x in "ab"}, "x.svg")
-    assert file == "x.svg" and len({line.get_color() for line in axes.lines}) == 2, "of one name"
+    axes, *_ = drawn({f"{folder}/ppo-s0": runs["ppo-add-s0"] for folder in "ab"})
+    assert len({line.get_color() for line in axes.lines}) == 2, "of one name in two folders"
 
 
 PAIRS, SCORES = {"loss/pairs": 0.7}, {"objective/scores": 1.0}
@@ -347,17 +332,17 @@ BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
 @pytest.mark.parametrize(
     ("runs", "panels", "curves"),  # of the panel of evaluations: dashed? and the numbers
     [
-        ([SCORES | BOTH], PANELS, {"-": [0.4] * 2, "--": [0.5] * 2}),
+        ([SCORES | BOTH], metrics.PANELS, {"-": [0.4] * 2, "--": [0.5] * 2}),
         # The reward, where nothing is right or wrong.
-        ([SCORES | BOTH | dict.fromkeys([*BOTH][:2])], PANELS, {"-": [9.0] * 2}),
-        ([PAIRS | {"eval/accuracy": 0.4}, SCORES], PANELS, {"-": [0.4] * 2}),
-        ([PAIRS, PAIRS, {}], OF_REWARD_MODELS, {}),  # one has no line yet
+        ([SCORES | BOTH | dict.fromkeys([*BOTH][:2])], metrics.PANELS, {"-": [9.0] * 2}),
+        ([PAIRS | {"eval/accuracy": 0.4}, SCORES], metrics.PANELS, {"-": [0.4] * 2}),
+        ([PAIRS, PAIRS, {}], metrics.OF_REWARD_MODELS, {}),  # one has no line yet
     ],
 )
 def test_panels_are_those_of_the_kind_of_run(runs, panels, curves, drawn):
     """Steps 0 and 2 have an evaluation, step 1 has none."""
     lines = [[{"step": 0} | x, {"step": 1}, {"step": 2} | x] if x else [] for x in runs]
-    axes, _ = drawn({str(n): x for n, x in enumerate(lines)})
+    axes = drawn({str(n): x for n, x in enumerate(lines)})
     assert [x.get_title() for x in axes] == [*panels]
     found = [line for x in axes if x.get_title().startswith("held out") for line in x.lines]
     assert {x.get_linestyle(): list(x.get_ydata()) for x in found} == curves

@@ -1,4 +1,4 @@
-"""What a reward model reads of a prompt and what follows it, of pairs, and the scores it gives."""
+"""What a reward model reads of a prompt and what follows it, and the scores it gives."""
 
 from unittest.mock import Mock
 
@@ -12,7 +12,6 @@ from transformers import BertConfig, BertForMaskedLM, BloomConfig, GPT2Config
 
 from plumbing import preferences
 from plumbing.errors import InputError
-from plumbing.models import add_adapter
 from plumbing.preferences import RewardModel, load_classifier, sequence_scores, text_ids
 
 USER, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -46,14 +45,6 @@ def test_text_ends_with_one_eos_messages_as_their_template(prompt, completion, t
         processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=bos)
         tokenizer._tokenizer.post_processor = processor
     assert tokenizer.decode(text_ids(tokenizer, prompt, completion)) == expected
-
-
-def test_what_can_not_take_a_new_head_is_named(tmp_path):
-    add_adapter(small_llama(), 2).save_pretrained(tmp_path)
-    adapter, hub = "give its base model, and --lora_r", "^no/such: OSError"
-    for name, fault in (tmp_path, adapter), ("no/such", hub):
-        with pytest.raises(InputError, match=fault):
-            load_classifier(str(name), new_head=True)
 
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_labels": 1}

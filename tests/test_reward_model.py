@@ -1,4 +1,4 @@
-"""reward_model.py: the loss, a step and an evaluation by hand, and whole runs."""
+"""reward_model.py: the loss, a step and an evaluation by hand, pairs, and whole runs."""
 
 import itertools
 import json
@@ -20,8 +20,12 @@ from reward_model import PairMeter, load_pairs, pair_batches, preference_loss
 
 @pytest.fixture
 def job(tmp_path):
-    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, rows_of(500))))
     return reward_model_job(tmp_path)
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 @pytest.mark.problem("preference_loss", 1)
@@ -70,7 +74,7 @@ def by_hand(folder, rows):
 
 def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
     rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(rows_of(21, seed=2))]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = write(tmp_path / "own.jsonl", rows)
     model = Classifier.from_pretrained(tmp_path / "small", num_labels=1)  # with dropout
     torch.nn.init.normal_(model.score.weight)
     judge = save_model(tmp_path / "judge", model, letter_tokenizer())
@@ -82,8 +86,8 @@ def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted_clip)
     first, last = job(
-        model=judge, pairs=tmp_path / "own.jsonl", eval_pairs=tmp_path / "own.jsonl", num_steps=1,
-        pairs_per_step=21, micro_batch_tokens=60, center_rewards_coef=0.3,
+        model=judge, pairs=own, eval_pairs=own, num_steps=1, pairs_per_step=21,
+        micro_batch_tokens=60, center_rewards_coef=0.3,
     )  # fmt: skip
     model, (a, b) = by_hand(judge, rows)
     margin = torch.tensor([row["margin"] for row in rows])
@@ -95,11 +99,8 @@ def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
     assert_means(first, means | {"reward/accuracy": a > b})
     assert (a > b).sum() != (a + b > 0).sum()
     seconds = sum(x for name, x in first.items() if name.startswith("time/"))
-    num_tokens = sum(
-        len(letter_tokenizer()(row["prompt"] + row[key]).input_ids) + 1
-        for row in rows
-        for key in ("chosen", "rejected")
-    )
+    texts = [row["prompt"] + row[key] for row in rows for key in ("chosen", "rejected")]
+    num_tokens = sum(len(text) + 1 for text in texts)  # a letter is a token; EOS
     assert first["tokens_per_second"] * seconds == pytest.approx(num_tokens)
     longer = torch.tensor([float(len(row["chosen"]) - len(row["rejected"])) for row in rows])
     for metrics, folder in ((first, judge), (last, tmp_path / "run" / "model")):
@@ -118,7 +119,8 @@ def assert_means(metrics, expected):
 
 @pytest.mark.problem("reward_script", 6)
 def test_a_new_head_starts_at_0_and_learns(job, tmp_path):
-    first, *_, last = job(pairs=tmp_path / "more.jsonl", num_steps=40, eval_every=40)
+    more = write(tmp_path / "more.jsonl", rows_of(500))
+    first, *_, last = job(pairs=more, num_steps=40, eval_every=40)
     assert first["loss/pairs"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
 
@@ -151,11 +153,6 @@ def test_a_run_without_num_steps_is_one_pass(job, tmp_path):
 
 
 # --- Pairs ---
-
-
-def write(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
 
 
 def pairs_of(model="m", **flags):
@@ -226,9 +223,8 @@ def test_own_pairs_prefer_right_sums():
 
 
 def test_an_evaluation_shows_its_pairs_with_their_scores(job, tmp_path, capsys):
-    rows = [{"prompt": None, "chosen": "abc " * 9, "rejected": "bc"}, *rows_of(9)]
-    (tmp_path / "eval.jsonl").write_text(json.dumps(rows[0]))
-    job(eval_pairs=tmp_path / "eval.jsonl", num_steps=1)
+    pair = {"prompt": None, "chosen": "abc " * 9, "rejected": "bc"}
+    job(eval_pairs=write(tmp_path / "eval.jsonl", [pair]), num_steps=1)
     record, text = lines_of(tmp_path / "run" / "samples.jsonl")[-1], capsys.readouterr().out
     scores = f"  {record['score_chosen']:6.2f} {record['score_rejected']:6.2f}  "
     assert f"{scores} abc abc abc abc abc ... | bc\n" in text

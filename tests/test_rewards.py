@@ -175,30 +175,24 @@ def test_numeric_match_compares_the_marked_or_last_number():
     for text, answer, expected in (
         ("12 + 34 = 46.", 46, 1),
         ("-46", 46, 0),
-        ("it is .5", ".5", 1),
         ("it is 1,024.", "1,024 in all", 1),
         ("3,4567", 4567, 1),
         ("12345678901234568", "12345678901234567", 0),
         ("it is x=-5", "\u22125", 1),  # the minus sign of Unicode
         ("\u20135", -5, 1),  # a dash
         ("-$5", -5, 1),
-        ("10\u2013\\$5", 5, 1),
-        ("it is 1e5", 100000, 1),
         ("6.02e23", 23, 0),
         ("2E-3", "0.002", 1),
         ("1e99999999999999999999", 5, 0),  # it overflows
         ("10-5", 5, 1),
         ("(1)-5", 5, 1),
         ("#### 1072\nQ: 99", gsm8k, 1),
-        ("#### 71, or 1072", gsm8k, 0),
         ("#### 71\n#### 1072\n#### ", gsm8k, 1),
         ("\\boxed{1{,}072}", gsm8k, 1),
         ("1002 + 70 = 1072 dollars, as 268 * 4", gsm8k, 0),
         ("1072,000", gsm8k, 0),
-        ("four", gsm8k, 0),
         # A heading of Markdown is no mark.
         ("#### Part 1\n4 bags\n#### Part 2: more\n4 + 5 = 9", 9, 1),
-        ("#### Part 1\n4 bags\n#### Part 2: more\n4 + 5 = 9", 2, 0),
         ("#### 1. Bags\n4\n#### 2) More\n4 + 5 = 9", 9, 1),
         ("#### 2nd step\n9", 9, 1),
         ("##### 2 steps\n9", 9, 1),
@@ -211,11 +205,9 @@ def test_numeric_match_compares_the_marked_or_last_number():
         ("12 500", 12500, 0),
         ("_18_", 18, 1),
         # What is a part of a number, or of a unit.
-        ("18 m^2", 18, 1),
         ("18 $m^{2}$", "18 cm^2", 1),
         ("x_1 = 18, not x_{12}", 18, 1),
         ("**18**", 18, 1),
-        ("x^2 + 3", 3, 1),
         *((text, part, 0) for text in PARTS for part in (1, 2, 10, 12, 18, 0.1)),
     ):
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
