@@ -81,7 +81,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def reads_bytes() -> LlamaForCausalLM:
+def byte_policy() -> LlamaForCausalLM:
     """A policy for byte_tokenizer."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=257, num_attention_heads=1, **sizes))
@@ -92,7 +92,7 @@ def task_of(chat_template: str | None = None, **flags: object) -> Task:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
     config = ppo.Config(**{"max_new_tokens": 8, "task": "add", "device": "cpu"} | flags)
-    return load_task(config, tasks, reads_bytes(), tokenizer)
+    return load_task(config, tasks, byte_policy(), tokenizer)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -137,7 +137,9 @@ def make_rollout(
     )
 
 
-def compared(quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+def assert_numbers_agree(
+    quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float
+) -> None:
     """Two systems' numbers must be equal to `tolerance` of the largest number, which is at least
     counted as 1.
     """
@@ -173,19 +175,19 @@ def lines_of(path: str | Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def computed(metrics: list[dict]) -> list[dict]:
+def without_times(metrics: list[dict]) -> list[dict]:
     """Metrics without times and memory, which differ from run to run."""
     measured = ("time/", "memory/", "tokens_per_second")
     return [{k: v for k, v in x.items() if not k.startswith(measured)} for x in metrics]
 
 
-def contents(folder: str | Path) -> dict[str, bytes]:
+def files_below(folder: str | Path) -> dict[str, bytes]:
     """{path: bytes} of every file below a folder."""
     files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def finished(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture) -> tuple:
+def run_command(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture) -> tuple:
     """(Exit code, what is printed but the progress bar) of a script's command."""
     capsys.readouterr()
     code = 0
@@ -251,7 +253,7 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
 WORDS = ["ab", "cad", "be", "do", "hen", "nest", "coat", "tan"]
 
 
-def rows_of(count: int, seed: int = 0) -> list[dict]:
+def letter_pairs(count: int, seed: int = 0) -> list[dict]:
     """Pairs of which the one with more of the letter a is chosen."""
     rng, rows = random.Random(seed), []
     while len(rows) < count:
@@ -264,7 +266,7 @@ def rows_of(count: int, seed: int = 0) -> list[dict]:
 def reward_model_job(tmp_path: Path) -> Callable[..., list[dict]]:
     """Runs reward_model.py on a small model and pairs of letters; gives its metrics."""
     save_model(tmp_path / "small", small_llama(0.1, vocab_size=20), letter_tokenizer())
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows_of(80))))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, letter_pairs(80))))
 
     def run(**flags: object) -> list[dict]:
         settings = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import small
-from small import byte_tokenizer, contents, finished, letter_tokenizer, save_model, small_gpt2
+from small import byte_tokenizer, files_below, letter_tokenizer, run_command, save_model, small_gpt2
 from transformers import AutoModelForCausalLM as CausalLM
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
@@ -191,12 +191,12 @@ def test_a_bad_input_is_one_line_and_writes_nothing(
     monkeypatch.setattr("builtins.input", lambda question: "y")  # it must not be asked
     monkeypatch.setattr(look, "curves_of", lambda folders: None)  # they take time
     Path("given.jsonl").write_text(given)
-    before = contents(".")
+    before = files_below(".")
     flags = flags if "--resume" in flags else SHORT.get(script, "") + flags
-    code, text = finished(SCRIPTS[script], flags.split(), capsys)
+    code, text = run_command(SCRIPTS[script], flags.split(), capsys)
     assert code == 2 and "Traceback" not in text
     assert text.splitlines()[-1].startswith("error: ") and words in text.splitlines()[-1]
-    assert contents(".") == before
+    assert files_below(".") == before
 
 
 def test_a_fault_keeps_the_reason_that_a_library_gives():

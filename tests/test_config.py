@@ -224,10 +224,3 @@ def test_a_setting_edited_to_another_type_is_refused(name, value, kind, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match=re.escape(f"--{name} {value!r}: must be of type {kind}")):
         parse("grpo", f"--resume {tmp_path}")
-
-
-@pytest.mark.parametrize("flag", "prompts resume stop prompt_template output_dir verifier".split())
-def test_an_empty_text_is_refused(flag):
-    for value in ([""], ["a", ""]) if flag == "stop" else ([""],):
-        with pytest.raises(InputError, match=f"--{flag}: is empty; leave the flag out"):
-            parse_flags(ppo.Config, "", EMBEDDED["ppo"], [f"--{flag}", *value])

@@ -13,9 +13,9 @@ from small import (
     IN_GROUPS,
     SMALL_MODELS,
     VOCAB,
+    byte_policy,
     byte_tokenizer,
     job_maker,
-    reads_bytes,
     small_gpt2,
     small_llama,
 )
@@ -124,7 +124,7 @@ def test_a_graph_keeps_rows_that_have_ended(gpu):
 
 
 def test_stop_strings_end_the_completions_of_a_graph(gpu):
-    model, tokenizer = copy.deepcopy(reads_bytes()).to("cuda"), byte_tokenizer()
+    model, tokenizer = copy.deepcopy(byte_policy()).to("cuda"), byte_tokenizer()
     options, letters = OPTIONS | {"max_new_tokens": 30, "eos_token_ids": []}, "abcdefghijklm"
     stop = StopStringCriteria(tokenizer, list(letters))
     options["decoder"] = Decoder(model)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small import finished
+from small import run_command
 from torch import Tensor
 
 from grpo import group_advantages, grpo_loss
@@ -124,11 +124,11 @@ def test_an_own_loss_is_a_row_or_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(exact, "LOSSES", {"Dr. GRPO, no clip": exact.LOSSES["Dr. GRPO, no clip"]})
     (tmp_path / "mine.py").write_text(OWN)
-    code, text = finished(exact, ["mine.py:good", "--problems", "1"], capsys)
+    code, text = run_command(exact, ["mine.py:good", "--problems", "1"], capsys)
     ours, theirs = (line[28:].split() for line in text.splitlines()[1:3])
     assert code == 0 and ours == theirs and len(ours) == 7
     faults = {"mixes": "other groups", "first": "their order", "number": "no t", "absent": "no f"}
     for spec, words in faults.items():
-        code, text = finished(exact, [f"mine.py:{spec}"], capsys)
+        code, text = run_command(exact, [f"mine.py:{spec}"], capsys)
         assert code == 2 and words in text and text.count("\n") == 1, text
-    assert "FILE.py:FUNCTION" in finished(exact, ["mine"], capsys)[1]
+    assert "FILE.py:FUNCTION" in run_command(exact, ["mine"], capsys)[1]

@@ -19,9 +19,9 @@ from small import (
     EMBEDDED,
     SCRIPTS,
     byte_tokenizer,
-    finished,
     lines_of,
     reward_model_job,
+    run_command,
     save_model,
     small_gpt2,
     task_of,
@@ -169,14 +169,14 @@ def test_the_commands_of_readme_run_in_its_order(tmp_path, monkeypatch, capsys):
         script = importlib.import_module(program.removesuffix(".py").replace("/", "."))
         if script in SCRIPTS.values():
             flags += (OF_PAIRS if script is reward_model else SMALL).split()
-        code, text = finished(script, flags, capsys)
+        code, text = run_command(script, flags, capsys)
         assert code == 0, f"{command}: {text}"
         if script is ppo and "my_rewards.py" in command:
             assert "2 prompts to train on" in text and "step 1: eval/reward" in text
         folders += re.findall("It writes to (.*)", text)
     assert len(folders) == len({*folders}) > 7, "some take the next number"
     assert [x for x in folders if not Path(x, "model", "model.safetensors").exists()] == []
-    assert finished(look, [*folders, "--output", "curves.png"], capsys)[0] == 0
+    assert run_command(look, [*folders, "--output", "curves.png"], capsys)[0] == 0
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small import compared
+from small import assert_numbers_agree
 from torch import Tensor
 
 from common import gae, kl_estimate, masked_whiten
@@ -246,11 +246,11 @@ def test_a_loss_and_its_gradient_are_theirs(name):
         logprobs = LOGPROBS.clone().requires_grad_()
         loss = function(logprobs).sum()
         found.append([loss, *torch.autograd.grad(loss, logprobs)])
-    compared(name, *found, tolerance)
+    assert_numbers_agree(name, *found, tolerance)
     assert found[0][1].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_theirs(name):
     ours, theirs, tolerance = ADVANTAGES[name]
-    compared(name, [ours()], [theirs()], tolerance)
+    assert_numbers_agree(name, [ours()], [theirs()], tolerance)

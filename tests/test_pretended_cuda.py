@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from pretended_cuda import CPU, CUDA, Generator, pretended_cuda
-from small import computed, reward_model_job, small_gpt2, small_llama
+from small import reward_model_job, small_gpt2, small_llama, without_times
 
 import grpo
 import ppo
@@ -52,14 +52,14 @@ def test_a_resumed_run_on_the_device_equals_the_cpu(make_job):
     flags = {"num_steps": 2, "eval_every": 2, "max_new_tokens": 9, "save_every": 1}
     flags |= {"completions": 4, "micro_batch_tokens": 1, "num_mini_batches": 2}
     run = make_job(ppo)
-    expected = computed(run(**flags)), (run.folder / "samples.jsonl").read_text()
+    expected = without_times(run(**flags)), (run.folder / "samples.jsonl").read_text()
     # After a trial of the micro-batch, at the end of the second step.
     clear = mock.Mock(side_effect=[None] * 4 + [KeyboardInterrupt] + [None] * 9)
     with pretended_cuda() as gpu, mock.patch.object(torch.cuda, "empty_cache", clear):
         with pytest.raises(KeyboardInterrupt):
             run(**flags, device="cuda")
         assert gpu.waits["synchronize"] == 4, "phases are measured, the work of the device as well"
-        lines = computed(run(**flags, device="cuda", resume=run.folder))
+        lines = without_times(run(**flags, device="cuda", resume=run.folder))
     for line in expected[0] + lines:  # tensors of other shapes round otherwise in decoding
         line.pop("val/sampler_kl", None), line.pop("objective/entropy", None)
     assert (lines, (run.folder / "samples.jsonl").read_text()) == expected
@@ -68,9 +68,9 @@ def test_a_resumed_run_on_the_device_equals_the_cpu(make_job):
 
 def test_a_reward_model_on_the_device_equals_the_cpu(tmp_path):
     job = reward_model_job(tmp_path)
-    expected = computed(job(num_steps=2))
+    expected = without_times(job(num_steps=2))
     with pretended_cuda():
-        assert computed(job(num_steps=2, device="cuda")) == expected
+        assert without_times(job(num_steps=2, device="cuda")) == expected
 
 
 @pytest.mark.parametrize(

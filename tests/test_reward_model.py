@@ -8,7 +8,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small import letter_tokenizer, lines_of, reward_model_job, rows_of, save_model, small_llama
+from small import (
+    letter_pairs,
+    letter_tokenizer,
+    lines_of,
+    reward_model_job,
+    save_model,
+    small_llama,
+)
 from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification as Classifier
 
@@ -73,7 +80,7 @@ def by_hand(folder, rows):
 
 
 def test_a_step_and_an_evaluation_are_those_by_hand(job, tmp_path, monkeypatch):
-    rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(rows_of(21, seed=2))]
+    rows = [row | {"margin": n % 5 / 2 - 0.5} for n, row in enumerate(letter_pairs(21, seed=2))]
     own = write(tmp_path / "own.jsonl", rows)
     model = Classifier.from_pretrained(tmp_path / "small", num_labels=1)  # with dropout
     torch.nn.init.normal_(model.score.weight)
@@ -119,7 +126,7 @@ def assert_means(metrics, expected):
 
 @pytest.mark.problem("reward_script", 6)
 def test_a_new_head_starts_at_0_and_learns(job, tmp_path):
-    more = write(tmp_path / "more.jsonl", rows_of(500))
+    more = write(tmp_path / "more.jsonl", letter_pairs(500))
     first, *_, last = job(pairs=more, num_steps=40, eval_every=40)
     assert first["loss/pairs"] == pytest.approx(math.log(2)) and first["eval/accuracy"] == 0.5
     assert last["eval/accuracy"] > 0.8 and last["eval/loss"] < 0.5
@@ -162,7 +169,11 @@ def pairs_of(model="m", **flags):
 
 
 def test_pairs_come_from_the_model_or_from_files(tmp_path, monkeypatch, capsys):
-    own, first, second = (rows_of(8, 1), rows_of(4, 2)), rows_of(6, 3), rows_of(20, 4)
+    own, first, second = (
+        (letter_pairs(8, 1), letter_pairs(4, 2)),
+        letter_pairs(6, 3),
+        letter_pairs(20, 4),
+    )
     monkeypatch.setattr(tasks, "add_pairs", lambda: own)
     monkeypatch.setattr(reward_model, "context_length", lambda model: None)
     a, b = write(tmp_path / "a", first), write(tmp_path / "b", second)
@@ -178,7 +189,7 @@ def test_pairs_come_from_the_model_or_from_files(tmp_path, monkeypatch, capsys):
 
 
 def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
-    rows = [row | {"margin": 2} for row in rows_of(20)]
+    rows = [row | {"margin": 2} for row in letter_pairs(20)]
     rows[3]["rejected"] = rows[3]["chosen"]
     rows[5]["chosen"] = rows[6]["rejected"] = "a" * 30
     rows[7] |= {"prompt": "a", "chosen": "a" * 18}  # with EOS as long as allowed
@@ -194,7 +205,9 @@ def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
 
 
 def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
-    rows = [row | {"prompt": "abcdehno"[n % 8] * (n // 8 + 1)} for n, row in enumerate(rows_of(60))]
+    rows = [
+        row | {"prompt": "abcdehno"[n % 8] * (n // 8 + 1)} for n, row in enumerate(letter_pairs(60))
+    ]
     asked = [{"role": "user", "content": row["prompt"]} for row in rows]
     answer = {"role": "assistant", "content": "a"}
     talks = [{"chosen": [x, answer], "rejected": [x, answer, x, answer]} for x in asked]

@@ -17,7 +17,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from small import computed, contents, finished, job_maker, lines_of, rows_of
+from small import files_below, job_maker, letter_pairs, lines_of, run_command, without_times
 
 import grpo
 import plumbing.config
@@ -46,11 +46,11 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a script on a small model: exit code, and what it has printed."""
     job_maker(tmp_path)
     monkeypatch.chdir(tmp_path)
-    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows_of(20))))
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, letter_pairs(20))))
 
     def run(*flags, script=ppo):
         first = PAIRS if script is reward_model else FLAGS
-        return finished(script, [*([] if "--resume" in flags else first), *flags], capsys)
+        return run_command(script, [*([] if "--resume" in flags else first), *flags], capsys)
 
     return run
 
@@ -65,9 +65,9 @@ def whole():
 
 
 def assert_same_run(folder, expected):
-    records = [computed(lines_of(Path(x, "metrics.jsonl"))) for x in (folder, expected)]
+    records = [without_times(lines_of(Path(x, "metrics.jsonl"))) for x in (folder, expected)]
     assert records[0] == records[1]
-    found, wanted = contents(folder), contents(expected)
+    found, wanted = files_below(folder), files_below(expected)
     assert found.keys() == wanted.keys(), "something is left, or is missing"
     for name in wanted:
         if name.endswith(("samples.jsonl", "tokens.jsonl", ".safetensors")):
@@ -150,14 +150,14 @@ def test_an_ended_run_goes_on_from_where_it_says(end, run, monkeypatch):
     saved, save = [], Run.save
     with monkeypatch.context() as patch:
         fails(patch, module, name, in_step, error)
-        patch.setattr(Run, "save", lambda self: [save(self), saved.append(contents("run"))])
+        patch.setattr(Run, "save", lambda self: [save(self), saved.append(files_below("run"))])
         code, text = run()
         if end == "optimiser":  # one that goes on knows what is saved before it has saved
             code, text = run("--resume", "run")
     assert code == expected and words in text
     assert ("Traceback" in text) == (end in ("reward", "records"))
     assert re.search(rf"\nThe run ended in step \d: --resume run goes on from step {step}\.", text)
-    left, kept = contents("run"), FAILED.get(end, ("checkpoint.pt", "model/"))
+    left, kept = files_below("run"), FAILED.get(end, ("checkpoint.pt", "model/"))
     assert {x for x in saved[-1].items() if x[0].startswith(kept)} <= left.items()
     assert not [name for name in left if ".new" in name]
     assert run("--resume", "run")[0] == 0
@@ -188,12 +188,12 @@ def test_resume_refuses_other_rows_and_damaged_files(run):
         ("run/checkpoint.pt", unsafe.getvalue(), "UnpicklingError"),  # it could run anything
         ("prompts.jsonl", b'{"prompt": "new"}', "the rows or the weights of a model aren't"),
     ):
-        kept, before = Path(name).read_bytes(), contents("run")
+        kept, before = Path(name).read_bytes(), files_below("run")
         Path(name).write_bytes(found)
         code, text = run("--resume", "run")
         assert code == 2 and fault in text, name
         Path(name).write_bytes(kept)
-    assert contents("run") == before, "nothing is lost with other prompts"
+    assert files_below("run") == before, "nothing is lost with other prompts"
 
 
 def test_the_hash_of_a_run_tells_rows_and_weights_apart():
@@ -236,10 +236,10 @@ def test_overwrite_begins_anew_and_a_fault_loses_nothing(run, monkeypatch):
     for name in ("tensorboard/events", "model.new/a", "look.html"):
         Path("run", name).parent.mkdir(exist_ok=True)
         Path("run", name).touch()
-    before = contents("run")
+    before = files_below("run")
     code, text = run("--overwrite", "--report_to", "wandb")
     assert code == 2 and "\nerror: --report_to wandb: ModuleNotFoundError" in text
-    assert contents("run") == before and "ended in step" not in text, "that was another run"
+    assert files_below("run") == before and "ended in step" not in text, "that was another run"
     assert run("--overwrite")[0] == 0
     assert_same_run("run", whole())
     monkeypatch.setattr(ppo, "sample", Mock(side_effect=KeyboardInterrupt))
@@ -266,8 +266,8 @@ def test_two_runs_started_at_once_never_share_a_folder(flags, run, monkeypatch, 
         return found[-1]
 
     monkeypatch.setattr(plumbing.config, "find_folder", find_and_lose)
-    code, text = finished(ppo, flags, capsys)
-    assert contents(found[1]) == {"metrics.jsonl": b""}, "that is the other run"
+    code, text = run_command(ppo, flags, capsys)
+    assert files_below(found[1]) == {"metrics.jsonl": b""}, "that is the other run"
     if flags is FLAGS:
         assert code == 2 and "run already holds metrics.jsonl" in text
     else:
@@ -358,7 +358,7 @@ def test_a_run_prints_what_it_does_in_80_columns(script, run, monkeypatch):
 
 
 def test_a_run_leaves_its_files_in_a_named_folder(run):
-    folder, files = whole(), contents(whole())
+    folder, files = whole(), files_below(whole())
     assert folder.name == "ppo-small-gpt2-prompts-s0"
     assert {path.name for path in folder.iterdir()} <= {*MADE}, "--overwrite takes them away"
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()

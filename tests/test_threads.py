@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from small import finished
+from small import run_command
 from test_pages import PAGES, commands
 
 import grpo
@@ -29,7 +29,7 @@ def test_a_command_prints_what_its_page_says(section, tmp_path, monkeypatch, cap
         exec(flags[0], {})
         printed = capsys.readouterr().out
     else:
-        code, printed = finished(PROGRAMS[program], flags, capsys)
+        code, printed = run_command(PROGRAMS[program], flags, capsys)
         assert code == 0, printed
     lines = re.search(r":\n\n((?:    .*\n)+)", section.partition("python ")[2])[1]
     wanted = [line.strip() for line in lines.splitlines()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from small import finished, letter_tokenizer, save_model, small_gpt2, small_llama
+from small import letter_tokenizer, run_command, save_model, small_gpt2, small_llama
 from transformers import set_seed
 
 from common import base_model
@@ -109,7 +109,7 @@ def test_one_line_refuses_what_trl_cannot_train(tmp_path, monkeypatch, capsys):
     }
     for script, words in (refused | {"grpo": "pip install trl"}).items():
         (tmp_path / "config.json").write_text(json.dumps({"script": script}))
-        code, text = finished(to_trl, [str(tmp_path)], capsys)
+        code, text = run_command(to_trl, [str(tmp_path)], capsys)
         assert code == 2 and text.count("\n") == 1 and words in text, text
 
 
