@@ -459,6 +459,14 @@ def test_autocast_leaves_logits_and_values_in_float32(make):
     assert not torch.equal(states[0], states[2]) and not torch.equal(states[1], states[3])
 
 
+def test_a_rollout_has_the_values_of_an_update(small_model):
+    value_model = value_model_of(small_model)
+    config = SimpleNamespace(bf16=True, micro_batch_tokens=1000)
+    found = forward.rollout_values(value_model, IN_GROUPS, config)
+    expected = completion_values(value_model, IN_GROUPS, bf16=True)
+    assert torch.allclose(found, expected, atol=1e-6) and not found.requires_grad
+
+
 @pytest.mark.parametrize("max_tokens", [1, 14, 18, 19, 27, 1000])
 def test_micro_batches_hold_every_row_once(max_tokens):
     def num_tokens(rows):  # a prompt of 4 tokens that rows share is read once
