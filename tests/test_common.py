@@ -413,6 +413,9 @@ def test_a_pass_reads_each_prompt_once(small_model):
     shapes.clear()
     completion_logprobs(small_model, make_rollout([[1, 2, 3], [4]], [[5, 6, EOS], [7]], 4, 6), 1.0)
     assert shapes == [(2, 5)], "a prompt each in one pass, and no column of padding alone"
+    shapes.clear()
+    completion_logprobs(small_model, make_rollout([[1, 2, 3]] * 2, [[5], [6]]), 1.0)
+    assert shapes == [(1, 3)], "a completion of one token needs its prompt alone"
 
 
 def test_chunks_of_logits_change_no_value_and_no_gradient(monkeypatch):
