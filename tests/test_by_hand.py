@@ -95,7 +95,7 @@ RUNS = {  # the run: its flags, and {a line of the page: what stands there then}
 
 
 class Job:
-    """A run of a script: its metrics, the gradient and the weights of each update."""
+    """A run of a script: its metrics, the gradient of each update and the weights after it."""
 
     def __init__(self, kind: str, make_job: Callable) -> None:
         self.kind, (changes, self.edits) = kind, RUNS[kind]
@@ -113,7 +113,7 @@ class Job:
             self.gradient.append([p.grad.clone() for p in parameters])
             self.weights.append([p.detach().clone() for p in parameters])
 
-        with before_each_update(keep), pytest.MonkeyPatch.context() as patch:
+        with after_each_update(keep), pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.script, "load_policy", lambda config: loaded)
             patch.setattr(self.script, "sample", sample)
             patch.setattr("plumbing.run.draw_curves", lambda folders, path: None)  # half its time
@@ -122,8 +122,6 @@ class Job:
             except Fault as e:
                 text = f"{self.script.__name__}.py, run {kind!r}, has stopped: {e}"
                 pytest.fail(text, pytrace=False)
-        final = torch.load(self.run.folder / "checkpoint.pt")["weights"].values()
-        self.weights = [*self.weights[1:], [*final]]  # after each update
 
 
 class Page(dict):
@@ -259,8 +257,8 @@ def compared(job: Job, page: Page) -> Iterator[tuple]:
     lines = [json.loads(line) for line in text.splitlines()[B:]]  # each step has one of each row
     for name, theirs in records.items():
         for i, row in zip(page.order, theirs):
-            ours = torch.tensor(lines[i][name]).view(-1)
-            yield name, f"completion {i}", ours, row.view(-1)[: len(ours)], close
+            ours, n = torch.tensor(lines[i][name]).view(-1), lines[i]["num_tokens"]
+            yield name, f"completion {i}", ours, row.view(-1)[:n], close
     loss = torch.tensor([job.metrics[1]["loss/policy_avg"]])
     yield "loss", "its mean over the updates", loss, page.mean("loss/policy_avg").view(1), close
     for name, error in (("gradient", 1e-12), ("weights", 1e-8)):
@@ -338,6 +336,7 @@ def test_the_loop_logs_the_metrics_of_its_page(step):
         assert logged[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
     hint = "the old log-probs are not of the policy, temperature and forward of the first update?"
     assert logged["val/ratio_max_dev_first"] < 1e-10, hint
+    assert all("eval/reward" in line for line in job.metrics), "eval_every is 1"
     assert job.kind == "rloo" or 0.02 < expected["policy/clipfrac_avg"] < 0.98, "the clip acts"
     assert job.kind != "ppo_variant" or 0.05 < expected["val/clipfrac_avg"] < 0.95, "it acts"
     assert job.kind != "dapo" or not all(len(x["val/ratio"]) for x in page.updates), "all masked"

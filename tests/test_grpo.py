@@ -155,11 +155,7 @@ def test_loss_and_gradient_are_those_of_the_definition(kind, flags):
 @pytest.mark.problem("grpo_loss", 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tokens_cost_nothing_and_unknown_losses_are_refused(kind):
-    x, A, given = (
-        numbers(0).requires_grad_(),
-        numbers(2)[0],
-        options(kind, kl_coef=0.5),
-    )
+    x, A, given = numbers(0).requires_grad_(), numbers(2)[0], options(kind, kl_coef=0.5)
     for mask in (MASK, torch.zeros(4, 4).long()):  # of numbers, as a tokenizer's
         loss, _, _ = grpo_loss(x, numbers(1), A, mask, ref_logprobs=numbers(3), **given)
         expected, _, _ = naive_loss(x, numbers(1), A, mask, numbers(3), given)
