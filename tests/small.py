@@ -47,6 +47,7 @@ EOS = 39
 
 
 def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB, n_layer: int = 2) -> GPT2LMHeadModel:
+    """A GPT-2 with random weights, the same in each call; its logits are far from uniform."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=vocab_size, n_positions=64, n_embd=32, n_layer=n_layer, n_head=2,
@@ -57,6 +58,7 @@ def small_gpt2(dropout: float = 0.0, vocab_size: int = VOCAB, n_layer: int = 2) 
 
 
 def small_llama(dropout: float = 0.0, vocab_size: int = VOCAB) -> LlamaForCausalLM:
+    """A Llama with such weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -82,7 +84,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def byte_policy() -> LlamaForCausalLM:
-    """A policy for byte_tokenizer."""
+    """A tiny Llama for byte_tokenizer; its logits are nearly uniform."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=257, num_attention_heads=1, **sizes))
 
@@ -96,6 +98,7 @@ def task_of(chat_template: str | None = None, **flags: object) -> Task:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Write both into a folder; its name, as --model takes it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -137,18 +140,6 @@ def make_rollout(
     )
 
 
-def assert_numbers_agree(
-    quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float
-) -> None:
-    """Two systems' numbers must be equal to `tolerance` of the largest number, which is at least
-    counted as 1.
-    """
-    ours, theirs = (torch.cat([x.detach().flatten() for x in xs]) for xs in (ours, theirs))
-    difference = (ours - theirs).abs().max().item()
-    largest = max(1.0, theirs.abs().max().item())
-    assert difference <= tolerance * largest, f"{quantity}: {difference} of {largest}"
-
-
 RAGGED_ROWS = (  # prompts, completions
     [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3], [11, 1, 2]],
     [[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
@@ -156,8 +147,7 @@ RAGGED_ROWS = (  # prompts, completions
 RAGGED = make_rollout(*RAGGED_ROWS)
 
 IN_GROUPS = make_rollout(  # several completions of one prompt; 0 is padding, and a token as well
-    prompts=[[1, 2, 3], [4], [1, 2, 3], [0, 0, 0, 4], [4], [1, 2, 3]],
-    completions=[[12, EOS], [EOS], [13, 14, 15, 16, 17], [18, 19, EOS], [20, 21, 22, EOS], [5, 6]],
+    [[1, 2, 3], [4], [1, 2, 3], [0, 0, 0, 4], [4], [1, 2, 3]], RAGGED_ROWS[1]
 )
 
 

@@ -24,7 +24,6 @@ from unittest import mock
 
 import pytest
 import torch
-from small import assert_numbers_agree
 from torch import Tensor
 
 from common import gae, kl_estimate, masked_whiten
@@ -236,6 +235,18 @@ for known, s in (("all", SCORES), ("some", SOME)):
         ours = partial(group_advantages, s, G, scale)
         theirs = partial(trl_advantages, "GRPO", s, scale_rewards=scale)
         ADVANTAGES[f"trl-{scale}-{known}"] = ours, theirs, 1e-6
+
+
+def assert_numbers_agree(
+    quantity: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float
+) -> None:
+    """Two systems' numbers must be equal to `tolerance` of the largest number, which is at least
+    counted as 1.
+    """
+    ours, theirs = (torch.cat([x.detach().flatten() for x in xs]) for xs in (ours, theirs))
+    difference = (ours - theirs).abs().max().item()
+    largest = max(1.0, theirs.abs().max().item())
+    assert difference <= tolerance * largest, f"{quantity}: {difference} of {largest}"
 
 
 @pytest.mark.parametrize("name", LOSSES)
