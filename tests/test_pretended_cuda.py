@@ -166,7 +166,9 @@ def test_a_micro_batch_that_does_not_fit_is_halved(capsys):
         for p in trained:
             p.register_post_accumulate_grad_hook(has_grad.add)
         torch.empty_like.reset_mock()
+        state = torch.get_rng_state()
         models.fit_micro_batch(config, both, prompts)
+        assert torch.equal(torch.get_rng_state(), state), "no draw of the run changes"
         *_, fits = parts = [call.args[2] for call in models._one_pass.call_args_list]
         assert [part.completion_mask.shape for part in parts] == [(8, 6), (4, 6), (2, 6)]
         assert not any(part.attention_mask.all() for part in parts), "padding takes memory"
