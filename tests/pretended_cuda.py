@@ -171,7 +171,7 @@ def pretended_cuda():
         "memory_allocated": lambda: 2**19, "reset_peak_memory_stats": mock.Mock(),
         "get_rng_state": lambda: torch.ones(1), "set_rng_state": lambda state: None,
         "synchronize": lambda: gpu.wait("synchronize"), "CUDAGraph": Graph,
-        "graph": lambda graph, pool=None: graph.capture(gpu), "graph_pool_handle": lambda: None,
+        "graph": lambda graph, pool: graph.capture(gpu), "graph_pool_handle": lambda: None,
         "is_current_stream_capturing": stream.is_capturing,
     }  # fmt: skip
     with (

@@ -61,7 +61,7 @@ def test_a_graph_serves_later_rollouts_with_new_weights(make, half):
     decoders = [Decoder(model, half), Decoder(model, graphs=False)]
     decoders[0].stretch = 4
     rollouts = [(PROMPTS[:2, 2:], {}), (PROMPTS[:2], {}), (PROMPTS[:2], {})]
-    for more in ({"top_k": 1}, {"top_k": 9, "top_p": 0.8}) if half is None else ():
+    for more in ({"top_k": 1, "top_p": 0.8}, {"top_k": 9, "top_p": 0.8}) if half is None else ():
         rollouts.append((PROMPTS[:2], more))
     for number, (ids, more) in enumerate(rollouts):
         generators = [torch.Generator("cuda").manual_seed(number) for _ in decoders]

@@ -207,7 +207,7 @@ def test_the_device_is_as_strict_as_a_real_one():
         x.sum().item(), x.tolist(), x.cpu(), x[x > 1], x[torch.tensor([0])], x.nonzero()
         assert gpu.waits.total() == 6
         y, graph = x.detach().clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=None):
             doubled = 2 * y
             y += 1
         assert doubled.cpu().isnan().all() and y.tolist() == [0, 1, 2], "capturing runs nothing"
@@ -215,5 +215,5 @@ def test_the_device_is_as_strict_as_a_real_one():
         y = y + 1
         graph.replay()
         assert doubled.tolist() == [4, 6, 8], "a tensor that was replaced is stale"
-        with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(graph, None):
             y.sum().item()
