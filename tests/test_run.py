@@ -196,7 +196,7 @@ def test_resume_refuses_other_rows_and_damaged_files(run):
     assert files_below("run") == before, "nothing is lost with other prompts"
 
 
-def test_the_hash_of_a_run_tells_rows_and_weights_apart():
+def test_a_runs_hash_tells_rows_and_weights_apart():
     kept = []  # else the next function could have the same address
 
     def hashed(train=0, heldout=0, policy=0.0, frozen=0.0):
