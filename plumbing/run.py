@@ -319,12 +319,15 @@ class Run:
                 torch.cuda.set_rng_state(its_state)
             self.step = self.saved_step = state["step"]
             self.first_metrics = state["first_metrics"]
+        lengths = {}  # all are read before one is cut: a resume that is refused loses nothing
         for path in (self.folder / f"{name}.jsonl" for name in FILES):
             path.touch()  # somebody may have deleted an empty one
-            with path.open("rb+") as file, blame(f"{path}: a line is no record"):
+            with path.open("rb") as file, blame(f"{path}: a line is no record"):
                 whole = takewhile(lambda line: line.endswith(b"\n"), file)
                 kept = takewhile(lambda line: json.loads(line)["step"] < self.step, whole)
-                file.truncate(sum(map(len, kept)))  # not written anew: the disk may be full
+                lengths[path] = sum(map(len, kept))
+        for path, length in lengths.items():
+            os.truncate(path, length)  # not written anew: the disk may be full
 
     def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;

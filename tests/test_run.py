@@ -188,12 +188,13 @@ def test_resume_refuses_other_rows_and_damaged_files(run):
         ("run/checkpoint.pt", unsafe.getvalue(), "UnpicklingError"),  # it could run anything
         ("prompts.jsonl", b'{"prompt": "new"}', "the rows or the weights of a model aren't"),
     ):
-        kept, before = Path(name).read_bytes(), files_below("run")
+        kept = Path(name).read_bytes()
         Path(name).write_bytes(found)
+        before = files_below("run")
         code, text = run("--resume", "run")
         assert code == 2 and fault in text, name
+        assert files_below("run") == before, f"with another {name} nothing is lost"
         Path(name).write_bytes(kept)
-    assert files_below("run") == before, "nothing is lost with other prompts"
 
 
 def test_a_runs_hash_tells_rows_and_weights_apart():
