@@ -7,7 +7,6 @@ import torch
 from small import byte_tokenizer, lines_of, make_rollout, small_gpt2
 
 import grpo
-import rloo
 import tasks
 from grpo import overlong_penalty
 from plumbing.data import sampling_options
@@ -55,25 +54,6 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
     monkeypatch.setitem(tasks.REWARDS, "mine", lambda completions: [1.0] * len(completions))
     line = make_job(grpo)(reward="mine", overlong_buffer=6)[0]  # of 6 tokens each costs a sixth
     assert line["objective/scores"] == pytest.approx(1 - line["length/mean"] / 6)
-
-
-# --- Rows whose advantage is 0 ---
-
-
-def test_rloo_leaves_out_rows_of_advantage_0(make_job, monkeypatch):
-    """Of 0, 1, 2 the middle has it. A minibatch of such rows alone keeps its first one."""
-    trained, micro_batches = [], rloo.micro_batches
-
-    def of_some_rows(rollout, rows, **options):
-        trained.append((rows % 3).tolist())
-        return micro_batches(rollout, rows, **options)
-
-    monkeypatch.setitem(tasks.REWARDS, "mine", lambda prompts: [i % 3 for i in range(len(prompts))])
-    monkeypatch.setattr(rloo, "micro_batches", of_some_rows)
-    flags = {"completions": 24, "num_generations": 3, "num_mini_batches": 12, "kl_coef": 0}
-    make_job(rloo)(reward="mine", **flags)
-    assert len(trained) == 12 and [1] in trained and [2] in trained
-    assert all(rows == [1] or 1 not in rows for rows in trained)
 
 
 # --- How completions are drawn: --fp16, --stop ---

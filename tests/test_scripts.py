@@ -16,6 +16,7 @@ import ppo
 import reward_model
 import rloo
 import sampling
+import tasks
 from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import settings_of_run
 
@@ -190,6 +191,22 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(job, monkeypatch
     monkeypatch.setattr(rloo, "micro_batches", micro_batches)
     assert job(reward=f"{file}:zero", **flags)[0]["grad_norm"] == 0
     assert sum(len(call.args[1].tokens) for call in calls) == 1, "the optimiser needs a gradient"
+
+
+def test_a_minibatch_trains_its_one_row_with_an_advantage(make_job, monkeypatch):
+    """Of 0, 1, 2 the middle has it. A minibatch of such rows alone keeps its first one."""
+    trained, micro_batches = [], rloo.micro_batches
+
+    def of_some_rows(rollout, rows, **options):
+        trained.append((rows % 3).tolist())
+        return micro_batches(rollout, rows, **options)
+
+    monkeypatch.setitem(tasks.REWARDS, "mine", lambda prompts: [i % 3 for i in range(len(prompts))])
+    monkeypatch.setattr(rloo, "micro_batches", of_some_rows)
+    flags = {"completions": 24, "num_generations": 3, "num_mini_batches": 12, "kl_coef": 0}
+    make_job(rloo)(reward="mine", **flags)
+    assert len(trained) == 12 and [1] in trained and [2] in trained
+    assert all(rows == [1] or 1 not in rows for rows in trained)
 
 
 @pytest.mark.problem("ppo_script", 4, "ppo")
