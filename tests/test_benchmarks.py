@@ -1,5 +1,5 @@
 """benchmarks/gpu.py and memory.py without a GPU: kernels and bytes are counted, and nothing that is
-measured is lost. The control of benchmarks/precision.py.
+measured is lost.
 """
 
 import json
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu
@@ -63,38 +62,3 @@ def test_a_page_has_the_table_of_its_runs():
     runs = json.loads(climb.RESULTS.read_text())
     assert set(map(len, runs.values())) == {5}, "seeds"
     assert climb.table(runs) in climb.PICTURE.with_name("climb.md").read_text(encoding="utf-8")
-
-
-STARTS = {  # the share of weights that round back
-    "on the grid": 1.0,
-    "uniform over half of the interval": 1.0,
-    "uniform over the interval": 1.0,
-    "uniform over twice the interval": 0.5,
-    "Gaussian, as wide as the interval": 0.9167,  # within 1.73 standard deviations
-}
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_starts_of_the_control_lie_where_their_names_say(start):
-    pytest.importorskip("matplotlib")
-    import precision
-
-    numbers = torch.Generator().manual_seed(0)
-    weights = torch.randn(40_000, generator=numbers).bfloat16().float()
-    weights[0] = 0.0
-    begun = precision.begun(weights, start, numbers)
-    inside = (begun.bfloat16().float() == weights).float().mean().item()
-    assert inside == pytest.approx(STARTS[start], abs=0.01)
-    assert begun[0] == 0 and (begun == weights).all() == (start == "on the grid")
-
-
-def test_rounding_by_chance_is_unbiased():
-    pytest.importorskip("matplotlib")
-    import precision
-
-    numbers = torch.Generator().manual_seed(0)
-    weights = torch.full((100_000,), -1.003)  # 0.384 of the way from -1 to -1.0078125
-    rounded = precision.rounded_by_chance(weights, numbers)
-    assert {*rounded.tolist()} == {-1.0, -1.0078125}
-    assert rounded.double().mean().item() == pytest.approx(-1.003, abs=1e-4)
-    assert torch.equal(precision.rounded_by_chance(rounded, numbers), rounded)

@@ -138,19 +138,6 @@ def test_experiments_found_the_figures_of_think_md():
         assert [mean, std] in rounded, f"{mean} ± {std}"
 
 
-def test_the_control_found_the_figures_of_precision_md():
-    found = json.loads((REPOSITORY / "benchmarks" / "precision.json").read_text())["control"]
-    known = []
-    for of in (x for x in found.values() if "simulated" in x):
-        mean, low, high = (f"{x:.2f}" for x in of["gain"])
-        gain = mean if low == high else f"{mean} ({low} to {high})"
-        kl = f"{of['kl'][0]:.3f}" if of["kl"][0] else "0"
-        known.append([gain, f"{of['simulated']:.2f}", f"{of['cosine'][0]:.2f}", kl])
-    table = PAGES["precision.md"].partition("| simulated |")[2].partition("\n\n")[0]
-    rows = [[x.strip() for x in row.split("|")[2:-1]] for row in table.splitlines()[2:]]
-    assert len(rows) > 5 and [row for row in rows if row not in known] == []
-
-
 SMALL = "--device cpu --num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --max_new_tokens 4"
 OF_PAIRS = "--device cpu --num_steps 1 --pairs_per_step 8 --num_eval_pairs 8"
 
