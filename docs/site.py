@@ -18,8 +18,4 @@ def on_files(files: Files, config: dict) -> None:
     ]
     picture = r'<picture>.*?(<img .*?src=").+?(".*?>)\s*</picture>'
     text = re.sub(picture, " ".join(both), text, count=1, flags=re.DOTALL)
-    # python tools/look.py runs/grpo-cups-s0 --output docs/credit.html
-    # README.md has no link to it: GitHub shows the source of an HTML page, not the page.
-    linked = r"[\1](credit.html)\n\n[Open this page](credit.html)"
-    text = re.sub(r"(!\[.*\]\(look.png\))", linked, text)
     files.append(File.generated(config, "index.md", content=text))
