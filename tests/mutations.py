@@ -41,8 +41,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAM = "common.py forward.py ppo.py grpo.py rloo.py reward_model.py sampling.py tasks.py".split()
 for folder in ("plumbing", "tools"):
     PROGRAM += sorted(f"{folder}/{path.name}" for path in (REPOSITORY / folder).glob("*.py"))
-# Bugs that change nothing: a line for each, and below it the reason. They are left out.
-EQUIVALENT = Path(__file__).with_name("equivalent.txt").read_text(encoding="utf-8").splitlines()
 TEXTS = ("test_course", "test_pages", "test_mutations")  # they read files, in which no bug is
 OPTIONS = "-n 0 -q --tb=no --capture=sys -p no:cacheprovider".split()
 OPTIONS += ["-m", "not slow", *(f"--ignore-glob=*{name}.py" for name in TEXTS)]
@@ -309,11 +307,11 @@ def main() -> None:
         inside = sorted(path.as_posix() for path in Path(name).glob("*.py"))
         files += inside or [Path(name).as_posix()]
     lines = {line for x in files for line in changed_lines(options.changed or "HEAD", x)}
-    chosen = []
-    for i, bug in enumerate(all_bugs(files)):
-        is_wanted = not options.changed or (bug.file, bug.line) in lines
-        if is_wanted and f"{bug.file} {bug.name}" not in EQUIVALENT:
-            chosen.append(i)
+    chosen = [
+        i
+        for i, bug in enumerate(all_bugs(files))
+        if not options.changed or (bug.file, bug.line) in lines
+    ]
     if options.sample:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     tests, failed, libraries = in_fork(lambda: record(files))

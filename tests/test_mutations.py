@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from mutations import EQUIVALENT, REPOSITORY, bugs, seen_by
+from mutations import REPOSITORY, bugs, seen_by
 
 # What stands in a function, and what bugs make of it.
 MADE = {
@@ -41,15 +41,6 @@ MADE = {
 def test_of_a_statement_these_bugs_are_made(statement):
     made = [bug.name for bug in bugs(f"import torch\ndef f():\n    {statement}", "x.py")]
     assert [name.partition(" → ")[2].partition(" in ")[0] for name in made] == MADE[statement]
-
-
-def test_each_equivalent_bug_exists_and_has_a_reason():
-    names = [line for line in EQUIVALENT if line and not line.startswith((" ", "#"))]
-    found = Counter()
-    for file in {name.split()[0] for name in names}:
-        found.update(f"{file} {x.name}" for x in bugs((REPOSITORY / file).read_text(), file))
-    assert {name: found[name] for name in names} == dict.fromkeys(names, 1)
-    assert all(EQUIVALENT[EQUIVALENT.index(name) + 1].startswith("    ") for name in names)
 
 
 TEST = "test_the_first_of_several_eos_ids_ends_a_completion"
