@@ -346,17 +346,15 @@ def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def sampling_options(config: RunConfig, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
     """Make the arguments of `sample`, with a generator that the run's seed starts."""
-    # A stop string that is a token of its own, "<|im_end|>" say, is another EOS.
-    added = tokenizer.get_added_vocab()
-    strings = [text for text in config.stop if text not in added]
-    ids = [added[text] for text in config.stop if text in added]
+    # load_policy has made an EOS of a stop that is a token.
+    strings = [text for text in config.stop if text not in tokenizer.get_added_vocab()]
     with blame(f"--stop {strings}"):
         stop = StopStringCriteria(tokenizer, strings) if strings else None
     return {
         "max_rows": config.rollout_batch_size,
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
-        "eos_token_ids": eos_token_ids(policy, tokenizer) + ids,
+        "eos_token_ids": eos_token_ids(policy, tokenizer),
         "pad_token_id": PADDING,
         "generator": torch.Generator(policy.device).manual_seed(config.seed),
         "decoder": Decoder(policy, config.half, config.cuda_graphs),

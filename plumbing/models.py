@@ -105,7 +105,10 @@ def load_policy(config: Any, flag: str = "model") -> tuple[nn.Module, Tokenizer]
             model = add_adapter(model, rank)
         model = model.to(config.device)
         set_up_training(config, model)
-        return model, load_tokenizer(name, base)
+        tokenizer = load_tokenizer(name, base)
+        # Saved with the model, so that it stops where its training did.
+        model.generation_config.eos_token_id = eos_token_ids(model, tokenizer, config.stop) or None
+        return model, tokenizer
 
 
 def load_reference(config: Any, task: Any) -> nn.Module | None:
@@ -187,9 +190,11 @@ def add_adapter(model: PreTrainedModel, rank: int, task: str = "CAUSAL_LM") -> n
     return peft.get_peft_model(model, peft.LoraConfig(task_type=task, **sizes, **where))
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
-    """Find all ids that end a completion. Chat models have several: Llama 3, Phi 3.5."""
-    found = set()
+def eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer, stop: Any = ()) -> list[int]:
+    """Find all ids that end a completion. Chat models have several: Llama 3, Phi 3.5. A string of
+    `stop` that is a token of its own, "<|im_end|>" say, is one more.
+    """
+    found = {tokenizer.get_added_vocab().get(text) for text in stop}
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         found |= set(ids if isinstance(ids, list) else [ids])

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from small import byte_tokenizer, lines_of, make_rollout, small_gpt2
+from small import byte_tokenizer, letter_tokenizer, lines_of, make_rollout, small_gpt2
+from transformers import AutoModelForCausalLM
 
 import grpo
 import tasks
@@ -66,21 +67,23 @@ def test_flags_choose_the_half_precision_of_rollouts():
         assert sampling_options(config, small_gpt2(), byte_tokenizer())["decoder"].half == half
 
 
-def test_a_stop_token_is_one_more_eos():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    options = sampling_options(grpo.Config(stop=["<|im_end|>", "x"]), small_gpt2(), tokenizer)
-    assert options["eos_token_ids"][-1] == 257 and options["stop"].stop_strings == ("x",)
+def test_a_stop_token_is_another_eos_everywhere(make_job, monkeypatch):
+    """Strings stay in the text; a token doesn't, and whoever loads the saved model knows it."""
 
-
-def test_a_reward_reads_the_stop_string(make_job, monkeypatch):
     def texts_of(completions):
         texts.extend(completions)
         return [len(text) for text in completions]
 
     texts = []
     monkeypatch.setitem(tasks.REWARDS, "mine", texts_of)
-    make_job(grpo)(reward="mine", completions=16, stop=["ww", "y"], max_new_tokens=12)
+    job, tokenizer = make_job(grpo), letter_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["z"]})
+    tokenizer.save_pretrained(job.model)
+    job(reward="mine", completions=16, stop=["ww", "z", "y"], max_new_tokens=12)
     ends = {text[-2:] if text[-2:] == "ww" else text[-1:] for text in texts}
-    assert {"ww", "y"} < ends and not any("<eos>" in text for text in texts)
+    assert {"ww", "y"} < ends and not any("<eos>" in text or "z" in text for text in texts)
     assert not any("y" in text[:-1] or "ww" in text[:-1] for text in texts)
+    saved = AutoModelForCausalLM.from_pretrained(job.folder / "model").generation_config
+    assert saved.eos_token_id == tokenizer.convert_tokens_to_ids(["z", "<eos>"])
+    lines = lines_of(job.folder / "tokens.jsonl")
+    assert any(x["finished"] and x["tokens"][-1] == "z" for x in lines), "it is drawn and trained"

@@ -152,7 +152,7 @@ def test_the_value_model_trains_its_own_adapter(policy):
 
 def loaded(model: object, bf16: bool = False, lora_r: int = 0) -> nn.Module:
     config = {"model": str(model), "bf16": bf16, "lora_r": lora_r, "device": "cpu"}
-    config |= {"gradient_checkpointing": False}
+    config |= {"gradient_checkpointing": False, "stop": []}
     return load_policy(SimpleNamespace(**config))[0]
 
 
