@@ -1,8 +1,14 @@
-"""tools/exact.py: what it counts, against sampled groups and closed forms; a loss of one's own."""
+"""tools/exact.py: what it counts, against sampled groups and closed forms; a loss of one's own.
+Commands of climb.md and questions.md.
+"""
+
+import re
+import shlex
 
 import pytest
 import torch
 from small import run_command
+from test_pages import PAGES, commands
 from torch import Tensor
 
 from grpo import group_advantages, grpo_loss
@@ -132,3 +138,20 @@ def test_an_own_loss_is_a_row_or_an_error(tmp_path, monkeypatch, capsys):
         code, text = run_command(exact, [f"mine.py:{spec}"], capsys)
         assert code == 2 and words in text and text.count("\n") == 1, text
     assert "FILE.py:FUNCTION" in run_command(exact, ["mine"], capsys)[1]
+
+
+PRINTING = [x for x in PAGES["questions.md"].split("\n## ") if "\nIt prints:\n" in x]
+PRINTING += [pytest.param(PAGES["climb.md"].split("\n## ")[0], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("section", PRINTING)
+def test_a_command_prints_what_its_page_says(section, capsys):
+    _, program, *code = shlex.split(commands(section)[0])
+    if program == "-c":
+        exec(*code, {})
+    else:
+        assert program == "tools/exact.py" and code == []
+        exact.main([])
+    wanted = re.search(r"^It prints:\n\n((?:    .+\n)+)", section, re.M)[1]
+    printed = capsys.readouterr().out
+    assert [x.split() for x in wanted.splitlines()] == [x.split() for x in printed.splitlines()]
