@@ -257,10 +257,10 @@ def main(args: list[str] | None = None) -> None:
         scores, texts = task.score(prompts, rollout)  # (B,)
         if config.oversample > 1:  # [3] eq. 11: of all groups keep N, first those that teach
             flat = is_flat(scores.view(-1, G)).flatten()
-            groups = flat.long().argsort(stable=True)[:N].cpu()
-            rows = (groups.unsqueeze(1) * G + torch.arange(G)).flatten()  # (B,)
+            kept = flat.long().argsort(stable=True)[:N].cpu()
+            rows = (kept.unsqueeze(1) * G + torch.arange(G)).flatten()  # (B,)
             rollout, scores = rollout[rows], scores[rows]
-            prompts, texts = [prompts[i] for i in groups], [texts[i] for i in rows]
+            prompts, texts = [prompts[i] for i in kept], [texts[i] for i in rows]
         mask = rollout.completion_mask  # (B, T), EOS included
         scores = scores + overlong_penalty(mask, config.overlong_buffer)  # [3] eq. 13
 

@@ -237,9 +237,8 @@ def main(args: list[str] | None = None) -> None:
                     # [2] eq. 9: the loss is pg + vf_coef vf - entropy_coef entropy. The two models
                     # share no weight that trains, so each part has a backward pass of its own: it
                     # frees the policy's activations before those of the value model are made.
-                    m = mask[rows]
-                    loss = pg - config.entropy_coef * entropy
-                    ((loss * m).sum() / num_tokens).backward()
+                    m, bonus = mask[rows], config.entropy_coef * entropy
+                    (((pg - bonus) * m).sum() / num_tokens).backward()
                     values = completion_values(value_model, part, bf16=config.bf16)
                     vf, vf_clipped = value_loss(
                         values, old_values[rows], returns[rows], config.clip_range_value

@@ -16,32 +16,33 @@ STEPS, LEARNING_RATE, KL_COEF, CLIP = 25, 1e-3, 0.01, 0.2  # last two: eq. 3's b
 
 
 def game():
-    """Make up a prompt, and the cup where the ball ends. All prompts have equally many tokens."""
-    start = ball = random.choice("12345")
+    """Make up a prompt, and the ball's cup after each swap. Prompts have equally many tokens."""
+    start = cups = random.choice("12345")
     swaps = random.choices("12 13 14 15 23 24 25 34 35 45".split(), k=6)
     for swap in swaps:
-        ball = swap.replace(ball, "") if ball in swap else ball  # to the other cup of the two
-    return f"{start}:{','.join(swaps)}=", ball
+        ball = cups[-1]
+        cups += swap.replace(ball, "") if ball in swap else ball  # to the other cup of the two
+    return f"{start}:{','.join(swaps)}=", cups[1:]
 
 
 @torch.no_grad()
-def rollout(games, greedy=False):
+def sample(games, greedy=False):
     """Complete and score each game: tokens (B, P + T), mask (B, T), texts, scores (B,)."""
     tokens = new = tokenizer([prompt for prompt, _ in games], return_tensors="pt").input_ids
-    cache = {}  # the keys and values of all tokens that the policy has read
+    cache = {}  # keys and values so far, under the name by which the model returns and takes them
     for _ in range(T):
-        cache = dict(policy(new, **cache))  # the cache with the new tokens in it, and "logits"
+        cache = dict(policy(new, **cache))  # the new tokens are in it now, and "logits"
         probs = cache.pop("logits")[:, -1].softmax(-1)  # of the next token: (B, V)
         new = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (B, 1)
         new[tokens[:, -1] == EOS] = EOS  # after the first EOS there are only more
         tokens = torch.cat([tokens, new], 1)
-    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # no second EOS yet: up to the first, and at it
+    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # True up to the first EOS and at it
     texts = tokenizer.batch_decode(tokens[:, -T:], skip_special_tokens=True)
-    scores = torch.tensor([float(text.endswith(cup)) for text, (_, cup) in zip(texts, games)])
+    scores = torch.tensor([float(text.endswith(cups[-1])) for text, (_, cups) in zip(texts, games)])
     return tokens, mask, texts, scores
 
 
-def logprobs(model, tokens):
+def completion_logprobs(model, tokens):
     """Compute log pi of each token of the completions: (B, P + T) -> (B, T)."""
     logits = model(tokens).logits[:, -T - 1 : -1]  # those at position i predict token i + 1
     return logits.log_softmax(-1).gather(2, tokens[:, -T:, None]).squeeze(2)
@@ -51,30 +52,34 @@ set_seed(0)
 tokenizer = AutoTokenizer.from_pretrained("tiny/cups")
 EOS = tokenizer.eos_token_id
 policy = AutoModelForCausalLM.from_pretrained("tiny/cups", dtype=torch.float32)  # no dropout
-reference = copy.deepcopy(policy).requires_grad_(False)
+ref_model = copy.deepcopy(policy).requires_grad_(False)
 optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
 
 for step in range(STEPS):
     # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
-    games = [game() for _ in range(N)] * G  # so each column of scores.view(G, N) is a group
-    tokens, mask, texts, scores = rollout(games)
+    games = [g for _ in range(N) for g in [game()] * G]  # a group is G consecutive rows
+    tokens, mask, texts, scores = sample(games)
 
     # 2. The advantage is the score less the group's mean, over its std: the same for every token.
-    std, mean = torch.std_mean(scores.view(G, N), 0)
-    A = ((scores.view(G, N) - mean) / (std + 1e-4)).view(-1, 1)  # (B, 1); 0 if all scores are equal
-    old, ref = logprobs(policy, tokens).detach(), logprobs(reference, tokens)  # (B, T)
+    groups = scores.view(N, G)
+    std, mean = torch.std_mean(groups, 1, keepdim=True)
+    advantages = ((groups - mean) / (std + 1e-4)).flatten()  # (B,); 0 if all scores are equal
+    old_logprobs = completion_logprobs(policy, tokens).detach()  # (B, T)
+    ref_logprobs = completion_logprobs(ref_model, tokens)
 
     # 3. Two updates use each sample twice, eq. 3. In the first the ratio is 1, but has a gradient.
+    A = advantages.unsqueeze(1)  # (B, 1)
     for _ in range(2):
-        new = logprobs(policy, tokens)
-        ratio = (new - old).exp()  # min below: no gain from moving it beyond CLIP the way A pushes
-        kl = (ref - new).exp() - (ref - new) - 1  # eq. 4: estimates the KL to the reference
-        objective = torch.min(ratio * A, ratio.clamp(1 - CLIP, 1 + CLIP) * A) - KL_COEF * kl
-        loss = -((objective * mask).sum(1) / mask.sum(1)).mean()  # over tokens, then completions
+        logprobs = completion_logprobs(policy, tokens)
+        ratio = (logprobs - old_logprobs).exp()
+        kl = (ref_logprobs - logprobs).exp() - (ref_logprobs - logprobs) - 1  # eq. 4, of a token
+        # The larger loss counts: moving the ratio beyond CLIP, the way A pushes, gains nothing.
+        token_loss = torch.max(-A * ratio, -A * ratio.clamp(1 - CLIP, 1 + CLIP)) + KL_COEF * kl
+        loss = ((token_loss * mask).sum(1) / mask.sum(1)).mean()  # over tokens, then completions
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
 
-_, _, _, scores = rollout([game() for _ in range(512)], greedy=True)  # 99% were never trained on
+_, _, _, scores = sample([game() for _ in range(512)], greedy=True)  # 99% were never trained on
 print(f"greedy: right {scores.mean():.3f}")

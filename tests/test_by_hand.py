@@ -12,6 +12,7 @@
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -51,57 +52,63 @@ FLAGS = {
 CONSTANTS = {"N": N, "G": G, "T": T, "STEPS": 2, "LEARNING_RATE": 0.01, "KL_COEF": 0.3}
 CONSTANTS |= {"GAMMA": 0.9, "LAMBDA": 0.5, "CLIP": 0.05, "game": lambda: ("", "")}
 PPO = {"gamma": 0.9, "lam": 0.5, "vf_coef": 2, "clip_range_value": 1e9}
-MEAN = "-((objective * mask).sum(1) / mask.sum(1)).mean()"
+MEAN = "((token_loss * mask).sum(1) / mask.sum(1)).mean()"
 BONUS = "0.4 * (entropy(tokens) * mask).sum() / mask.sum().clamp(min=1)"
 UPDATE = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
-CLIPPED = """    old = logp.detach()
+CLIPPED = """    old_logprobs = logprobs.detach()
     for _ in range(2):
-        ratio = (logprobs(policy, tokens) * mask - old).sum(1).exp()
-        loss = -torch.min(A * ratio, A * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+        logprobs = completion_logprobs(policy, tokens)
+        ratio = ((logprobs - old_logprobs) * mask).sum(1).exp()
+        loss = -torch.min(advantages * ratio, advantages * ratio.clamp(0.95, 1.05)).mean()
 """
 RUNS = {  # the run: its flags, and {a line of the page: what stands there then}
     "ppo": (PPO | {"num_epochs": 2, "num_mini_batches": 4}, {}),
     "ppo_variant": (
         PPO | {"kl_estimator": "k3", "missing_eos_penalty": 0.75, "num_epochs": 3, "vf_coef": 0.5}
         | {"clip_range_value": 0.03, "entropy_coef": 0.4, "max_grad_norm": 0.8},
-        {"-KL_COEF * (old - ref)": "-KL_COEF * ((ref - old).exp() - 1 + old - ref)",
-         "range(2)]).split(N * G // 4)": "range(3)]).split(N * G // 2)",
-         "error = (V - returns[rows]) ** 2":
-         "near = V.clamp(old_V[rows] - 0.03, old_V[rows] + 0.03)\n"
-         "        error = torch.max((V - returns[rows]) ** 2, (near - returns[rows]) ** 2) / 4",
-         "(error - objective)": "(error - objective - 0.4 * entropy(tokens[rows]))"},
+        {"(old_logprobs - ref_logprobs)":
+         "((ref_logprobs - old_logprobs).exp() - 1 + old_logprobs - ref_logprobs)",
+         "range(2)": "range(3)", ".split(N * G // 4)": ".split(N * G // 2)",
+         "vf = (values - returns[rows]) ** 2":
+         "near = values.clamp(old_values[rows] - 0.03, old_values[rows] + 0.03)\n"
+         "            worse = torch.max((values - returns[rows])**2, (near - returns[rows])**2)\n"
+         "            vf = worse / 4",
+         "(pg + vf)": "(pg + vf - 0.4 * entropy(tokens[rows]))"},
     ),
     "grpo": ({"num_epochs": 2, "num_mini_batches": 1}, {}),  # the second needs old log-probs
     "dr_grpo": (  # one epoch, so the minibatches alone need old log-probs
         {"loss_type": "dr_grpo", "scale_rewards": "none", "kl_estimator": "unbiased"}
         | {"entropy_coef": 0.4, "max_grad_norm": 0.8},
-        {" / (std + 1e-4)": "", MEAN: f"-(objective * mask).sum() / (len(A) * T) - {BONUS}",
+        {" / (std + 1e-4)": "", MEAN: f"(token_loss * mask).sum() / (len(A) * T) - {BONUS}",
          "KL_COEF * kl": "KL_COEF * kl * ratio"},
     ),
     "dapo": (  # minibatches of two rows: of one, rows 2 and 6, all rows are masked
         {"loss_type": "dapo", "clip_range_high": 0.08, "scale_rewards": "batch"}
         | {"mask_truncated_completions": True, "entropy_coef": 0.4, "num_mini_batches": 4},
-        {"torch.std_mean(scores.view(G, N), 0)": "scores.std(), scores.view(G, N).mean(0)",
-         "    old, ref": "    mask = mask & (tokens == EOS).any(1, True)\n    old, ref",
+        {"torch.std_mean(groups, 1, keepdim=True)": "groups.std(), groups.mean(1, True)",
+         "    A = ": "    mask = mask & (tokens == EOS).any(1, True)\n    A = ",
          "1 + CLIP": "1.08",
-         MEAN: f"-(objective * mask).sum() / mask.sum().clamp(min=1) - {BONUS}"},
+         MEAN: f"(token_loss * mask).sum() / mask.sum().clamp(min=1) - {BONUS}"},
     ),
     "rloo": ({"num_mini_batches": 1}, {}),
     "rloo_clipped": (
         {"max_grad_norm": 0.8},
-        {"    loss = -(A * logp.sum(1)).mean()\n": CLIPPED, UPDATE: indent(UPDATE, "    ")},
+        {"    loss = -(advantages * (logprobs * mask).sum(1)).mean()\n": CLIPPED,
+         UPDATE: indent(UPDATE, "    ")},
     ),
 }  # fmt: skip
 
 
 class Job:
-    """A run of a script: its metrics, the gradient of each update and the weights after it."""
+    """A run of a script: its metrics, the gradient of each update and the weights after it, and
+    the names of its `main`.
+    """
 
     def __init__(self, kind: str, make_job: Callable) -> None:
         self.kind, (changes, self.edits) = kind, RUNS[kind]
         self.script = {"ppo": ppo, "rloo": rloo}.get(kind.partition("_")[0], grpo)
         self.flags, self.run = FLAGS | changes, make_job(self.script)
-        self.gradient, self.weights = [], []
+        self.gradient, self.weights, self.names = [], [], {**vars(self.script)}
         loaded = copy.deepcopy(POLICY).train(), letter_tokenizer()
 
         def sample(*args, **options):
@@ -113,9 +120,13 @@ class Job:
             self.gradient.append([p.grad.clone() for p in parameters])
             self.weights.append([p.detach().clone() for p in parameters])
 
+        def keep_names():
+            self.names.update(sys._getframe(1).f_locals)
+
         with after_each_update(keep), pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.script, "load_policy", lambda config: loaded)
             patch.setattr(self.script, "sample", sample)
+            patch.setattr(self.script, "clear_cache", keep_names)
             patch.setattr("plumbing.run.draw_curves", lambda folders, path: None)  # half its time
             try:
                 self.metrics = self.run(**self.flags)
@@ -129,20 +140,19 @@ class Page(dict):
 
     def __init__(self, job: Job) -> None:
         self.job, self.begun, self.entropies, self.updates = job, [], [], []
-        # The groups of a page are columns: row 0 is followed by a row of the next group.
-        columns = torch.arange(B).view(N, G).T.flatten()
-        self.order = torch.arange(B) if job.script is ppo else columns
+        self.assigned = set()
         policy = copy.deepcopy(POLICY).eval()
         policy.lm_head.register_forward_hook(lambda head, args, logits: logits / 3)
         models = SimpleNamespace(from_pretrained=lambda name, dtype: policy)
         tokenizers = SimpleNamespace(from_pretrained=lambda name: letter_tokenizer())
         self.given = CONSTANTS | {"AutoModelForCausalLM": models, "AutoTokenizer": tokenizers}
-        self.given |= {"rollout": self.rollout, "place": self.order.argsort()}
+        self.given |= {"sample": self.sample}
         super().__init__(self.given, entropy=self.entropy)
         with before_each_update(self.before_update), after_each_update(self.after_update):
             exec(self.code(), self)
 
     def __setitem__(self, name: str, value: object) -> None:
+        self.assigned.add(name)
         if name not in self.given:
             super().__setitem__(name, value)
 
@@ -155,33 +165,35 @@ class Page(dict):
         for line, other in self.job.edits.items():
             assert text.count(line) == 1, f"{path} has no {line!r}"
             text = text.replace(line, other)
-        text, _, update = text.partition("    for _ in range(2):\n")
-        if update:
+        if self.job.script is not ppo:  # of that page the update is in minibatches as it stands
+            text, _, update = text.partition("    for _ in range(2):\n")
             size = B // self.job.flags["num_mini_batches"]
-            text += f"    for rows in place[torch.randperm(N * G)].split({size}):\n"
-            text += re.sub(r"\b(tokens|mask|A|old|ref)\b", r"\1[rows]", update)
+            text += f"    for rows in torch.randperm(N * G).split({size}):\n"
+            text += re.sub(
+                r"\b(tokens|mask|A|advantages|\w+_logprobs)\b(?!\()", r"\1[rows]", update
+            )
         return compile(text, path, "exec")
 
     @torch.no_grad()
-    def rollout(self, games: list, greedy: bool = False) -> tuple:
+    def sample(self, games: list, greedy: bool = False) -> tuple:
         """SAMPLED. Keep what the models say of it, before each step and at the end."""
         penalty, optimizer = self.job.flags.get("missing_eos_penalty", 0), self["optimizer"]
-        tokens, scores = (x[self.order] for x in (TOKENS, SCORES - penalty * (ENDS > T)))
+        tokens, scores = TOKENS, SCORES - penalty * (ENDS > T)
         if not self.begun:
             torch.manual_seed(1)  # of the orders of rows
         if not self.begun and self.job.script is ppo:  # the head of its value model has a bias
-            self["critic"].lm_head.bias = nn.Parameter(torch.zeros(1))
-            optimizer.param_groups[0]["params"].append(self["critic"].lm_head.bias)
+            bias = self["value_model"].lm_head.bias = nn.Parameter(torch.zeros(1))
+            optimizer.param_groups[0]["params"].append(bias)
         if self.job.script is not ppo:  # the rates of these pages don't fall
             optimizer.param_groups[0]["lr"] = 0.01 / (self["step"] + 1)
-        old, ref = (self["logprobs"](self[model], tokens) for model in ("policy", "reference"))
+        old, ref = (self["completion_logprobs"](self[x], tokens) for x in ("policy", "ref_model"))
         kl = old - ref  # records and metrics have k1, unless a flag of PPO says k3
         kl = (-kl).exp() - 1 + kl if self.job.kind == "ppo_variant" else kl
         self.begun.append({"old_logprobs": old, "ref_logprobs": ref, "kl": kl, "score": scores})
         self.entropies.append(self.entropy(tokens))
         self.last_pass = self.last_pass if greedy else {}
         self["rows"] = torch.arange(B)  # of an update, if the page doesn't say which
-        return tokens, MASK[self.order], [""], scores
+        return tokens, MASK, [""], scores
 
     def entropy(self, tokens: Tensor) -> Tensor:
         log_p = self["policy"](tokens).logits[:, -T - 1 : -1].log_softmax(-1)
@@ -204,10 +216,12 @@ class Page(dict):
     def metrics(self) -> dict[str, Tensor]:
         """The numbers of an update whose means are metrics: of its tokens, or of its rows."""
         rows, flags = self["rows"], self.job.flags
-        A, real, tokens = (self[name][rows] for name in ("A", "mask", "tokens"))
+        A, real, tokens = (self[name][rows] for name in ("advantages", "mask", "tokens"))
         old = self.begun[-1]["old_logprobs"][rows]
-        d, e = self["logprobs"](self["policy"], tokens) - old, old - LOGPROBS[self.order[rows]]
+        d = self["completion_logprobs"](self["policy"], tokens) - old
+        e = old - LOGPROBS[rows]
         ratio = self.get("ratio", torch.ones(len(A)))  # REINFORCE has none
+        A = A.view(len(A), *[-1] * (ratio.dim() - 1))
         is_clipped = ratio.clamp(0.95, 1 + flags.get("clip_range_high", 0.05)) * A < ratio * A
         chosen = real if ratio.dim() == 2 else real.any(1)  # RLOO has a ratio of a row
         for name, x in (("ratio", ratio), ("clipped", 1.0 * is_clipped)):
@@ -221,9 +235,9 @@ class Page(dict):
             "val/sampler_kl": (e.exp() - 1 - e)[real],
         }
         if self.job.script is ppo:
-            V, R = self["V"], self["returns"][rows]
-            found["loss/policy_avg"] = -self["objective"][real]
-            found["loss/value_avg"] = self["error"][real] / flags["vf_coef"]
+            V, R = self["values"], self["returns"][rows]
+            found["loss/policy_avg"] = self["pg"][real]
+            found["loss/value_avg"] = self["vf"][real] / flags["vf_coef"]
             found["val/clipfrac_avg"] = 1.0 * ((self.get("near", V) - R) ** 2 > (V - R) ** 2)[real]
         else:  # a bonus is no part of the policy's loss; REINFORCE has another number on its page
             bonus = flags.get("entropy_coef", 0) * found["policy/entropy_avg"].sum()
@@ -249,14 +263,14 @@ def step(request, tmp_path_factory) -> tuple[Job, Page]:
 def compared(job: Job, page: Page) -> Iterator[tuple]:
     """(Tensor, where, the script's numbers, the page's, tolerance), in the order of a step."""
     close = {"rtol": 6e-5, "atol": 1e-6}
-    names = {"values": "old_V", "rewards": "rewards", "advantages": "A", "returns": "returns"}
-    names = names if job.script is ppo else {"advantages": "A"}
+    names = {"values": "old_values", "rewards": "rewards", "returns": "returns"}
+    names = {"advantages": "advantages"} | (names if job.script is ppo else {})
     records = page.begun[1] | {name: page[x] for name, x in names.items()} | page.last_pass
     records["new_logprobs"] = page.begun[2]["old_logprobs"]
     text = (job.run.folder / "tokens.jsonl").read_text().replace("null", "NaN")
     lines = [json.loads(line) for line in text.splitlines()[B:]]  # each step has one of each row
     for name, theirs in records.items():
-        for i, row in zip(page.order, theirs):
+        for i, row in enumerate(theirs):
             ours, n = torch.tensor(lines[i][name]).view(-1), lines[i]["num_tokens"]
             yield name, f"completion {i}", ours, row.view(-1)[:n], close
     loss = torch.tensor([job.metrics[1]["loss/policy_avg"]])
@@ -305,7 +319,7 @@ def test_the_loop_records_the_tensors_of_its_page(step):
 def test_the_loop_logs_the_metrics_of_its_page(step):
     check(step, "loss")
     job, page = step
-    now, logged, real = page.begun[1], job.metrics[1], MASK[page.order]
+    now, logged, real = page.begun[1], job.metrics[1], MASK
     scores, kl = now["score"], now["kl"][real].sum()
     means = page.updates[0].keys() - {"gradient", "weights"}
     expected = {name: page.mean(name).item() for name in means} | {
@@ -326,12 +340,12 @@ def test_the_loop_logs_the_metrics_of_its_page(step):
     if job.script is rloo:
         expected["policy/entropy_avg"] = page.entropies[1][real].mean()
     if job.script is ppo:
-        errors, returns = (page["returns"] - page["old_V"])[real], page["returns"][real]
+        errors, returns = (page["returns"] - page["old_values"])[real], page["returns"][real]
         expected["val/explained_variance"] = 1 - errors.var() / returns.var()
     else:
-        groups = scores.view(G, N)
-        expected["reward/std_within_group"] = groups.std(0).mean()
-        expected["reward/frac_flat_groups"] = (groups.amin(0) == groups.amax(0)).double().mean()
+        groups = scores.view(N, G)
+        expected["reward/std_within_group"] = groups.std(1).mean()
+        expected["reward/frac_flat_groups"] = (groups.amin(1) == groups.amax(1)).double().mean()
     for name, value in expected.items():
         assert logged[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
     hint = "the old log-probs are not of the policy, temperature and forward of the first update?"
@@ -340,3 +354,20 @@ def test_the_loop_logs_the_metrics_of_its_page(step):
     assert job.kind == "rloo" or 0.02 < expected["policy/clipfrac_avg"] < 0.98, "the clip acts"
     assert job.kind != "ppo_variant" or 0.05 < expected["val/clipfrac_avg"] < 0.95, "it acts"
     assert job.kind != "dapo" or not all(len(x["val/ratio"]) for x in page.updates), "all masked"
+
+
+def kind(x: object) -> object:
+    """What a name stands for; of a tensor its type and dimensions. A script cuts rows, so their
+    number differs.
+    """
+    if isinstance(x, Tensor):
+        return x.dtype, x.dim(), x.shape[1:]
+    kinds = (nn.Module, torch.optim.Optimizer, Callable)
+    return next((kind for kind in kinds if isinstance(x, kind)), type(x))
+
+
+def test_a_name_is_the_same_on_page_and_script(step):
+    job, page = step
+    names = page.assigned & job.names.keys() - {"_"}
+    ours, theirs = ({name: kind(x[name]) for name in names} for x in (job.names, page))
+    assert {"advantages", "logprobs", "ref_logprobs", "scores"} < names and ours == theirs

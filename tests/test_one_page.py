@@ -61,7 +61,7 @@ def page(request) -> Page:
 def test_a_page_samples_from_its_policy_and_scores(page, greedy):
     eos, games = page["EOS"], [page["game"]() for _ in range(64)]
     torch.manual_seed(2)
-    tokens, mask, texts, scores = page["rollout"](games, greedy=greedy)
+    tokens, mask, texts, scores = page["sample"](games, greedy=greedy)
     torch.manual_seed(2)
     for t in range(20, 26):
         probs = page["policy"](tokens[:, :t]).logits[:, -1].softmax(-1)
@@ -72,35 +72,35 @@ def test_a_page_samples_from_its_policy_and_scores(page, greedy):
     assert mask.equal(torch.arange(6) < torch.tensor(lengths)[:, None])
     assert greedy or {2, 7} <= {*lengths}, "some end, and some are cut"
     assert texts == page["tokenizer"].batch_decode(tokens[:, 20:], skip_special_tokens=True)
-    assert scores.tolist() == [text.endswith(cup) for text, (_, cup) in zip(texts, games)]
+    assert scores.tolist() == [text.endswith(cups[-1]) for text, (_, cups) in zip(texts, games)]
 
 
 def test_a_page_prints_its_steps_and_512_greedy_answers(page):
     games, texts, mask, scores = (page[x] for x in ("games", "texts", "mask", "scores"))
     random.seed(0)
     made_up = [page["game"]() for _ in range(3 + 3 + 512)]
-    assert games == made_up[3:6] * 4, "four completions of each prompt"
-    assert scores.equal(page["rollout"](made_up[6:], greedy=True)[-1]), "they are greedy"
-    right = sum(text.endswith(cup) for text, (_, cup) in zip(texts, games)) / 12
+    assert games == [g for g in made_up[3:6] for _ in range(4)], "four completions of each prompt"
+    assert scores.equal(page["sample"](made_up[6:], greedy=True)[-1]), "they are greedy"
+    right = sum(text.endswith(cups[-1]) for text, (_, cups) in zip(texts, games)) / 12
     figures = f"right {right:.2f} tokens {mask.sum() / 12:.1f}"
     assert page.out[1] == f"1 {figures} {games[0][0]} {games[0][1]} {texts[0]}"
     assert page.out[0].startswith("0 right ")
     assert page.out[2:] == [f"greedy: right {scores.mean():.3f}"]
 
 
-def test_a_game_hides_the_ball_where_its_swaps_lead(page):
+def test_a_game_follows_the_ball_through_its_swaps(page):
     games = [page["game"]() for _ in range(512)]
-    for prompt, cup in games:
+    for prompt, cups in games:
         start, swaps = re.fullmatch(PROMPT, prompt).groups()
-        assert tasks.cups_path(start, swaps.split(","))[-1] == cup, prompt
+        assert "".join(tasks.cups_path(start, swaps.split(","))) == cups, prompt
     assert len({prompt[0] for prompt, _ in games}) == 5
 
 
 def test_a_page_has_the_constants_that_were_measured(page):
     assert {x: page.own[x] for x in OWN[page.name]} == OWN[page.name] and page.seed == 0
     cups = AutoModelForCausalLM.from_pretrained(REPOSITORY / "tiny/cups")
-    assert all(map(torch.equal, page["reference"].parameters(), cups.parameters()))
-    assert not any(p.requires_grad for p in page["reference"].parameters())
+    assert all(map(torch.equal, page["ref_model"].parameters(), cups.parameters()))
+    assert not any(p.requires_grad for p in page["ref_model"].parameters())
     assert not all(map(torch.equal, page["policy"].parameters(), cups.parameters()))
 
 

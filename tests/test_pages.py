@@ -231,7 +231,7 @@ def test_the_program_imports_four_libraries_and_a_page_two():
     assert libraries(graph_of("one_page")) == {"torch", "transformers"}
     for path in PAGES_OF_CODE:
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= (95 if path.stem == "ppo" else 80), path.stem
+        assert len(lines) <= (102 if path.stem == "ppo" else 85), path.stem
 
 
 def test_each_script_switches_the_attention_of_cudnn_off():
