@@ -1,8 +1,9 @@
 """What an update keeps in a GPU's memory, counted on a CPU: python benchmarks/memory.py [MODEL ...]
 
 bytes: what the forward pass of a token saves in a layer for the backward pass. Autograd says what
-it saves, and each piece of memory counts once. bytes_trl: that of TRL's own forward pass, where trl
-is installed. gb: the peaks of GRPO and PPO by `peak_gb`, with passes of 8,192 and of 1,024 tokens.
+it saves, and each piece of memory counts once. grpo_gb and ppo_gb: the peaks of an update by
+`peak_gb`, with passes of 8,192 and of 1,024 tokens. Names with _trl: the same of TRL's own forward
+pass, where trl is installed.
 """
 
 import json
@@ -43,7 +44,7 @@ def trl_pass(model: nn.Module, rollout: Rollout) -> object:
 
 
 def count(name: str, forward: Callable = our_pass) -> dict[str, int]:
-    """Bytes of a token in a layer: what two more rows of 16 tokens add to a second layer. And the
+    """Bytes of a token in a layer: what two more rows of 4 tokens add to a second layer. And the
     weights of a layer.
     """
     found = {}
@@ -51,7 +52,7 @@ def count(name: str, forward: Callable = our_pass) -> dict[str, int]:
         with mock.patch.dict(gpu.MODELS[name][1], vocab_size=300):
             model = gpu.model_of(name, layers=layers).train()
         disable_dropout(model)
-        tokens = torch.arange(16 * rows).view(rows, 16)  # rows share no prompt, as on CUDA
+        tokens = torch.arange(4 * rows).view(rows, 4)  # rows share no prompt, as on CUDA
         mask, memory = tokens > 0, {}  # with padding: attention takes a mask for it
 
         def keep(x: Tensor, memory: dict = memory) -> Tensor:
@@ -59,13 +60,13 @@ def count(name: str, forward: Callable = our_pass) -> dict[str, int]:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            forward(model, Rollout(tokens, mask, mask[:, 8:], mask[:, 8:], mask[:, 0]))
+            forward(model, Rollout(tokens, mask, mask[:, 2:], mask[:, 2:], mask[:, 0]))
         for x in (*model.parameters(), *model.buffers()):
             memory.pop(x.untyped_storage().data_ptr(), None)
         found[layers, rows] = sum(x.nbytes() for x in memory.values())
         found[layers] = model.num_parameters()
     more = found[2, 4] - found[2, 2] - found[1, 4] + found[1, 2]
-    tokens = 2 * (16 if forward is trl_pass else 15)  # we don't read the last one
+    tokens = 2 * (4 if forward is trl_pass else 3)  # we don't read the last one
     return {"bytes": round(more / tokens), "weights": found[2] - found[1]}
 
 
@@ -74,7 +75,7 @@ def peak_gb(
     counted: dict[str, int],
     num_tokens: int = 8192,
     num_models: int = 1,
-    num_logits: int = 8 * CHUNK,
+    num_logits: int = 2 * CHUNK,
     is_trl: bool = False,
 ) -> float:
     """The peak of an update with passes of at most `num_tokens`, a reference, and `num_models` that
@@ -101,13 +102,16 @@ def peak_gb(
 
 def main() -> None:
     for name in sys.argv[1:] or ("gpt2", "qwen", "qwen-1.5b"):
-        counted = count(name)
-        found = {"model": name, "bytes": counted["bytes"]}
-        if find_spec("trl"):
-            found["bytes_trl"] = count(name, trl_pass)["bytes"]
-        for script, models in (("grpo", 1), ("ppo", 2)):
-            peaks = (peak_gb(name, counted, tokens, models) for tokens in (8192, 1024))
-            found[f"{script}_gb"] = [round(x, 1) for x in peaks]
+        found = {"model": name}
+        for system, forward in (("", our_pass), ("_trl", trl_pass)):
+            is_trl = forward is trl_pass
+            if is_trl and not find_spec("trl"):
+                continue
+            counted = count(name, forward)
+            found[f"bytes{system}"] = counted["bytes"]
+            for script, models in (("grpo", 1), ("ppo", 2)):
+                peaks = (peak_gb(name, counted, n, models, is_trl=is_trl) for n in (8192, 1024))
+                found[f"{script}_gb{system}"] = [round(x, 1) for x in peaks]
         print(json.dumps(found), flush=True)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from small import make_rollout
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forward import completion_logprobs
-from plumbing.models import context_length, fuse
+from plumbing import models
+from plumbing.models import GATED_MLPS, GatedMLP, add_adapter, context_length, fuse
 from sampling import generate
 
 VOCAB, EOS = 20, 19
@@ -109,8 +111,52 @@ def test_fused_layers_change_no_more_than_rounding(model):
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.3)
     ours, real = fused(model), RAGGED.attention_mask
-    new = {type(x) for x in ours.modules()} - {type(x) for x in model.modules()}
+    new = {type(x) for x in ours.modules()} - {type(x) for x in model.modules()} - {GatedMLP}
     assert new in ({torch.nn.GELU}, {torch.nn.RMSNorm})
     theirs, ours_too = (m(RAGGED.tokens, attention_mask=real).logits[real] for m in (model, ours))
     assert torch.allclose(ours_too, theirs, atol=1e-5)
     assert [*ours.state_dict()] == [*model.state_dict()]
+
+
+def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """Logits, the gradient of each weight, and the bytes that the forward pass keeps for it."""
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        logits = model(RAGGED.tokens, RAGGED.attention_mask).logits
+    logits[RAGGED.attention_mask].square().mean().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return logits.detach(), grads, sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "float32") for name in GATED_MLPS)]
+    + [("Qwen2MLP", kind) for kind in ("bfloat16", "checkpoints", "adapter")],
+)
+def test_a_gated_mlp_keeps_less_and_changes_nothing(name, kind):
+    family = name.removesuffix("MLP") + "Text" * (name == "Gemma3MLP")
+    config = getattr(transformers, f"{family}Config")(**SIZES, vocab_size=VOCAB, pad_token_id=0)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).train()
+    with mock.patch.object(models, "RMS_NORMS", []):
+        ours = fused(theirs)
+    assert [*ours.state_dict()] == [*theirs.state_dict()]
+    both = ours, theirs
+    if kind == "checkpoints":
+        for model in both:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    if kind == "adapter":
+        both = [add_adapter(model, 2) for model in both]
+        both[1].load_state_dict(both[0].state_dict())
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bfloat16"):
+        (logits, grads, kept), (expected, their_grads, all_kept) = map(gradients, both)
+    assert torch.equal(logits, expected)
+    assert len(grads) > 6 and all(map(torch.equal, grads, their_grads))
+    wide, width = (SIZES[f"{name}_size"] for name in ("intermediate", "hidden"))
+    numbers = 3 * wide * (2 * RAGGED.tokens.numel() + width)  # and the weights of down_proj
+    assert all_kept - kept == {"float32": 4, "bfloat16": 2}.get(kind, 0) * numbers
