@@ -5,6 +5,7 @@ Hugging Face format (of a LoRA run the adapter), checkpoint.pt for --resume, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -39,6 +40,7 @@ from plumbing.metrics import (
     Metrics,
     draw_curves,
     headline,
+    read_lines,
     sample_records,
     warnings_of_evaluation,
 )
@@ -184,7 +186,7 @@ class Run:
         for name, text in found:
             if name not in self.warned:
                 self.warned.add(name)
-                self._write("warnings", [{"text": text}], step=step)
+                self._write("warnings", [{"name": name, "text": text}], step=step)
                 tqdm.write(f"warning, step {step}: {text}")
 
     def show(
@@ -328,6 +330,10 @@ class Run:
                 lengths[path] = sum(map(len, kept))
         for path, length in lengths.items():
             os.truncate(path, length)  # not written anew: the disk may be full
+        # What a warning knows of earlier steps. Not a number was written as null.
+        lines = read_lines(self.folder / "metrics.jsonl")
+        self.history = [{k: math.nan if x is None else x for k, x in m.items()} for m in lines]
+        self.warned = {x.get("name") for x in read_lines(self.folder / "warnings.jsonl")}
 
     def rescue(self) -> str:
         """Save the state before the step that an error has ended, if the weights are still those;
@@ -400,6 +406,18 @@ def _short(x: float) -> float | None:
 # --- The end of a program ---
 
 
+def forgiving(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a stream's `write` or `flush` let OSError pass: a terminal that goes, or a log whose
+    disk is full, must not take the step at hand along.
+    """
+
+    def attempt(*args: object) -> Any:
+        with contextlib.suppress(OSError):
+            return write(*args)
+
+    return attempt
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(). A mistake in what the user gave is one line and exit code 2, a fault
     is one line and 1, Ctrl-C 130. All else keeps its traceback, after a line that says what is
@@ -412,6 +430,8 @@ def run_main(main: Callable[[], None]) -> None:
         # A character that the terminal lacks is shown as its number, not an error.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+        if stream is not None:  # nobody may listen from the start
+            stream.write, stream.flush = forgiving(stream.write), forgiving(stream.flush)
     try:
         main()
     except BaseException as e:

@@ -70,7 +70,7 @@ def assert_same_run(folder, expected):
     found, wanted = files_below(folder), files_below(expected)
     assert found.keys() == wanted.keys(), "something is left, or is missing"
     for name in wanted:
-        if name.endswith(("samples.jsonl", "tokens.jsonl", ".safetensors")):
+        if name.endswith(("samples.jsonl", "tokens.jsonl", "warnings.jsonl", ".safetensors")):
             assert found[name] == wanted[name], name
 
 
@@ -129,6 +129,24 @@ def test_an_interrupted_run_goes_on_bit_for_bit(script, run, monkeypatch):
     assert_same_run("run", "expected")
 
 
+def test_a_resumed_run_knows_what_its_rewards_were(run, monkeypatch):
+    """None at step 0, then 0 and 1, then 1 alone: solved, or constant for who doesn't remember."""
+    Path("reward.py").write_text(
+        "from plumbing.run import Run\n"
+        "def spread(completions, **columns):\n"
+        "    step = Run.active.step\n"
+        "    return [[None, i % 2, 1][min(step, 2)] for i in range(len(completions))]\n"
+    )
+    flags = ["--num_steps", "9", "--eval_every", "9"]
+    run(*flags, "--output_dir", "expected", script=grpo)
+    with monkeypatch.context() as patch:
+        fails(patch, grpo, "sample", 3, KeyboardInterrupt())
+        assert run(*flags, script=grpo)[0] == 130
+    code, text = run("--resume", "run", script=grpo)
+    assert code == 0 and "warning" not in text
+    assert_same_run("run", "expected")
+
+
 SPACE = OSError(28, "No space left on device")
 FULL = RuntimeError("pos. 64, expected 0")  # what torch makes of it
 ENDS = {  # what raises in which step, exit code, a part of what is said, where it goes on
@@ -172,7 +190,6 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(run, monkeypatch):
         process.join(300)
     assert process.exitcode == -signal.SIGKILL
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
-    Path("run/warnings.jsonl").unlink()  # as if it were empty
     for name in ("metrics", "samples", "tokens"):
         with Path(f"run/{name}.jsonl").open("ab") as file:
             file.write('{"step": 3, "é'.encode()[:-1])
@@ -293,6 +310,17 @@ def test_a_resume_on_a_full_disk_loses_nothing(run, monkeypatch):
 # --- The end of a program ---
 
 
+def test_a_terminal_that_goes_takes_no_step_along(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            full = io.FileIO("/dev/full", "w")
+            patch.setattr(sys, name, io.TextIOWrapper(full, write_through=True))
+        fails(patch, ppo, "sample", 3, KeyboardInterrupt())
+        assert run()[0] == 130
+    assert "goes on from step 4" not in run("--resume", "run")[1]
+    assert_same_run("run", whole())
+
+
 def test_missing_memory_is_one_line_that_says_what_helps(capsys):
     words = "not enough memory: you tried", "MPS backend out of memory", "CUDA out of memory\nmore"
     passed = InputError("a"), Fault("b"), MemoryError(), torch.OutOfMemoryError(words[2])
@@ -405,6 +433,7 @@ def test_what_json_lacks_is_kept_as_text(run, monkeypatch):
     samples = lambda _, texts, __: ([record] * len(texts), [])  # noqa: E731
     monkeypatch.setattr(plumbing.run, "sample_records", samples)
     assert run("--num_steps", "1")[0] == 0
+    Path("run/warnings.jsonl").unlink()  # as if it were empty
     assert run("--resume", "run")[0] == 0  # it reads them
     line = next(x for x in read_lines(Path("run/samples.jsonl")) if x["split"] == "train")
     assert line["prompt"] == [message | {"at": "2026-03-01 00:00:00"}]
