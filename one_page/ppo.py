@@ -3,17 +3,25 @@
 A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
 and so on. The model can follow the ball, >4>4>2>5>5>5, but nine times out of ten it guesses, 3.
 Only the last digit is scored. Your task needs another model, game, score: docs/architecture.md.
+
+After sft.py and reward_model.py, `python one_page/ppo.py rlhf` is the last step of RLHF (Ouyang et
+al. 2022, arXiv 2203.02155, step 3 of figure 2): the policy begins as people taught it, and the
+reward model scores. A number behind `rlhf` is KL_COEF. With 0, nothing holds what isn't scored.
 """
 
 import copy
 import random
+import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
-STEPS, LEARNING_RATE, KL_COEF, CLIP = 18, 1e-3, 0.01, 0.2  # CLIP: the paper's epsilon
+STEPS, LEARNING_RATE, CLIP = 18, 1e-3, 0.2  # CLIP: the paper's epsilon
 GAMMA, LAMBDA = 1.0, 0.95  # the discount; how far GAE trusts rewards rather than values
+RLHF = "rlhf" in sys.argv[1:2]
+KL_COEF = float((sys.argv[2:] or [0.05])[0]) if RLHF else 0.01  # the weight of the KL
 
 
 def game():
@@ -49,28 +57,36 @@ def completion_logprobs(model, tokens):
     return logits.log_softmax(-1).gather(2, tokens[:, -T:, None]).squeeze(2)
 
 
+if RLHF and not Path("runs/page-judge.pt").exists():
+    sys.exit("run python one_page/sft.py and python one_page/reward_model.py first")
 set_seed(0)
 tokenizer = AutoTokenizer.from_pretrained("tiny/cups")
 EOS = tokenizer.eos_token_id
-policy = AutoModelForCausalLM.from_pretrained("tiny/cups", dtype=torch.float32)  # no dropout
+path = "runs/page-sft" if RLHF else "tiny/cups"
+policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # no dropout
 ref_model = copy.deepcopy(policy).requires_grad_(False)
 value_model = copy.deepcopy(policy)  # one number, V, in place of the logits; it is 0 at first
 value_model.lm_head = torch.nn.Linear(policy.config.hidden_size, 1, bias=False)
 torch.nn.init.zeros_(value_model.lm_head.weight)
+if RLHF:
+    judge = copy.deepcopy(value_model).requires_grad_(False)  # the reward model has its form
+    judge.load_state_dict(torch.load("runs/page-judge.pt"))
 optimizer = torch.optim.Adam([*policy.parameters(), *value_model.parameters()], betas=(0.9, 0.95))
 
 for step in range(STEPS):
     optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)  # to 0, so that it settles
     # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
     games = [g for _ in range(N) for g in [game()] * G]  # a group is G consecutive rows
-    tokens, mask, texts, scores = sample(games)
+    tokens, mask, texts, right = sample(games)
+    last = range(N * G), mask.sum(1) - 1 - T  # the last token of each row, counted from the end
+    scores = judge(tokens).logits[..., 0][last] if RLHF else right  # (B,)
 
     # 2. The reward of each token is minus its KL to the reference; the last one has the score too.
     old_logprobs = completion_logprobs(policy, tokens).detach()  # (B, T)
     ref_logprobs = completion_logprobs(ref_model, tokens)
     kl = (old_logprobs - ref_logprobs) * mask
     rewards = -KL_COEF * kl
-    rewards[range(N * G), mask.sum(1) - 1] += scores
+    rewards[last] += scores
 
     # 3. Advantages by GAE, eq. 11 and 12, from the last token to the first. Then whiten them.
     old_values = value_model(tokens).logits[:, -T - 1 : -1, 0].detach() * mask  # before each token
@@ -96,7 +112,8 @@ for step in range(STEPS):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
+    told = f"right {right.mean():.2f} tokens {mask.sum() / N / G:.1f} score {scores.mean():.2f}"
+    print(step, told, f"KL {kl.sum(1).mean():.2f}", *games[0], texts[0])
 
-_, _, _, scores = sample([game() for _ in range(512)], greedy=True)  # 99% were never trained on
-print(f"greedy: right {scores.mean():.3f}")
+_, _, _, right = sample([game() for _ in range(512)], greedy=True)  # 99% were never trained on
+print(f"greedy: right {right.mean():.3f}")

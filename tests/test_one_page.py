@@ -1,5 +1,5 @@
 """What a page of one_page/ does besides its updates, which test_by_hand.py has: it makes games up,
-samples, scores, prints, and ends with greedy answers.
+samples, scores, prints, and ends with greedy answers. The steps of RLHF are in test_pipeline.py.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ ALL = {"N": 32, "G": 8, "T": 16, "LEARNING_RATE": 1e-3}
 OWN = {
     "rloo": ALL | {"STEPS": 30, "KL_COEF": 0.02},
     "grpo": ALL | {"STEPS": 25, "KL_COEF": 0.01, "CLIP": 0.2},
+    "tool": ALL | {"STEPS": 12, "KL_COEF": 0.02},
     "ppo": ALL | {"STEPS": 18, "KL_COEF": 0.01, "CLIP": 0.2, "GAMMA": 1.0, "LAMBDA": 0.95},
 }
 
@@ -67,22 +68,27 @@ def test_a_page_samples_from_its_policy_and_scores(page, greedy):
         probs = page["policy"](tokens[:, :t]).logits[:, -1].softmax(-1)
         drawn = probs.argmax(1) if greedy else probs.multinomial(1).squeeze(1)
         ended = (tokens[:, 20:t] == eos).any(1)
-        assert tokens[:, t].equal(drawn.where(~ended, eos)), f"token {t - 20}"
+        own = tokens[:, t - 1] != page.get("CALL", -1)  # what follows a call is the tool's
+        assert tokens[own, t].equal(drawn.where(~ended, eos)[own]), f"token {t - 20}"
     lengths = [[*ids, eos].index(eos) + 1 for ids in tokens[:, 20:].tolist()]
-    assert mask.equal(torch.arange(6) < torch.tensor(lengths)[:, None])
+    own = tokens[:, 19:-1] != page.get("CALL", -1)
+    assert mask.equal(own & (torch.arange(6) < torch.tensor(lengths)[:, None]))
     assert greedy or {2, 7} <= {*lengths}, "some end, and some are cut"
     assert texts == page["tokenizer"].batch_decode(tokens[:, 20:], skip_special_tokens=True)
     assert scores.tolist() == [text.endswith(cups[-1]) for text, (_, cups) in zip(texts, games)]
 
 
 def test_a_page_prints_its_steps_and_512_greedy_answers(page):
-    games, texts, mask, scores = (page[x] for x in ("games", "texts", "mask", "scores"))
+    games, texts, mask = (page[x] for x in ("games", "texts", "mask"))
+    scores = page["right" if "right" in page else "scores"]  # the page of PPO has both
     random.seed(0)
     made_up = [page["game"]() for _ in range(3 + 3 + 512)]
     assert games == [g for g in made_up[3:6] for _ in range(4)], "four completions of each prompt"
     assert scores.equal(page["sample"](made_up[6:], greedy=True)[-1]), "they are greedy"
     right = sum(text.endswith(cups[-1]) for text, (_, cups) in zip(texts, games)) / 12
     figures = f"right {right:.2f} tokens {mask.sum() / 12:.1f}"
+    if page.name == "ppo":
+        figures += f" score {right:.2f} KL {page['kl'].sum() / 12:.2f}"
     assert page.out[1] == f"1 {figures} {games[0][0]} {games[0][1]} {texts[0]}"
     assert page.out[0].startswith("0 right ")
     assert page.out[2:] == [f"greedy: right {scores.mean():.3f}"]

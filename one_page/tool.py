@@ -1,0 +1,89 @@
+"""RLOO with a tool on one page (Jin et al. 2025, arXiv 2503.09516): `python one_page/tool.py`
+
+A prompt is a game: 4:12,25,24,25,14,14= puts a ball under cup 4, swaps cups 1 and 2, then 2 and 5,
+and so on. Where the model writes >, a tool plays the next swap and writes the cup where the ball is
+now. At first the model guesses nine times out of ten, 3, and asks nobody. Only the last digit is
+scored. What the tool wrote is no action, so the loss, the KL and the printed number of tokens leave
+it out (section 3.1). The rest is rloo.py.
+"""
+
+import copy
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
+STEPS, LEARNING_RATE, KL_COEF = 12, 1e-3, 0.02  # KL_COEF: the weight of the KL to the reference
+
+
+def game():
+    """Make up a prompt, and the ball's cup after each swap. Prompts have equally many tokens."""
+    start = cups = random.choice("12345")
+    swaps = random.choices("12 13 14 15 23 24 25 34 35 45".split(), k=6)
+    for swap in swaps:
+        ball = cups[-1]
+        cups += swap.replace(ball, "") if ball in swap else ball  # to the other cup of the two
+    return f"{start}:{','.join(swaps)}=", cups[1:]
+
+
+@torch.no_grad()
+def sample(games, greedy=False):
+    """Complete and score each game: tokens (B, P + T), mask (B, T), texts, scores (B,)."""
+    tokens = new = tokenizer([prompt for prompt, _ in games], return_tensors="pt").input_ids
+    cache = {}  # keys and values so far, under the name by which the model returns and takes them
+    answers = tokenizer([cups for _, cups in games], return_tensors="pt").input_ids  # (B, 6)
+    calls = torch.zeros(len(games), dtype=int)  # how many the tool has answered in each row
+    for _ in range(T):
+        cache = dict(policy(new, **cache))  # the new tokens are in it now, and "logits"
+        probs = cache.pop("logits")[:, -1].softmax(-1)  # of the next token: (B, V)
+        new = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)  # (B, 1)
+        new[tokens[:, -1] == EOS] = EOS  # after the first EOS there are only more
+        called = tokens[:, -1] == CALL  # (B,): here the tool writes what comes next
+        new[called, 0] = answers[called, calls[called].clamp(max=5)]  # after 6 swaps the ball rests
+        calls += called
+        tokens = torch.cat([tokens, new], 1)
+    mask = (tokens[:, -T:] == EOS).cumsum(1) <= 1  # True up to the first EOS and at it
+    mask &= tokens[:, -T - 1 : -1] != CALL  # what stands behind a call is no action of the policy
+    texts = tokenizer.batch_decode(tokens[:, -T:], skip_special_tokens=True)
+    scores = torch.tensor([float(text.endswith(cups[-1])) for text, (_, cups) in zip(texts, games)])
+    return tokens, mask, texts, scores
+
+
+def completion_logprobs(model, tokens):
+    """Compute log pi of each token of the completions: (B, P + T) -> (B, T)."""
+    logits = model(tokens).logits[:, -T - 1 : -1]  # those at position i predict token i + 1
+    return logits.log_softmax(-1).gather(2, tokens[:, -T:, None]).squeeze(2)
+
+
+set_seed(0)
+tokenizer = AutoTokenizer.from_pretrained("tiny/cups")
+EOS, CALL = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(">")
+policy = AutoModelForCausalLM.from_pretrained("tiny/cups", dtype=torch.float32)  # no dropout
+ref_model = copy.deepcopy(policy).requires_grad_(False)
+optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+
+for step in range(STEPS):
+    # 1. Sample a group of G completions of each of N prompts, and score them: B = N * G rows.
+    games = [g for _ in range(N) for g in [game()] * G]  # a group is G consecutive rows
+    tokens, mask, texts, scores = sample(games)
+
+    # 2. The reward is the score less the KL of the whole completion to the reference. The
+    #    advantage is the reward less a baseline, the mean reward of the others in the group.
+    logprobs = completion_logprobs(policy, tokens)  # (B, T)
+    ref_logprobs = completion_logprobs(ref_model, tokens)
+    kl = (logprobs - ref_logprobs).detach() * mask
+    rewards = scores - KL_COEF * kl.sum(1)  # (B,)
+    groups = rewards.view(N, G)
+    baseline = (groups.sum(1, keepdim=True) - groups) / (G - 1)
+    advantages = (groups - baseline).flatten()  # (B,)
+
+    # 3. REINFORCE: the completion is one action, so its log pi is the sum over its tokens.
+    loss = -(advantages * (logprobs * mask).sum(1)).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, f"right {scores.mean():.2f} tokens {mask.sum() / N / G:.1f}", *games[0], texts[0])
+
+_, _, _, scores = sample([game() for _ in range(512)], greedy=True)  # 99% were never trained on
+print(f"greedy: right {scores.mean():.3f}")
