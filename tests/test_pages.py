@@ -31,6 +31,7 @@ from worked_step import worked_step
 
 import ppo
 import reward_model
+from grpo import group_advantages, grpo_loss
 from plumbing.config import parse_flags
 from plumbing.models import load, load_tokenizer
 from sampling import generate
@@ -87,6 +88,50 @@ def test_every_link_leads_to_a_file_and_a_heading():
 
 def test_the_functions_give_the_numbers_of_the_equations():
     assert textwrap.indent(worked_step(), "    ") in PAGES["equations.md"]
+
+
+LOSSES = {  # what the script's functions are given for a row of equations.md
+    "GRPO": {},
+    "Dr. GRPO": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "DAPO": {"loss_type": "dapo", "clip_range_high": 0.28},
+    "GSPO": {"loss_type": "gspo"},
+    "CISPO": {"loss_type": "cispo"},
+    "MaxRL": {"loss_type": "dr_grpo", "scale_rewards": "mean"},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_row_of_the_equations_makes_that_loss(loss):
+    rows, name = {}, ""
+    table = PAGES["equations.md"].partition("| loss |")[2].partition("\n\n")[0]
+    for first, second in re.findall(r"^\| ?(.*?) ?\| (.*) \|$", table, re.MULTILINE):
+        name = first or name
+        rows.setdefault(name, {}).update({x.split()[0]: x for x in re.findall("`(.*)`", second)})
+    assert rows.keys() == LOSSES.keys()
+    page = (REPOSITORY / "one_page" / "grpo.py").read_text(encoding="utf-8")
+    code = [x for x in ast.walk(ast.parse(page)) if isinstance(x, ast.Assign)]
+    code = {ast.unparse(x.targets[0]).strip("()").split(",")[0]: ast.unparse(x) for x in code}
+    names = "groups std advantages A ratio kl token_loss loss".split()
+    code = {name: code[name] for name in names} | rows[loss]
+    assert [*code] == names
+
+    torch.manual_seed(0)
+    N, G, T = 5, 4, 6
+    scores = (torch.rand(N * G) < 0.5).double()
+    mask = torch.arange(T) < torch.randint(1, T + 1, (N * G, 1))
+    old, noise, other = -torch.rand(3, N * G, T).double()
+    space = {"torch": torch, "N": N, "G": G, "CLIP": 0.2, "KL_COEF": 0.04, "scores": scores}
+    space |= {"mask": mask, "old_logprobs": old, "ref_logprobs": other}
+    space["logprobs"] = logprobs = (old + noise - noise.mean()).requires_grad_()
+    exec("\n".join(code.values()), space)
+    [slopes] = torch.autograd.grad(space["loss"], logprobs)
+
+    given = dict(LOSSES[loss])
+    advantages = group_advantages(scores, G, given.pop("scale_rewards", "group"))
+    given |= {"clip_range": 0.2, "max_new_tokens": T, "ref_logprobs": other, "kl_coef": 0.04}
+    of_script, _, _ = grpo_loss(logprobs, old, advantages, mask, **given)
+    [expected] = torch.autograd.grad(of_script, logprobs)
+    assert (slopes - expected).abs().max() < 1e-9 < 1e-3 < expected.abs().max()
 
 
 def test_a_program_has_every_flag_of_a_page():
