@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import functools
 import importlib.util
@@ -58,6 +59,7 @@ class Task:
     seed: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, once
     step: int = 0  # of the last batch
+    means: dict[str, float] = field(default_factory=dict)  # of several rewards, as last scored
     frozen_models: list[nn.Module] = field(default_factory=list)  # reference, reward model
 
     def batch(self, step: int, size: int) -> list[dict]:
@@ -83,6 +85,7 @@ class Task:
     ) -> tuple[Tensor, list[str]]:
         """Score G completions for each of N prompts: (scores (N*G,), texts). A score is the sum of
         the weighted rewards that aren't None; if all are, NaN, or if not `allow_none` InputError.
+        A reward of weight 0 is only watched.
         Raises Fault where the completions were drawn from logits that are not finite.
         """
         if not rollout.logprobs.isfinite().all():  # float16 ends at 65,504
@@ -94,7 +97,10 @@ class Task:
         )
         weights = torch.tensor(self.weights or 1.0)
         total = (scores * weights).nansum(dim=1)  # (N*G, rewards) -> (N*G,)
-        total = total.masked_fill(scores.isnan().all(dim=1), math.nan)
+        is_silent = scores.isnan() | ((weights == 0) & weights.any())
+        total = total.masked_fill(is_silent.all(dim=1), math.nan)
+        names = [f"reward/{name}" for name in names_of(self.rewards)]
+        self.means = dict(zip(names, scores.nanmean(dim=0).tolist())) if len(names) > 1 else {}
         if not allow_none and total.isnan().any():
             raise InputError("a reward is None, and this algorithm needs one for every completion")
         return total.to(rollout.tokens.device), texts
@@ -153,6 +159,13 @@ def _load_rewards(config: RunConfig, task: Task, tasks: ModuleType) -> None:
     task.weights = config.reward_weights or task.weights or [1.0] * len(task.rewards)
     if len(task.weights) != (count := len(task.rewards)):
         raise InputError(f"--reward_weights {task.weights}: give one per reward, here {count}")
+    of_answer = [r for r in task.rewards if "answer" in inspect.signature(r).parameters]
+    is_given = config.reward or config.reward_model or of_answer  # of a task, such as add
+    if config.prompts and not is_given and any("answer" in row for row in task.train):
+        choices = f"FILE.py:FUNCTION, {', '.join(tasks.REWARDS)}"
+        raise InputError(f"the prompts have a column answer, and no --reward is given: {choices}")
+    weighted = zip(names_of(task.rewards), task.weights)
+    print("Rewards:", ", ".join(f"{name} (weight {weight:g})" for name, weight in weighted))
     # A verifier of one's own, or a reward that is one; else that of the task.
     is_verifier = next((spec for spec in config.reward if spec in tasks.VERIFIERS), None)
     if spec := config.verifier or is_verifier:
@@ -419,6 +432,12 @@ def _import(file: Path) -> ModuleType:
     return module
 
 
+def names_of(rewards: list[RewardFunction]) -> list[str]:
+    """Name the rewards, those of one name with their number."""
+    names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+    return [f"{x}_{i}" if names.count(x) > 1 else x for i, x in enumerate(names, 1)]
+
+
 def call_reward(
     reward: RewardFunction,
     rows: list[dict],
@@ -429,10 +448,11 @@ def call_reward(
     """Call a reward with TRL's keyword arguments on G texts for each of N rows: (N*G,) float32, NaN
     where it gave None. Raises InputError for bad values; what it raises itself is left as it is.
     """
-    rows = [row for row in rows for _ in range(len(texts) // len(rows))]
+    # Copies: a reward that changes a prompt in place would change what later steps train on.
+    rows = [copy.deepcopy(row) for row in rows for _ in range(len(texts) // len(rows))]
     keys = {key for row in rows for key in row} - {"prompt"}
     arguments = {key: [row.get(key) for row in rows] for key in keys}
-    arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": ids}
+    arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": [[*x] for x in ids]}
     # What TRL gives besides. What a reward logs is not kept.
     arguments |= {"trainer_state": SimpleNamespace(global_step=step)}
     arguments |= dict.fromkeys(("log_metric", "log_extra"), lambda *args: None)
@@ -440,7 +460,7 @@ def call_reward(
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(rows, texts, strict=True)
     ]
-    signature, name = inspect.signature(reward), getattr(reward, "__name__", type(reward).__name__)
+    signature, (name,) = inspect.signature(reward), names_of([reward])
     parameters = signature.parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}

@@ -160,7 +160,8 @@ class Run:
 
     def log(self, step: int, meter: Any, **more: float) -> None:
         """Write what a Meter or PairMeter has found, with time, memory and `more`; warn."""
-        metrics = self.evaluated | meter.results()  # waits for the device: the update is over
+        means = getattr(self.data, "means", {})  # of several rewards
+        metrics = means | self.evaluated | meter.results()  # waits for the device: it is over
         self.end_phase("time/update")
         metrics |= self.seconds | more
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]

@@ -113,6 +113,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--reward_weights 1 2", "give one per reward, here 1", ""),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not 'two'", TWO.replace("2", "two")),
     ("ppo", "--prompts given.jsonl", "one number as an answer, not '3/2'", TWO.replace("2", "3/2")),
+    ("ppo", RUN.replace("--reward brevity", ""), "a column answer, and no --reward", TWO),
     # Folders
     ("ppo", "--output_dir a_run --model no/where", "a_run already holds a run: --overwrite", ""),
     ("ppo", f"{RUN} --output_dir rewards.py/new", "--output_dir rewards.py/new: NotADirect", TWO),

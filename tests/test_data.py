@@ -175,7 +175,8 @@ def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, 
         row["asked"] = [message(row["prompt"])]
         row["begun"] = [*row["asked"], message("So", "assistant")]
     task = task_of(template, prompts=write(tmp_path / "p.jsonl", rows), **flags)
-    lines = [x for x in capsys.readouterr().out.splitlines() if "makes messages of" not in x]
+    lines = capsys.readouterr().out.splitlines()
+    lines = [x for x in lines if not x.startswith("Rewards: ") and "makes messages of" not in x]
     seen = task.tokenizer.decode(task.tokens[str(task.train[0]["prompt"])])
     assert lines[0] == f"Different prompts: 12. The model continues, for one, {seen!r}"
     assert len(lines) == 1 + (said is not None) and (said or "") in lines[-1]

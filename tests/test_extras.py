@@ -57,6 +57,16 @@ def test_the_length_penalty_is_equation_13_at_every_length(make_job, monkeypatch
     assert line["objective/scores"] == pytest.approx(1 - line["length/mean"] / 6)
 
 
+# --- Several rewards ---
+
+
+def test_each_of_several_rewards_has_its_mean(make_job, tmp_path):
+    files = [f"{tmp_path}/reward.py:{name}" for name in ("share_of_a", "spread")]
+    line = make_job(grpo)(reward=files, reward_weights=[2, 0.5])[0]
+    parts = 2 * line["reward/share_of_a"] + 0.5 * line["reward/spread"]
+    assert parts == pytest.approx(line["objective/scores"], rel=1e-5)
+
+
 # --- How completions are drawn: --fp16, --stop ---
 
 

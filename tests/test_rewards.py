@@ -49,6 +49,22 @@ def test_a_reward_written_for_trl_gets_its_arguments():
     assert scored(lambda completions: map(len, completions)) == [1, 2, 1, 2]
 
 
+def test_a_reward_changes_none_of_the_rows():
+    """A prompt that a reward makes longer is longer at every later step."""
+
+    def greedy(prompts, completions, tags, completion_ids):
+        for prompt, completion, tag, ids in zip(prompts, completions, tags, completion_ids):
+            prompt += completion
+            found.append((len(prompt), tag.pop(), len(ids)))
+            ids.clear()
+        return [0.0] * 4
+
+    rows = [{"prompt": [{"role": "user", "content": x}], "tags": [1, 2]} for x in "ab"]
+    before, found = repr(rows), []
+    scored(greedy, greedy, rows=rows)
+    assert repr(rows) == before and found == [(2, 2, 1), (2, 2, 2)] * 4
+
+
 def test_a_reward_may_ask_for_the_step():
     reward = lambda trainer_state: [trainer_state.global_step] * 2  # noqa: E731
     task = Task(ROWS * 4, [], [reward], tokenizer=byte_tokenizer(), eos_token_ids=[256])
@@ -60,9 +76,14 @@ def test_a_reward_may_ask_for_the_step():
 def test_rewards_are_added_with_their_weights():
     first = lambda completions, **kw: [1.0, 1.0, None, None]  # noqa: E731
     second = lambda completions, **kw: [1.0, None, 1.0, None]  # noqa: E731
-    for weights, expected in (([1.0, 10.0], [11, 1, 10]), ([0.0, 10.0], [10, 0, 10])):
+    for weights, expected in (
+        ([1.0, 10.0], [11, 1, 10, None]),
+        ([0.0, 10.0], [10, None, 10, None]),  # the first one is only watched
+        ([0.0, 0.0], [0, 0, 0, None]),
+        ([], [2, 1, 1, None]),
+    ):
         scores = scored(first, second, weights=weights)
-        assert scores[:3] == expected and scores[3] != scores[3]
+        assert [None if x != x else x for x in scores] == expected, weights
     known = lambda completions: [0.0, 0.0, 2.0, 2.0]  # noqa: E731
     assert scored(first, known, allow_none=False) == [1, 1, 2, 2]
 
@@ -234,6 +255,19 @@ def test_flags_or_the_task_name_the_verifier(tmp_path, monkeypatch, capsys):
     ):
         assert getattr(task_of(**flags).verifier, "__name__", None) == expected, flags
         assert ("Look at the sum." in capsys.readouterr().out) == ("prompts" not in flags)
+
+
+def test_a_run_says_which_rewards_it_adds(tmp_path, capsys):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("def good(completions, **k): return [1.0, 3.0]")
+    files = [f"{tmp_path}/{folder}/mine.py:good" for folder in ("a", "b")]
+    task = task_of(reward=["brevity", *files], reward_weights=[0.5, 1, -2])
+    line = "Rewards: brevity (weight 0.5), good_2 (weight 1), good_3 (weight -2)\n"
+    assert line in capsys.readouterr().out
+    task.score(task.train[:1], make_rollout([[1]] * 2, [[71, 256], [71, 256]]))
+    means = {"brevity": pytest.approx(-0.01), "good_2": 2, "good_3": 2}
+    assert task.means == {f"reward/{name}": mean for name, mean in means.items()}
 
 
 # --- Tasks ---
