@@ -168,38 +168,37 @@ def logits_from(model: PreTrainedModel, states: Tensor) -> Tensor:
     return logits
 
 
-def rollout_logprobs(
-    model: nn.Module, rollout: Rollout, config: Any, entropy: bool = False
-) -> Tensor:
-    """Compute the log-probs of a whole rollout without gradient: (B, T); with `entropy` these and
-    the entropies, (2, B, T). Of config it reads temperature, bf16 and micro_batch_tokens.
+def rollout_logprobs(model: nn.Module, rollout: Rollout, config: Any) -> Tensor:
+    """Compute the log-probs of a whole rollout without gradient: (B, T). Of config it reads
+    temperature, bf16 and micro_batch_tokens.
     """
-    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": entropy}
+    options = {"temperature": config.temperature, "bf16": config.bf16, "entropy": False}
+    return _over_rollout(lambda x: completion_logprobs(model, x, **options)[0], rollout, config)
 
-    def forward(part: Rollout) -> Tensor:
-        logprobs, entropies = completion_logprobs(model, part, **options)
-        return torch.stack([logprobs, entropies]) if entropy else logprobs
 
-    return _over_rollout(forward, rollout, config.micro_batch_tokens)
+def logprobs_and_entropy(model: nn.Module, rollout: Rollout, config: Any) -> tuple[Tensor, Tensor]:
+    """Compute rollout_logprobs, and the entropies in the same pass: a pair, each (B, T)."""
+    options = {"temperature": config.temperature, "bf16": config.bf16}
+
+    def both(part: Rollout) -> Tensor:
+        return torch.stack(completion_logprobs(model, part, **options))
+
+    logprobs, entropies = _over_rollout(both, rollout, config)  # (2, B, T)
+    return logprobs, entropies
 
 
 def rollout_values(value_model: ValueModel, rollout: Rollout, config: Any) -> Tensor:
     """Compute the values of a whole rollout without gradient: (B, T). Of config it reads bf16 and
     micro_batch_tokens.
     """
-    return _over_rollout(
-        lambda part: completion_values(value_model, part, bf16=config.bf16),
-        rollout,
-        config.micro_batch_tokens,
-    )
+    options = {"bf16": config.bf16}
+    return _over_rollout(lambda x: completion_values(value_model, x, **options), rollout, config)
 
 
 @torch.no_grad()
-def _over_rollout(
-    forward: Callable[[Rollout], Tensor], rollout: Rollout, max_tokens: int
-) -> Tensor:
+def _over_rollout(forward: Callable[[Rollout], Tensor], rollout: Rollout, config: Any) -> Tensor:
     """Put forward(part), (..., b, T), of the micro-batches in the rollout's order: (..., B, T)."""
-    parts = micro_batches(rollout, max_tokens=max_tokens)
+    parts = micro_batches(rollout, max_tokens=config.micro_batch_tokens)
     found = torch.cat([forward(part) for _, part in parts], dim=-2)
     return found[..., torch.cat([rows for rows, _ in parts]).argsort(), :]
 

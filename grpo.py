@@ -49,7 +49,8 @@ from common import (
 )
 from forward import completion_logprobs, micro_batches, rollout_logprobs
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
-from plumbing.data import load_task, sampling_options
+from plumbing.data import load_task
+from plumbing.decoder import sampling_options
 from plumbing.errors import blame
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights

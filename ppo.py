@@ -57,7 +57,8 @@ from forward import (
     rollout_values,
 )
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
-from plumbing.data import load_task, sampling_options
+from plumbing.data import load_task
+from plumbing.decoder import sampling_options
 from plumbing.metrics import Meter, evaluate, explained_variance
 from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
 from plumbing.run import Run, run_main

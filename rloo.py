@@ -38,9 +38,10 @@ from common import (
     reference,
     schedule,
 )
-from forward import completion_logprobs, micro_batches, rollout_logprobs
+from forward import completion_logprobs, logprobs_and_entropy, micro_batches, rollout_logprobs
 from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
-from plumbing.data import load_task, sampling_options
+from plumbing.data import load_task
+from plumbing.decoder import sampling_options
 from plumbing.metrics import Meter, evaluate
 from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
 from plumbing.run import Run, run_main
@@ -163,7 +164,7 @@ def main(args: list[str] | None = None) -> None:
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding
         #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
-        old_logprobs, entropy = rollout_logprobs(policy, rollout, config, entropy=True)
+        old_logprobs, entropy = logprobs_and_entropy(policy, rollout, config)
         ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
         if config.kl_coef > 0:
             with ref() as ref_model:

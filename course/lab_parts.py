@@ -105,13 +105,18 @@ def top_5(module: ModuleType) -> None:
 
 
 def forget_the_temperature(module: ModuleType) -> None:
-    in_update, in_rollout = module.completion_logprobs, module.rollout_logprobs
+    in_update = module.completion_logprobs
     module.completion_logprobs = lambda model, rollout, temperature, **options: in_update(
         model, rollout, 1.0, **options
     )
-    module.rollout_logprobs = lambda model, rollout, config, **options: in_rollout(
-        model, rollout, replace(config, temperature=1.0), **options
-    )
+
+    def at_1(in_rollout):
+        return lambda model, rollout, config: in_rollout(
+            model, rollout, replace(config, temperature=1.0)
+        )
+
+    for name in {"rollout_logprobs", "logprobs_and_entropy"} & vars(module).keys():
+        setattr(module, name, at_1(getattr(module, name)))
 
 
 def take_eos_for_padding(module: ModuleType) -> None:
@@ -408,7 +413,7 @@ def answers_of(folder: str, num_games: int, num_answers: int, seed: int) -> tupl
     """Answers to held-out games: the model, the rollout, and the texts and which of them are right,
     a row for each game.
     """
-    from plumbing.data import decode, pad_rows, prompt_tokens
+    from plumbing.data import completion_texts, pad_rows, prompt_tokens
     from plumbing.models import load, load_tokenizer
     from sampling import generate
     from tasks import cups_prompts, numeric_match
@@ -420,7 +425,7 @@ def answers_of(folder: str, num_games: int, num_answers: int, seed: int) -> tupl
         policy, *prompts, num_generations=num_answers, max_new_tokens=16, pad_token_id=0,
         eos_token_ids=[tokenizer.eos_token_id], generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
-    texts = decode(tokenizer, rollout, [tokenizer.eos_token_id])
+    texts = completion_texts(tokenizer, rollout, [tokenizer.eos_token_id])
     right = numeric_match(texts, [row["answer"] for row in rows for _ in range(num_answers)])
     of_games = [slice(i, i + num_answers) for i in range(0, len(texts), num_answers)]
     return policy, rollout, [(texts[x], right[x]) for x in of_games]

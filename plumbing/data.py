@@ -24,11 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers import StopStringCriteria
 
 from common import Rollout
 from plumbing.config import RunConfig
-from plumbing.decoder import Decoder
 from plumbing.errors import Fault, InputError, blame
 from plumbing.models import context_length, eos_token_ids
 from plumbing.preferences import RewardModel
@@ -91,7 +89,8 @@ class Task:
         if not rollout.logprobs.isfinite().all():  # float16 ends at 65,504
             remedy = "lower --learning_rate, or --fp16 false; in step 0 --model itself is at fault"
             raise Fault(f"the model's logits are not finite: {remedy}")
-        texts, ids = decode(self.tokenizer, rollout, self.eos_token_ids), completion_ids(rollout)
+        texts = completion_texts(self.tokenizer, rollout, self.eos_token_ids)
+        ids = completion_ids(rollout)
         scores = torch.stack(
             [call_reward(r, rows, texts, ids, self.step) for r in self.rewards], dim=1
         )
@@ -357,24 +356,6 @@ def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return tokens, pad_sequence(real, **options)
 
 
-def sampling_options(config: RunConfig, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Make the arguments of `sample`, with a generator that the run's seed starts."""
-    # load_policy has made an EOS of a stop that is a token.
-    strings = [text for text in config.stop if text not in tokenizer.get_added_vocab()]
-    with blame(f"--stop {strings}"):
-        stop = StopStringCriteria(tokenizer, strings) if strings else None
-    return {
-        "max_rows": config.rollout_batch_size,
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "eos_token_ids": eos_token_ids(policy, tokenizer),
-        "pad_token_id": PADDING,
-        "generator": torch.Generator(policy.device).manual_seed(config.seed),
-        "decoder": Decoder(policy, config.half, config.cuda_graphs),
-        "stop": stop,
-    }
-
-
 def completion_ids(rollout: Rollout) -> list[list[int]]:
     """Return the token ids of each completion, EOS included. ValueError: the mask has a hole."""
     mask = rollout.completion_mask
@@ -384,7 +365,7 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     return [row[:length] for row, length in zip(rows, rollout.lengths.tolist(), strict=True)]
 
 
-def decode(tokenizer: Tokenizer, rollout: Rollout, eos_token_ids: list[int]) -> list[str]:
+def completion_texts(tokenizer: Tokenizer, rollout: Rollout, eos_token_ids: list[int]) -> list[str]:
     """Return the text of each of B completions, without EOS and padding, with its stop string."""
     length, texts = rollout.completion_mask.shape[1], []
     prompts, real = rollout.tokens[:, :-length].tolist(), rollout.attention_mask.tolist()

@@ -1,4 +1,4 @@
-"""Decoding made faster, for sampling.py: weights rounded to half precision, CUDA graphs."""
+"""How a run decodes: the options of sampling.py, weights rounded to half precision, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, StopStringCriteria
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common import base_model
 from forward import model_inputs
-from plumbing.errors import Fault
+from plumbing.config import RunConfig
+from plumbing.data import PADDING
+from plumbing.errors import Fault, blame
+from plumbing.models import eos_token_ids
 from sampling import draw, without_windows
+
+
+def sampling_options(config: RunConfig, policy: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Make the arguments of `sample`, with a generator that the run's seed starts."""
+    # load_policy has made an EOS of a stop that is a token.
+    strings = [text for text in config.stop if text not in tokenizer.get_added_vocab()]
+    with blame(f"--stop {strings}"):
+        stop = StopStringCriteria(tokenizer, strings) if strings else None
+    return {
+        "max_rows": config.rollout_batch_size,
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "eos_token_ids": eos_token_ids(policy, tokenizer),
+        "pad_token_id": PADDING,
+        "generator": torch.Generator(policy.device).manual_seed(config.seed),
+        "decoder": Decoder(policy, config.half, config.cuda_graphs),
+        "stop": stop,
+    }
 
 
 class Decoder:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import tasks
 from grpo import overlong_penalty
-from plumbing.data import sampling_options
+from plumbing.decoder import sampling_options
 
 # --- Groups that teach something: DAPO (arXiv 2503.14476) eq. 11 ---
 

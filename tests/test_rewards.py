@@ -11,7 +11,7 @@ from small import EOS, byte_tokenizer, letter_tokenizer, make_rollout, save_mode
 from tokenizers import decoders
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from plumbing.data import Task, completion_ids, decode, load_reward
+from plumbing.data import Task, completion_ids, completion_texts, load_reward
 from plumbing.errors import InputError
 from plumbing.preferences import RewardModel
 from tasks import REWARDS, TASKS, add_prompts
@@ -112,10 +112,10 @@ def test_a_scored_text_ends_before_eos_and_padding():
         ([256, 65], [256, 71, 72, 13], 13, "<|endoftext|>hi"),  # a tag may be a special token
     ):
         rollout = make_rollout([prompt, [1]], [completion, [2] * 5], eos=eos)
-        assert decode(byte_tokenizer(), rollout, [eos]) == [text, "#" * 5]
+        assert completion_texts(byte_tokenizer(), rollout, [eos]) == [text, "#" * 5]
     words = letter_tokenizer(["\u2581a", "\u2581b", "\u2581c"])
     words.backend_tokenizer.decoder = decoders.Metaspace()  # the first word loses its space
-    assert decode(words, make_rollout([[0], [2, 0]], [[1, 2], [0]]), []) == [" b c", " a"]
+    assert completion_texts(words, make_rollout([[0], [2, 0]], [[1, 2], [0]]), []) == [" b c", " a"]
 
 
 # --- By name, from a file, a model ---

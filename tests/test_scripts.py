@@ -1,6 +1,7 @@
 """Whole runs of ppo.py, grpo.py and rloo.py on small models: what must hold for all three."""
 
 import copy
+import itertools
 import math
 from unittest import mock
 
@@ -121,11 +122,12 @@ def test_a_step_computes_old_and_ref_log_probs_once(job, monkeypatch, kl_coef, n
         # Step 3 may round otherwise, in bfloat16: the ratio of an only update is 1 all the same.
         other = mock.Mock(side_effect=lambda *args: 1.01 * rollout_logprobs(*args))
         monkeypatch.setattr(job.script, "rollout_logprobs", other)
-    calls = record_calls(monkeypatch, job.script, "rollout_logprobs")
+    names = ["rollout_logprobs"] + ["logprobs_and_entropy"] * (job.script is rloo)
+    calls = [record_calls(monkeypatch, job.script, name) for name in names]
     # As many minibatches as epochs: their product is the number of updates, not their quotient.
     flags = {"num_epochs": num_epochs, "num_mini_batches": num_epochs, "kl_coef": kl_coef}
     line = job(learning_rate=1e-2, warmup_steps=0, **flags)[0]
-    models = [id(call.args[0]) for call in calls]
+    models = [id(call.args[0]) for call in itertools.chain(*calls)]
     needs_old = num_epochs == 2 or job.script is not grpo
     assert len(models) == len(set(models)) == needs_old + (kl_coef > 0)
     assert line["val/ratio_max_dev_first"] < 1e-5
