@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, StopStringCriteria
 
-from common import Rollout, base_model, completion_mask, evaluating
+from common import Rollout, base_model, evaluating
 from forward import model_inputs
 
 
@@ -88,8 +88,8 @@ def generate(
         eos = torch.tensor(eos_token_ids, device=device)
         tokens, logprobs, ends = decode(step, logits, uniforms, eos, stop, settings)
 
-    # Tokens that a row has drawn after its first end, the first 1 of `ends`, become padding.
-    drawn_mask = completion_mask(ends.long(), [1])
+    # What a row has drawn after its first end becomes padding: there, ends come strictly before.
+    drawn_mask = ends.cumsum(1) - ends.long() == 0
     return Rollout(
         tokens=torch.cat([prompt_ids, tokens.masked_fill(~drawn_mask, pad_token_id)], dim=1),
         attention_mask=torch.cat([mask, drawn_mask], dim=1),
@@ -126,12 +126,12 @@ def decode(
             break
         # Ask whether rows have ended. This makes the CPU wait for the GPU, so with graphs it is
         # done only at every eighth token.
-        if isinstance(step, Step) or t % 8 == 7:
+        if not step.has_graphs or t % 8 == 7:
             running = ~ends[rows].any(1)
             if not running.any():
                 break
-            # Dropping rows copies the cache, so a row or two don't pay for it.
-            if isinstance(step, Step) and running.float().mean() <= 7 / 8:
+            # A graph keeps its rows. Dropping some copies the cache: a row or two don't pay for it.
+            if not step.has_graphs and running.float().mean() <= 7 / 8:
                 kept = running.nonzero().squeeze(1)
                 rows, drawn = rows[kept], drawn[kept]
                 step.drop(kept)
@@ -141,6 +141,8 @@ def decode(
 
 class Step:
     """Read a token of each row and draw the next ones, (R,): `step(drawn, uniform, settings)`."""
+
+    has_graphs = False  # unlike a Decoder, which takes its place on CUDA
 
     def __init__(self, model: nn.Module, cache: DynamicCache, mask: Tensor) -> None:
         self.model, self.cache, self.mask = model, cache, mask  # (R, columns of the cache)

@@ -186,6 +186,7 @@ def test_the_loop_draws_notes_and_reads_token_by_token():
         read.append((drawn.tolist(), uniform, given))
         return torch.tensor(tokens), torch.tensor(logprobs)
 
+    step.has_graphs = True  # so it keeps its rows
     settings["temperature"] = 2.0
     logits = 2 * torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
     tokens, logprobs, ends = decode(step, logits, uniforms, torch.tensor([2]), None, settings)
