@@ -73,13 +73,11 @@ class Rollout:
 
 def completion_mask(completions: Tensor, eos_token_ids: list[int]) -> Tensor:
     """Return where a completion has real tokens: up to and including its first EOS, which may be
-    any of the EOS ids: (B, T) -> (B, T) bool.
+    any of the EOS ids: (B, T) -> (B, T) bool. `generate` does the same for stop strings too.
 
     With EOS = 9: [5, 9, 7] -> [1, 1, 0] and [5, 6, 7] -> [1, 1, 1].
     """
-    # On MPS a copy that isn't waited for would be read too early.
-    ids = torch.tensor(eos_token_ids).to(completions.device, non_blocking=completions.is_cuda)
-    is_eos = torch.isin(completions, ids).long()
+    is_eos = torch.isin(completions, completions.new_tensor(eos_token_ids)).long()
     # EOS is an action and has to get its gradient, so count the EOS strictly before each position.
     eos_before = is_eos.cumsum(1) - is_eos
     return eos_before == 0
@@ -135,13 +133,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) at each token that the policy sampled: (B, T) -> (B, T).
 
-    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, exact near 0
-    too. Schulman, "Approximating KL divergence", joschu.net, 2020. As a value k1 and k3 are
-    unbiased, k2 is not; k1 may be negative. In a reward, k1 gives the gradient of KL(policy ||
-    reference) of whole completions; k2 and k3 hardly pull near the reference. In a loss in which
-    every token weighs alike, the expected gradient is that of a token's KL, its prefix given: of k1
-    it is 0, of k2 that of KL(policy || reference), of k3 that of KL(reference || policy). What a
-    token does to later prefixes is missing there. Raises ValueError for another name.
+    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Schulman,
+    "Approximating KL divergence", joschu.net, 2020. k1 and k3 have no bias. docs/questions.md says
+    where their gradients go, in a reward and in a loss. Raises ValueError for another name.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -149,20 +143,21 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return d**2 / 2
     if estimator == "k3":
-        # exp(-d) - 1 loses all digits where d is near 0, expm1 does not. It overflows above 88, so
-        # a -d above 20 counts as 20 in the exponent, as in policy_ratio, and keeps its gradient.
-        excess = (-d - 20).clamp(min=0).detach()
-        return torch.expm1(-d - excess) + d
+        # exp(-d) - 1 loses all digits where d is near 0, expm1 does not.
+        return torch.expm1(_at_most_20(-d)) + d
     raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")
 
 
 def policy_ratio(log_ratio: Tensor) -> Tensor:
     """Return rho = pi / pi_old from log pi - log pi_old, of any shape; it is at most exp(20)."""
+    return _at_most_20(log_ratio).exp()
+
+
+def _at_most_20(exponent: Tensor) -> Tensor:
+    """Lower what is above 20 to 20, which no clip range reaches. The gradient stays 1."""
     # exp overflows above 88 in float32, and where the clip asks for no gradient the backward pass
-    # makes NaN of 0 * inf. So a log-ratio above 20, which no clip range reaches, counts as 20. It
-    # keeps its gradient: a bad token must be pushed back.
-    excess = (log_ratio - 20).clamp(min=0).detach()
-    return (log_ratio - excess).exp()
+    # makes NaN of 0 * inf. The gradient has to stay: a bad token must be pushed back.
+    return exponent - (exponent - 20).clamp(min=0).detach()
 
 
 # --- Advantages ---
@@ -211,40 +206,38 @@ def base_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def disable_dropout(*models: nn.Module) -> int:
-    """Switch every kind of dropout off for good, and return how many probabilities are now 0.
+def disable_dropout(*models: nn.Module) -> None:
+    """Switch every kind of dropout off for good.
 
     Before the first update the ratio compares two forward passes of the same weights, and with
     dropout it isn't 1. The model's own config is saved with it and keeps its values; modules get a
     copy.
     """
-    sites = 0
     for model in models:
         wholes = (model, base_model(model))
         for module in model.modules():
             # 1. Modules: nn.Dropout and its kin.
-            if isinstance(module, DROPOUTS) and module.p > 0:
+            if isinstance(module, DROPOUTS):
                 module.p = 0.0
-                sites += 1
             # 2. Numbers: Llama, Qwen2 and OPT call F.dropout(p=self.attention_dropout if
             #    self.training else 0.0), OPT and others skip whole layers (layerdrop).
-            sites += _zero_noise(module)
+            _zero_noise(module)
             # 3. Configs that a module reads at every forward pass (Falcon): it gets a copy.
             config = vars(module).get("config")
             if config is not None and not any(module is whole for whole in wholes):
                 quiet = copy.copy(config)
-                if found := _zero_noise(quiet):
+                if _zero_noise(quiet):
                     module.config = quiet
-                sites += found
-    return sites
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS += (nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _zero_noise(record: object) -> int:
-    """Set float attributes such as attention_dropout, layerdrop, resid_pdrop, jitter_noise to 0."""
+def _zero_noise(record: object) -> bool:
+    """Set float attributes such as attention_dropout, layerdrop, resid_pdrop, jitter_noise to 0.
+    Returns whether one was above 0.
+    """
     names = [
         name
         for name, value in vars(record).items()
@@ -252,7 +245,7 @@ def _zero_noise(record: object) -> int:
     ]
     for name in names:
         setattr(record, name, 0.0)
-    return len(names)
+    return len(names) > 0
 
 
 def reference(
