@@ -380,7 +380,8 @@ def draw_curves(folders: list[Path], output: Path | BinaryIO) -> None:
     runs = [read_lines(Path(folder, "metrics.jsonl")) for folder in folders]
     names = [Path(folder).resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else map(str, folders)  # lr1/run and lr2/run
-    labels = [re.sub(r"-s\d+$", "", name) for name in names]
+    # As \$, or matplotlib reads a formula.
+    labels = [re.sub(r"-s\d+$", "", name).replace("$", r"\$") for name in names]
     colours, left = {}, COLOURS.copy()
     for i, label in enumerate(dict.fromkeys(labels)):
         colours[label] = left.pop(label.partition("-")[0], f"C{i % 10}")

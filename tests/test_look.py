@@ -71,7 +71,10 @@ def test_the_page_holds_each_run_whole_and_its_curves(folder, monkeypatch, capsy
     write(folder / "tokens.jsonl", lines)
     with (folder / "tokens.jsonl").open("ab") as file:  # the last line is being written
         file.write('{"step": 9, "split": "é'.encode()[:-1])
+    (folder / "page.html").symlink_to(folder / "config.json")
+    before = (folder / "config.json").read_text()
     look.main([str(other), str(folder), "--output", str(folder / "page.html")])
+    assert (folder / "config.json").read_text() == before, "a link is replaced"
     assert capsys.readouterr().out == f"{folder / 'page.html'}\n"
     data = (folder / "page.html").read_text().partition('type="application/json">')[2]
     data = json.loads(data.partition("</script>")[0])

@@ -316,6 +316,13 @@ def test_seeds_of_a_job_have_one_colour_and_name(drawn):
     assert len({line.get_color() for line in axes.lines}) == 2, "of one name in two folders"
 
 
+def test_a_dollar_in_a_folders_name_begins_no_formula(tmp_path):
+    (folder := tmp_path / "$_{$").mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 0, "objective/scores": 1}\n')
+    metrics.draw_curves([folder], tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").stat().st_size > 0
+
+
 PAIRS, SCORES = {"loss/pairs": 0.7}, {"objective/scores": 1.0}
 BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
 

@@ -35,8 +35,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder / 'tokens.jsonl'}: {fault}")
     with blame(str(folder / "config.json")):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Which completions are a group, and Dr. GRPO's divisor.
-    sizes = {key: config[key] for key in ("num_generations", "max_new_tokens")}
+        # Which completions are a group, and Dr. GRPO's divisor.
+        sizes = {key: config[key] for key in ("num_generations", "max_new_tokens")}
     warnings = read_lines(folder / "warnings.jsonl")
     return {"name": str(folder), "warnings": warnings, "lines": lines} | sizes
 
@@ -67,13 +67,13 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="(look.html in the folder of the first run)")
     options = parser.parse_args(args)
     output = options.output or options.runs[0] / "look.html"
-    if output.suffix == ".html":
-        text = page(options.runs)
-        with blame(f"--output {output}"):
-            output.write_text(text, encoding="utf-8")
-    else:
-        with blame(f"--output {output}"):  # no matplotlib, or no kind of picture that it knows
-            draw_curves(options.runs, output)
+    with blame(f"--output {output}"):  # no matplotlib, or no kind of picture that it knows
+        new = output.with_name(f"new-{output.name}")  # not through a link that stands there
+        if output.suffix == ".html":
+            new.write_text(page(options.runs), encoding="utf-8")
+        else:
+            draw_curves(options.runs, new)
+        new.replace(output)
     print(output)
 
 
