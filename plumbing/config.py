@@ -183,9 +183,10 @@ def complete(config_class: type[TrainConfig], given: dict[str, Any], embedded: E
         config.bf16 = fast_half(device) is torch.bfloat16 and not fp16
         if fp16 is None:
             config.fp16 = fast_half(device) is torch.float16
-    if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
-        config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
-    find_folder(config)  # before a model is loaded
+    with blame("a folder that the flags name"):  # its name is too long, or nobody may enter it
+        if (config.lora_r > 0 or is_adapter(config.model)) and not has_own_rate:
+            config.learning_rate *= 10  # Schulman et al. 2025, "LoRA without regret"
+        find_folder(config)  # before a model is loaded
     return config
 
 
@@ -232,15 +233,17 @@ def _check_numbers(config: TrainConfig) -> None:
 
 # --- The folder of a run ---
 
-# What a run and tools/look.py make in it; `.new` is left where a run is killed.
-MADE = """config.json metrics.jsonl samples.jsonl tokens.jsonl warnings.jsonl checkpoint.pt model
+# What a run and tools/look.py make in it; `.new` is left where a run is killed. In the order in
+# which --overwrite erases: half a run has no checkpoint.
+MADE = """checkpoint.pt config.json metrics.jsonl samples.jsonl tokens.jsonl warnings.jsonl model
 checkpoint.pt.new model.new curve.png look.html tensorboard""".split()
+ANEW = "--overwrite erases the run, model/ too, and begins anew"
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
     """Read the settings of the run in `folder`, with its `script`. Raises InputError."""
     with blame(f"{folder / 'config.json'}"):
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def claim_folder(config: TrainConfig) -> Path:
@@ -286,8 +289,11 @@ def _lost(config: TrainConfig, folder: Path) -> str | None:
     settings = folder / "config.json"
     if not settings.is_file() or b'"script": ' not in settings.read_bytes():
         found = [name for name in MADE if (folder / name).exists()]
+        if found == ["metrics.jsonl"] and (folder / "metrics.jsonl").stat().st_size == 0:
+            claim = "metrics.jsonl of a run that begins, or was killed: --overwrite takes it"
+            return None if config.overwrite else claim
         return f"{found[0]}, and no run: name another --output_dir" if found else None
     # A run that ends without a step gives its metrics.jsonl up.
     is_free = config.resume or config.overwrite or not (folder / "metrics.jsonl").exists()
     goes_on = (folder / "checkpoint.pt").exists() * f"--resume {folder} goes on with it, "
-    return None if is_free else f"a run: {goes_on}--overwrite begins anew"
+    return None if is_free else f"a run: {goes_on}{ANEW}"

@@ -251,8 +251,8 @@ def read_rows(name: str, split: str) -> list[dict]:
     Raises InputError.
     """
     path = Path(name)
-    is_folder, kind = path.is_dir(), path.suffix.lower()
     with blame(f"{name} (JSON lines, .csv, .tsv or a dataset)"):
+        is_folder, kind = path.is_dir(), path.suffix.lower()
         if is_folder or (kind not in (".jsonl", ".json", ".csv", ".tsv") and not path.is_file()):
             import datasets
 

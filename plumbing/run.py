@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import Rollout, evaluating, is_flat
 from forward import rollout_logprobs
-from plumbing.config import MADE, TrainConfig, claim_folder
+from plumbing.config import ANEW, MADE, TrainConfig, claim_folder
 from plumbing.data import text_of
 from plumbing.errors import Fault, InputError, blame
 from plumbing.metrics import (
@@ -95,9 +95,11 @@ class Run:
         if config.resume:
             self._resume()
         elif config.overwrite:
-            # All but metrics.jsonl, which claims the folder.
-            for path in (self.folder / name for name in MADE if name != "metrics.jsonl"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            # All but what says that the folder is a run's: it may be killed meanwhile.
+            kept = ("metrics.jsonl", "config.json")
+            for path in (self.folder / name for name in MADE if name not in kept):
+                is_file = path.is_symlink() or not path.is_dir()  # of a link only the link goes
+                path.unlink(missing_ok=True) if is_file else shutil.rmtree(path)
         settings = json.dumps({"script": config.script} | asdict(config), indent=2)
         new = self.folder / "config.json.new"  # on a full disk the old one is still there
         new.write_text(settings + "\n")
@@ -110,7 +112,8 @@ class Run:
     def _give_up(self) -> None:
         """Leave the folder of a run without a step to the next one."""
         for file in self.files.values():  # Windows deletes no open file
-            file.close()
+            with contextlib.suppress(OSError):  # what a full disk didn't take is flushed again
+                file.close()
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and metrics.stat().st_size == 0:  # somebody may have deleted the folder
             metrics.unlink()
@@ -279,7 +282,8 @@ class Run:
         """
         faults = []
         for name, write in (("model", self._write_model), ("checkpoint.pt", self._write_state)):
-            new, old = self.folder / f"{name}.new", self.folder / name
+            old = (self.folder / name).resolve()  # it may be a link to a larger disk
+            new = old.with_name(f"{old.name}.new")
             try:
                 write(new)
                 if old.is_dir():
@@ -296,6 +300,8 @@ class Run:
     def _write_model(self, folder: Path) -> None:
         next(iter(self.models.values())).save_pretrained(folder)
         self.data.tokenizer.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):  # hidden from all other users
+            file.chmod((self.folder / "config.json").stat().st_mode)
 
     def _write_state(self, file: Path) -> None:
         state = {"step": self.step, "first_metrics": self.first_metrics, "origin": self.origin}
@@ -306,9 +312,9 @@ class Run:
     def _resume(self) -> None:
         """Take up the state of the checkpoint, and drop the records of later steps."""
         if not (self.folder / "checkpoint.pt").exists():
-            raise InputError("there is no checkpoint yet: begin anew with --overwrite")
+            raise InputError(f"there is no checkpoint: {ANEW}")
         cut = f"{self.folder / 'checkpoint.pt'} is cut short, or of another version"
-        with blame(f"{cut}: --overwrite begins anew"):
+        with blame(f"{cut}: {ANEW}"):
             state = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
             if state["origin"] != self.origin:
                 raise InputError("the rows or the weights of a model aren't those it began with")
@@ -349,7 +355,9 @@ class Run:
         ended = f"The run ended in step {self.step}"
         if self.saved_step is None:
             self._give_up()
-            return f"{ended}; nothing is saved."
+            model = (self.folder / "model").exists()
+            saved = "model/ is saved, and no checkpoint" if model else "nothing is saved"
+            return f"{ended}; {saved}."
         return f"{ended}: --resume {self.config.output_dir} goes on from step {self.saved_step}."
 
 
@@ -407,16 +415,8 @@ def _short(x: float) -> float | None:
 # --- The end of a program ---
 
 
-def forgiving(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a stream's `write` or `flush` let OSError pass: a terminal that goes, or a log whose
-    disk is full, must not take the step at hand along.
-    """
-
-    def attempt(*args: object) -> Any:
-        with contextlib.suppress(OSError):
-            return write(*args)
-
-    return attempt
+class LetPass(contextlib.suppress, contextlib.ContextDecorator):
+    """Let errors of these kinds pass, in `with` or, as a decorator, in each call of a function."""
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -427,12 +427,12 @@ def run_main(main: Callable[[], None]) -> None:
     transformers_logging.set_verbosity(50)  # CRITICAL: its errors reach us as exceptions
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # from peft
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         # A character that the terminal lacks is shown as its number, not an error.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-        if stream is not None:  # nobody may listen from the start
-            stream.write, stream.flush = forgiving(stream.write), forgiving(stream.flush)
+        # A terminal that goes, or a log whose disk is full, must not take the step at hand along.
+        stream.write, stream.flush = map(LetPass(OSError), (stream.write, stream.flush))
     try:
         main()
     except BaseException as e:

@@ -27,7 +27,7 @@ import plumbing.run
 import ppo
 import reward_model
 import rloo
-from plumbing.config import MADE
+from plumbing.config import ANEW, MADE
 from plumbing.errors import Fault, InputError, blame
 from plumbing.metrics import read_lines
 from plumbing.run import Run, run_main
@@ -182,13 +182,18 @@ def test_an_ended_run_goes_on_from_where_it_says(end, run, monkeypatch):
     assert_same_run("run", whole())
 
 
-def test_kill_9_loses_only_the_steps_since_the_checkpoint(run, monkeypatch):
+def kill(run, monkeypatch, module, name, *flags):
+    """`kill -9` of a run behind module.name, at step 3 if the run has begun its steps."""
     with monkeypatch.context() as patch:
-        fails(patch, ppo, "policy_loss", 3, 9)
-        process = multiprocessing.get_context("fork").Process(target=run)
+        fails(patch, module, name, 3, 9)
+        process = multiprocessing.get_context("fork").Process(target=run, args=flags)
         process.start()
         process.join(300)
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_kill_9_loses_only_the_steps_since_the_checkpoint(run, monkeypatch):
+    kill(run, monkeypatch, ppo, "policy_loss")
     assert [x["step"] for x in lines_of("run/metrics.jsonl")] == [0, 1, 2]
     for name in ("metrics", "samples", "tokens"):
         with Path(f"run/{name}.jsonl").open("ab") as file:
@@ -271,6 +276,40 @@ def test_overwrite_begins_anew_and_a_fault_loses_nothing(run, monkeypatch):
     assert Path("run/look.html").exists(), "nothing is erased without --overwrite"
 
 
+@pytest.mark.parametrize("name", ["write_text", "unlink"])
+def test_overwrite_takes_a_folder_whose_run_was_killed(name, run, monkeypatch):
+    """Before its config.json stands, and while --overwrite erases the run before it."""
+    if name == "unlink":
+        run("--num_steps", "1")
+    kill(run, monkeypatch, Path, name, "--overwrite")
+    before = files_below("run")
+    assert [run("--resume", "run")[0], run()[0]] == [2, 2] and files_below("run") == before
+    assert run("--overwrite")[0] == 0
+    assert_same_run("run", whole())
+
+
+def test_a_save_follows_a_link_and_overwrite_leaves_its_target(run):
+    run("--num_steps", "1")
+    model, disk = Path("run/model"), Path("larger_disk").absolute()
+    model.rename(disk)
+    model.symlink_to(disk)
+    (disk / "model.safetensors").unlink()
+    assert run("--resume", "run")[0] == 0 and model.is_symlink()
+    assert (kept := files_below(disk)).keys() >= {"model.safetensors"}
+    assert run("--overwrite")[0] == 0
+    assert_same_run("run", whole())
+    assert files_below(disk) == kept and not model.is_symlink(), "of a link only the link goes"
+
+
+def test_a_model_without_a_checkpoint_is_named(run, monkeypatch):
+    fails(monkeypatch, torch, "save", 1, FULL)
+    code, text = run("--num_steps", "1")
+    assert code == 1 and "The run ended in step 1; model/ is saved, and no checkpoint" in text
+    for flags in ([], ["--resume", "run"]):
+        code, text = run(*flags)
+        assert code == 2 and text.endswith(f": {ANEW}\n")
+
+
 @pytest.mark.parametrize("flags", [FLAGS[:-2], FLAGS], ids=["default folder", "--output_dir"])
 def test_two_runs_started_at_once_never_share_a_folder(flags, run, monkeypatch, capsys):
     """Another run claims the folder when this one has found it free and not yet made it."""
@@ -297,8 +336,16 @@ def test_a_resume_on_a_full_disk_loses_nothing(run, monkeypatch):
     with monkeypatch.context() as patch:
         fails(patch, torch, "_fused_adamw_", 3, KeyboardInterrupt())  # step 2 is saved
         run()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file can grow
+    limits, sample = resource.getrlimit(resource.RLIMIT_FSIZE), ppo.sample
+
+    def fill(*args, **options):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file can grow
+        return sample(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "sample", fill)
+        code, text = run("--output_dir", "new")
+    assert "step 0; nothing is saved.\n" in text and text.endswith("[Errno 27] File too large\n")
     ends = [run("--resume", "run"), run("--output_dir", "new")]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for (code, text), flag in zip(ends, ("--resume run", "--output_dir new")):
@@ -391,6 +438,8 @@ def test_a_run_leaves_its_files_in_a_named_folder(run):
     assert folder.name == "ppo-small-gpt2-prompts-s0"
     assert {path.name for path in folder.iterdir()} <= {*MADE}, "--overwrite takes them away"
     assert {"checkpoint.pt", "curve.png", "config.json", "warnings.jsonl"} <= files.keys()
+    modes = {path.stat().st_mode for path in (folder / "model").iterdir()}
+    assert modes == {(folder / "config.json").stat().st_mode}, "whoever reads one reads all"
     assert files["model/model.safetensors"] != Path("small-gpt2/model.safetensors").read_bytes()
     lines = lines_of(folder / "metrics.jsonl")
     assert lines[0]["memory/peak_gb"] is None, "a CPU's isn't known"
