@@ -55,7 +55,7 @@ class Task:
     tokenizer: Tokenizer | None = None
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int = 0
-    tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, once
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each prompt, once
     step: int = 0  # of the last batch
     means: dict[str, float] = field(default_factory=dict)  # of several rewards, as last scored
     frozen_models: list[nn.Module] = field(default_factory=list)  # reference, reward model
@@ -68,7 +68,13 @@ class Task:
     def encode(self, rows: list[dict]) -> tuple[Tensor, Tensor]:
         """Return the tokens of N prompts: (ids, mask), each (N, P), on the CPU, left-padded."""
         self.tokenise(rows)
-        return pad_rows([self.tokens[str(row["prompt"])] for row in rows])
+        return pad_rows([*map(self.read_as, rows)])
+
+    def read_as(self, row: dict) -> tuple[int, ...]:
+        """Return what the model reads of a row's prompt. It alone tells prompts apart: no id of a
+        message, and no key that the chat template leaves out.
+        """
+        return self.tokens[str(row["prompt"])]
 
     def tokenise(self, rows: list[dict]) -> None:
         """Make the tokens of the prompts that have none yet. Raises InputError."""
@@ -76,7 +82,7 @@ class Task:
         new = [prompt for prompt in prompts if str(prompt) not in self.tokens]
         # In slices: what a tokenizer returns takes far more memory than the ids.
         for some in (new[i : i + 1000] for i in range(0, len(new), 1000)):
-            self.tokens |= zip(map(str, some), prompt_tokens(self.tokenizer, some))
+            self.tokens |= zip(map(str, some), map(tuple, prompt_tokens(self.tokenizer, some)))
 
     def score(
         self, rows: list[dict], rollout: Rollout, allow_none: bool = True
@@ -136,10 +142,15 @@ def load_task(
         [row | {"prompt": _prompt_of(config, row)} for row in rows]
         for rows in (task.train, task.heldout)
     )
+    rows = task.train + task.heldout
+    if len({isinstance(row["prompt"], str) for row in rows}) > 1:
+        remedy = '--system_prompt "" makes messages of all'
+        raise InputError(f"some prompts are text and some messages: {remedy}")
+    task.tokenise(rows)
     if config.prompts and not config.eval_prompts:
-        task.train, task.heldout = split_rows(task.train, lambda row: str(row["prompt"]))
-    trained = {str(row["prompt"]) for row in task.train if config.eval_prompts}
-    if both := sum(str(row["prompt"]) in trained for row in task.heldout):
+        task.train, task.heldout = split_rows(task.train, task.read_as)
+    trained = {task.read_as(row) for row in task.train if config.eval_prompts}
+    if both := sum(task.read_as(row) in trained for row in task.heldout):
         print(f"{both} of the {len(task.heldout)} held-out prompts are trained on as well.")
     _load_rewards(config, task, tasks)
     _check_prompts(config, task, policy)
@@ -178,12 +189,11 @@ def _load_rewards(config: RunConfig, task: Task, tasks: ModuleType) -> None:
 
 
 def _check_prompts(config: RunConfig, task: Task, policy: nn.Module) -> None:
-    """Turn all prompts into tokens, and check that they suit the model. Raises InputError."""
+    """Check that the prompts suit the model, and show one. Raises InputError."""
     if not task.train or not task.heldout:
         raise InputError(f"--task {config.task}: needs prompts to train on and held-out ones")
     if isinstance(task.train[0]["prompt"], str) and task.tokenizer.chat_template is not None:
         print('The prompts are text. --system_prompt "" makes messages of them and of completions.')
-    task.tokenise(task.train + task.heldout)
     _show_prompts(config, task)
     text, longest = max(task.tokens.items(), key=lambda item: len(item[1]))
     limit, new = context_length(policy) or math.inf, config.max_new_tokens
@@ -201,8 +211,8 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     the run goes on, and learns something else. Raises InputError where rows become one prompt.
     """
     rows, first, tokenizer = task.train + task.heldout, task.train[0]["prompt"], task.tokenizer
-    count, written = len({tuple(ids) for ids in task.tokens.values()}), config.prompt_template or ""
-    shown = tokenizer.decode(task.tokens[str(first)])
+    count, written = len({*map(task.read_as, rows)}), config.prompt_template or ""
+    shown = tokenizer.decode(task.read_as(task.train[0]))
     shown = repr(shown if len(shown) < 400 else f"{shown[:200]} ... {shown[-200:]}")
     if count == 1 and any(x != rows[0] for x in rows) and (written or len(task.tokens) > 1):
         fault = f"all {len(rows)} rows are one prompt to the model, {shown}"
@@ -213,10 +223,18 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     # A column that stands there by itself is the question, which a judge may read.
     for name in columns & {"answer"}.union(*read) if len(columns) > 1 else ():
         print(f"A reward checks {{{name}}} too: is it the answer? As text it is {{{{{name}}}}}.")
-    if any(str(row["prompt"])[-1] in " \t" for row in rows):
-        print("Prompts end in a space, which most tokenizers put in front of a word: leave it out.")
-    if isinstance(first, str):
+    is_text = isinstance(first, str)
+    open_ended = [
+        row["prompt"] for row in rows if is_text or row["prompt"][-1]["role"] == "assistant"
+    ]
+    if spaces := sum(text_of(prompt).endswith((" ", "\t")) for prompt in open_ended):
+        remedy = "Most tokenizers put it in front of a word: leave it out."
+        print(f"Prompts that end in a space: {spaces}. {remedy}")
+    if is_text:
         return
+    if open_ended:
+        asked = "They are continued: are they the answer?"
+        print(f"Prompts that end with the assistant's words: {len(open_ended)}. {asked}")
     for prompt in {str([m["role"] for m in x["prompt"]]): x["prompt"] for x in rows}.values():
         text = "".join(_in_template(tokenizer, prompt).split())
         for m in (m for m in prompt if "".join(m["content"].split()) not in text):
@@ -231,7 +249,7 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     ids = tokenizer(end, add_special_tokens=False).input_ids
     if end and {*ids}.isdisjoint(task.eos_token_ids) and not any(x in end for x in config.stop):
         print(f"A turn ends with {end!r} in the chat template, and no completion: --stop {end!r}")
-    if not opened and first[-1]["role"] != "assistant":
+    if not opened and len(open_ended) < len(rows):
         print("The chat template opens no assistant's turn: right for few models (Mistral's).")
     if "strftime_now" in str(tokenizer.chat_template):
         print("The chat template writes the date: a run that goes on tomorrow has other prompts.")
@@ -253,7 +271,7 @@ def read_rows(name: str, split: str) -> list[dict]:
     path = Path(name)
     with blame(f"{name} (JSON lines, .csv, .tsv or a dataset)"):
         is_folder, kind = path.is_dir(), path.suffix.lower()
-        if is_folder or (kind not in (".jsonl", ".json", ".csv", ".tsv") and not path.is_file()):
+        if is_folder or (kind not in (".jsonl", ".json", ".csv", ".tsv") and not path.exists()):
             import datasets
 
             parts = [name] if is_folder else name.split(":", 2)  # it may be on drive C:
@@ -294,15 +312,16 @@ def split_rows(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict]
     fewer than ten keys, all rows are on both sides.
     """
     # Whole keys are held out, not rows: a file may have a prompt several times.
-    rows, keys = list(rows), list(dict.fromkeys(map(key, rows)))
+    rows = [(key(row), row) for row in rows]
+    keys = list(dict.fromkeys(of_row for of_row, _ in rows))
     for some in (rows, keys):
         random.Random(0).shuffle(some)
     if len(keys) < 10:
         print("Fewer than ten prompts: none is held out, they are trained on and evaluated.")
-        return rows, rows
+        return [row for _, row in rows], [row for _, row in rows]
     kept = {*keys[: min(512, len(keys) // 10)]}
-    train = [row for row in rows if key(row) not in kept]
-    return train, [row for row in rows if key(row) in kept]
+    train = [row for of_row, row in rows if of_row not in kept]
+    return train, [row for of_row, row in rows if of_row in kept]
 
 
 def prompt_batch(rows: list[dict], step: int, size: int, seed: int) -> list[dict]:

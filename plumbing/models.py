@@ -256,7 +256,7 @@ def spread_weights(backbone: nn.Module, half: torch.dtype = torch.bfloat16) -> N
         p.copy_(bits.view(torch.float32).where((rounded != 0) & rounded.isfinite(), p))
 
 
-def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, list[int]]) -> None:
+def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, tuple]) -> None:
     """On a GPU, halve config.micro_batch_tokens until a forward and backward pass of the widest
     micro-batch that can come fits. The gradient doesn't depend on it. prompts: tokens by prompt.
     """

@@ -46,6 +46,7 @@ FILES = {
     "cut/checkpoint.pt": "",
 }
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+CHAT = [{"role": "user", "content": "a"}]
 TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
@@ -101,6 +102,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", RUN, "max_new_tokens or cut 'xx", TWO + json.dumps({"prompt": "x" * 59})),
     ("ppo", RUN, "gives id 20, and the model knows 20", '{"prompt": "a<new>"}\n{"prompt": "a"}'),
     ("ppo", f"{RUN} --system_prompt Hello", "not empty", '{"prompt": []}'),
+    ("ppo", RUN, "some prompts are text and some messages", TWO + json.dumps({"prompt": CHAT})),
     ("ppo", RUN + r" --prompt_template {prompt}\boxed{}", "Braces that are text are {{ }}.", TWO),
     # Pairs
     ("reward_model", "--model small --output_dir new", "--pairs: is needed for --model small", ""),

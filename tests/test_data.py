@@ -1,6 +1,7 @@
 """Prompts: read from files and datasets, in a template, split, in batches, as tokens."""
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -35,6 +36,10 @@ def test_json_lines_are_read_with_all_their_columns(tmp_path):
     for mark in (b"", b"\xef\xbb\xbf"):
         path.write_bytes(mark + path.read_bytes() + b"  \n")
         assert read_rows(str(path), "train") == rows
+    end, start = os.pipe()  # as of <(zcat p.jsonl.gz)
+    os.write(start, path.read_bytes())
+    os.close(start)
+    assert read_rows(f"/dev/fd/{end}", "train") == rows
 
 
 def test_the_cells_of_a_csv_file_are_text(tmp_path):
@@ -137,6 +142,24 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys):
         assert found == [str(count)] * (count > 0)
 
 
+def test_prompts_are_told_apart_by_what_the_model_reads(tmp_path, capsys):
+    """Not by ids, times, other keys or their order, nor by blanks that the template strips."""
+    chats, template = [], WHOLE.replace("{{ m.content }}", "{{ m.content.strip() }}")
+    for n in range(60):
+        turn = message(f"{n % 12}+1" + " " * (n // 12)) | {"id": n}
+        chats.append([turn if n % 2 else dict(reversed(turn.items()))])
+    path = write(tmp_path / "p.jsonl", [{"prompt": chat} for chat in chats])
+    for flags in ({}, {"eval_prompts": write(tmp_path / "e.jsonl", [{"prompt": chats[13]}])}):
+        task = task_of(template, reward=["brevity"], prompts=path, **flags)
+        out = capsys.readouterr().out
+        assert "Different prompts: 12." in out
+        assert ("1 of the 1 held-out prompts are trained on" in out) == bool(flags)
+        sides = [
+            {row["prompt"][0]["content"].strip() for row in x} for x in (task.train, task.heldout)
+        ]
+        assert len(sides[1]) == 1 and (flags or not sides[0] & sides[1])
+
+
 OPENS = "{% if add_generation_prompt %}[assistant]{% endif %}"
 WHOLE = CHAT_TEMPLATE + OPENS
 ONLY = "{% for m in messages if m.role in ROLES %}[{{ m.role }}]{{ m.content }}{% endfor %}" + OPENS
@@ -160,10 +183,10 @@ CHAT = {"system_prompt": ""}
         ({"prompt_template": "{prompt} {gold[0]}"}, None, None),
         ({"prompt_template": "{prompt} {gold[0]}", "reward": ["FILE:f"]}, None, "{gold} too"),
         ({"prompt_template": "{answer}?", "reward": ["FILE:f"]}, None, None),  # the question
-        ({"prompt_template": "{prompt} \t"}, None, "end in a space"),
+        ({"prompt_template": "{prompt} \t"}, None, "end in a space: 12."),
         ({"prompt_template": "{prompt}\n"}, None, None),
         ({"prompt_template": "{asked}"}, CHAT_TEMPLATE, "opens no assistant's turn"),
-        ({"prompt_template": "{begun}"}, CHAT_TEMPLATE, None),
+        ({"prompt_template": "{begun}"}, CHAT_TEMPLATE, "end with the assistant's words: 12."),
     ],
 )
 def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, capsys):
@@ -180,6 +203,30 @@ def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, 
     seen = task.tokenizer.decode(task.tokens[str(task.train[0]["prompt"])])
     assert lines[0] == f"Different prompts: 12. The model continues, for one, {seen!r}"
     assert len(lines) == 1 + (said is not None) and (said or "") in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "template", "said"),
+    [
+        ("{}", "{} ", None, ["end in a space: 1."]),
+        ("U{}", "U{}A", WHOLE, ["end with the assistant's words: 1."]),
+        ("U{}", "U{}A ", WHOLE, ["end in a space: 1.", "end with the assistant's words: 1."]),
+        ("U{}", "U{} ", WHOLE, []),
+        ("U{}", "SU{}", NO_SYSTEM, ["leaves out what system says: 'S'"]),
+        ("U{}A", "U{}", CHAT_TEMPLATE, ["assistant's words: 12.", "opens no assistant's turn"]),
+    ],
+)
+def test_what_is_odd_in_the_last_row_is_said(usual, odd, template, said, tmp_path, capsys):
+    roles, rows = {"S": "system", "U": "user", "A": "assistant"}, []
+    for n, kind in enumerate([usual] * 11 + [odd]):
+        turns = re.findall(r"[SUA][^SUA]*", kind.format(n))
+        rows.append({"prompt": [message(x, roles[x[0]]) for x in turns] or kind.format(n)})
+    heldout = write(tmp_path / "e.jsonl", rows[:1])
+    path = write(tmp_path / "p.jsonl", rows)
+    task_of(template, reward=["brevity"], prompts=path, eval_prompts=heldout)
+    lines = capsys.readouterr().out.splitlines()
+    lines = lines[1 + [x.startswith("Different") for x in lines].index(True) :]
+    assert len(lines) == len(said) and all(x in line for x, line in zip(said, lines)), lines
 
 
 @pytest.mark.parametrize(
@@ -250,7 +297,7 @@ def test_a_thousand_prompts_at_most_are_tokenised_at_once(monkeypatch):
     monkeypatch.setattr(data, "prompt_tokens", found)
     ids, mask = task.encode([{"prompt": str(i)} for i in range(2500)])
     assert ids.shape == mask.shape == (2500, 1) and mask.dtype == torch.bool
-    assert sizes == [1000, 1000, 500] and [*task.tokens.values()] == [[i] for i in range(2500)]
+    assert sizes == [1000, 1000, 500] and [*task.tokens.values()] == [(i,) for i in range(2500)]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_equal_and_long_pairs_are_left_out_and_counted(tmp_path, capsys):
     assert "longer than 64 tokens" in capsys.readouterr().out, "which is the model's context"
 
 
-def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
+def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path, capsys):
     rows = [
         row | {"prompt": "abcdehno"[n % 8] * (n // 8 + 1)} for n, row in enumerate(letter_pairs(60))
     ]
@@ -219,9 +219,22 @@ def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path):
             for part in (pairs.train, pairs.heldout)
         )
         assert heldout and not train & heldout
+    ids = [
+        row | {"prompt": [{"role": "user", "content": "abcdehnofqrs"[n % 12], "id": n}]}
+        for n, row in enumerate(rows)
+    ]
+    pairs = pairs_of(pairs=write(tmp_path / "own.jsonl", ids))
+    sides = [{p["prompt"][0]["content"] for p in part} for part in (pairs.train, pairs.heldout)]
+    assert list(map(len, sides)) == [11, 1] and not sides[0] & sides[1]
     texts = [{"chosen": f"a{'o' * n}", "rejected": "b"} for n in range(60)]
     pairs = pairs_of(pairs=write(tmp_path / "own.jsonl", texts))
     assert len(pairs.heldout) == 6, "they are not one prompt"
+    assert "begin alike" not in capsys.readouterr().out
+    dialogues = [
+        {"chosen": f"{n % 9}{'a' * 40}", "rejected": f"{n % 9}{'a' * 39}"} for n in range(60)
+    ]
+    pairs_of(pairs=write(tmp_path / "own.jsonl", dialogues + texts[:5]))
+    assert "begin alike: give what is in front of the answer" in capsys.readouterr().out
 
 
 def test_own_pairs_prefer_right_sums():
