@@ -93,7 +93,7 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
         found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
     # A mistake acts in every step. Rounding can be as large in single steps, by one rare token. In
     # bfloat16 its median is at most 0.0055; sampling at temperature 0.9 by mistake gives 0.027:
-    # docs/precision.md.
+    # docs/debugging.md.
     sampler_kl = statistics.median_low([m.get("val/sampler_kl", 0) for m in history[-5:]])
     if sampler_kl > (0.01 if bf16 else 0.001):
         text = f"sampling and training differ by {sampler_kl:.2g} nats per token, beyond rounding:"
