@@ -50,8 +50,8 @@ TEST = "test_the_first_of_several_eos_ids_ends_a_completion"
     ("file", "function", "said"),
     [
         ("common.py", "completion_mask", f"tests/test_common.py::{TEST}"),
-        ("common.py", "gae", "UNSEEN"),
-        ("tools/look.py", "main", "NOT PLANTED"),
+        pytest.param("common.py", "gae", "UNSEEN", marks=pytest.mark.slow),
+        pytest.param("tools/look.py", "main", "NOT PLANTED", marks=pytest.mark.slow),
     ],
 )
 def test_a_test_sees_only_bugs_that_it_runs(file, function, said, monkeypatch):
