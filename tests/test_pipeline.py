@@ -250,7 +250,8 @@ def test_people_show_and_choose_and_ppo_learns(tmp_path):
     def run(command: str) -> str:
         name, *words = command.split()
         command = [sys.executable, str(PAGES[name]), *words]
-        return subprocess.run(command, cwd=tmp_path, stdout=-1, text=True, check=True).stdout
+        said = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+        return said.stdout
 
     run("sft")
     alike = float(re.search("both or none.* (.+)", run("reward_model"))[1])
