@@ -61,8 +61,6 @@ ROLLOUTS = "--num_steps 10 --prompts_per_step 32 --num_generations 8 --num_eval_
 ROLLOUTS += " --eval_every 10 --warmup_steps 0 --kl_coef 0 --eval_generations 8"
 REUSED = f"{ROLLOUTS} --num_epochs 4 --num_mini_batches 8"
 SHORT = f"{GROUPS} --reward REWARDS:short --temperature 1.5 --max_new_tokens 10"
-LONG = f"{GROUPS} --reward REWARDS:long --temperature 1.5 --max_new_tokens 12 --kl_coef 0"
-LONG += " --num_steps 100 --eval_every 100"
 LENGTHS = f"{GROUPS} --temperature 1.5 --max_new_tokens 12 --num_mini_batches 2"
 LEARNT = "--reward_model JUDGE/model --num_steps 40 --prompts_per_step 64 --num_eval_prompts 256"
 LEARNT += " --eval_every 5"
@@ -141,23 +139,6 @@ EXPERIMENTS = {
             " the reference, so log policy - log reference is negative at them.",
         ),
     ),
-    "temperature": Experiment(
-        2,
-        "Sampled at temperature 1.5, log-probs at 1: a mistake that raises no error, and the ratio"
-        " is 1 all the same. Where does it show?",
-        "accuracy ratio_dev kl reward accuracy_first",
-        {
-            "right": Variant("rloo", HOT),
-            "forgotten": Variant("rloo", HOT, "forget_the_temperature"),
-        },
-        Prediction(
-            "With the temperature forgotten, is `ratio_dev`, how far the first ratio is from 1,"
-            " above 0 or 0?",
-            "ratio_dev", "forgotten", 0,
-            "The ratio compares new with old log-probs. Both are taken at temperature 1.",
-        ),
-        curve="objective/kl",
-    ),
     "kl_coef": Experiment(
         2,
         "The reward counts nines, and right sums are what was meant. How much of them is left, for"
@@ -174,25 +155,6 @@ EXPERIMENTS = {
             " No right sum stands against that.",
         ),
         samples=True,
-    ),
-    "learning_rate": Experiment(
-        2,
-        "64 completions a step, three learning rates, with a warm-up of ten steps and without: what"
-        " collapses, and what crawls?",
-        "accuracy lowest reward kl_largest",
-        {
-            f"{rate}, {label}": Variant(
-                "rloo", f"{GROUPS} --learning_rate {rate} --warmup_steps {steps}"
-            )
-            for rate in ("1e-4", "8e-4", "4e-3")
-            for steps, label in ((10, "warm-up"), (0, "none"))
-        },
-        Prediction(
-            f"A rate of 4e-3, warm-up: is `accuracy` above or below the {START} of the start?",
-            "accuracy", "4e-3, warm-up", START,
-            "The warm-up makes the first ten steps shorter. The steps after it are five times as"
-            " long as those that learn.",
-        ),
     ),
     "base_model": Experiment(
         2,
@@ -234,23 +196,6 @@ EXPERIMENTS = {
             " about all the others.",
         ),
     ),
-    "missing_eos": Experiment(
-        3,
-        "With room for 3 tokens a sum of three digits has none left for EOS. What does a penalty"
-        " for the missing EOS teach?",
-        "accuracy truncated reward",
-        {
-            f"penalty {p}": Variant("ppo", f"{PPO} --max_new_tokens 3 --missing_eos_penalty {p}")
-            for p in (0, 2)
-        },
-        Prediction(
-            "Is `accuracy` with a penalty of 2 above or below that without one?",
-            "accuracy", "penalty 2", ("accuracy", "penalty 0"),
-            "List the scores: a right sum of three digits has 1 - 2, a wrong one of two digits with"
-            " EOS has 0. Which does it prefer?",
-        ),
-        curve="length/truncated_frac",
-    ),
     "lambda": Experiment(
         3,
         "lambda 1 trusts the rewards, lambda 0 the value model. What does a value model that starts"
@@ -281,33 +226,6 @@ EXPERIMENTS = {
             "Scores are 0 or 1, so raw advantages have a deviation below 1. Whitened ones have 1.",
         ),
         curve="grad_norm",
-    ),
-    "epochs": Experiment(
-        3,
-        "1 or 4 passes over a rollout: what is gained per episode, and what does the clip have to"
-        " do with it?",
-        "accuracy clipfrac approxkl kl",
-        {f"{n} epochs": Variant("ppo", f"{PPO} --num_epochs {n}") for n in (1, 4)},
-        Prediction(
-            "Is `kl`, to the reference, after 4 epochs above or below that after 1?",
-            "kl", "4 epochs", ("kl", "1 epochs"),
-            "The clip bounds what one rollout changes, and not the sum over 30 steps.",
-        ),
-    ),
-    "score_slot": Experiment(
-        3,
-        "The score on EOS, or one slot after it: how much of it arrives at EOS and at the token"
-        " before, by lambda, while V is still 0? (No training: shape_rewards and gae alone.)",
-        "EOS_0.5 before_0.5 EOS_0.95 before_0.95 EOS_1.0 before_1.0",
-        {
-            "on EOS": Variant(measure="share_of_score", arguments=("",)),
-            "one slot after": Variant(measure="share_of_score", arguments=("one_slot_after",)),
-        },
-        Prediction(
-            "The score of 1 sits one slot after EOS. What is the advantage of EOS with lambda 0.5?",
-            "EOS_0.5", "one slot after", None,
-            "delta of the slot after EOS is 1, and the recursion hands gamma lambda of it on.",
-        ),
     ),
     "pad_is_eos": Experiment(
         4,
@@ -356,26 +274,6 @@ EXPERIMENTS = {
             "one_of_8", "none", None,
             "The sum of |A| over a group with k right of G is 2 k (G - k) / G. Divide that of k = 1"
             " by that of k = 4.",
-        ),
-    ),
-    "rejection": Experiment(
-        4,
-        "Rejection fine-tuning keeps the right samples and imitates them: no advantage, no ratio."
-        " With one update for each rollout, and with 32: is it behind GRPO, and what is left of the"
-        " entropy?",
-        "accuracy pass_at_8 entropy reward",
-        {
-            "GRPO, 1 update": Variant("grpo", ROLLOUTS),
-            "GRPO, 32 updates": Variant("grpo", REUSED),
-            "right ones, 1 update": Variant("grpo", ROLLOUTS, "imitate_what_is_right"),
-            "right ones, 32 updates": Variant("grpo", REUSED, "imitate_what_is_right"),
-        },
-        Prediction(
-            "32 updates: is `entropy` after imitating the right samples above or below that after"
-            " GRPO?",
-            "entropy", "right ones, 32 updates", ("entropy", "GRPO, 32 updates"),
-            "Imitation ends where the policy gives the right samples of a rollout all probability."
-            " Nothing clips it on the way there.",
         ),
     ),
     "off_policy": Experiment(
@@ -449,22 +347,6 @@ EXPERIMENTS = {
             "flat", "16 prompts", ("flat", "8 of 16 prompts"),
             "More prompts of the same kind are flat as often.",
         ),
-    ),
-    "overlong": Experiment(
-        5,
-        "The reward pays for length, up to the limit of 12 tokens. What does DAPO's soft penalty"
-        " over the last 6 change?",
-        "length_first length truncated",
-        {
-            "no penalty": Variant("grpo", LONG),
-            "penalty": Variant("grpo", f"{LONG} --overlong_buffer 6"),
-        },
-        Prediction(
-            "Is `truncated` with the penalty above or below that without it?",
-            "truncated", "penalty", ("truncated", "no penalty"),
-            "From 6 tokens on each one adds 1/12 and costs 1/6. Where is the best length?",
-        ),
-        curve="length/mean",
     ),
     "bfloat16": Experiment(
         5,
@@ -558,26 +440,6 @@ EXPERIMENTS = {
             "worked_out_2", "std", ("worked_out_2", "no std"),
             "Take a group whose answers are all right, where some are 5 tokens long and others 2."
             " Their rewards differ by 0.06. By how much do their advantages?",
-        ),
-        curve="length/mean",
-    ),
-    "cups_length": Experiment(
-        5,
-        "A game that is worked out takes 13 tokens; here there is room for 40. Does GRPO's 1/T make"
-        " answers longer than Dr. GRPO's constant does?",
-        "accuracy length",
-        {
-            "grpo": Variant("grpo", "--task cups --max_new_tokens 40"),
-            "dr_grpo": Variant(
-                "grpo", "--task cups --max_new_tokens 40 --loss_type dr_grpo --scale_rewards none"
-            ),
-        },
-        Prediction(
-            "Is `length` with grpo above, below or (to a third of a token) at that with dr_grpo?",
-            "length", "grpo", ("length", "dr_grpo"),
-            "Of two wrong answers the longer one is punished less at each of its tokens. How many"
-            " answers are wrong in the end?",
-            near=0.33,
         ),
         curve="length/mean",
     ),

@@ -82,11 +82,6 @@ def short(completions: list[str], **columns: object) -> list[float]:
     return [1 / (1 + len(text)) for text in completions]
 
 
-def long(completions: list[str], **columns: object) -> list[float]:
-    """A twelfth for each character: go on as long as you can."""
-    return [len(text) / 12 for text in completions]
-
-
 def right_less_tokens(
     completions: list[str], answer: list[str], completion_ids: list[list[int]], **columns: object
 ) -> list[float]:
@@ -104,21 +99,6 @@ def top_5(module: ModuleType) -> None:
     module.sample = functools.partial(module.sample, top_k=5)
 
 
-def forget_the_temperature(module: ModuleType) -> None:
-    in_update = module.completion_logprobs
-    module.completion_logprobs = lambda model, rollout, temperature, **options: in_update(
-        model, rollout, 1.0, **options
-    )
-
-    def at_1(in_rollout):
-        return lambda model, rollout, config: in_rollout(
-            model, rollout, replace(config, temperature=1.0)
-        )
-
-    for name in {"rollout_logprobs", "logprobs_and_entropy"} & vars(module).keys():
-        setattr(module, name, at_1(getattr(module, name)))
-
-
 def take_eos_for_padding(module: ModuleType) -> None:
     """A mask inferred from ids, where pad and EOS are the same id."""
     original = module.sample
@@ -131,23 +111,6 @@ def take_eos_for_padding(module: ModuleType) -> None:
         return replace(rollout, completion_mask=seen, finished=torch.zeros_like(rollout.finished))
 
     module.sample = sample
-
-
-def one_slot_after(module: ModuleType) -> None:
-    """The score one slot after EOS, as in TRL's PPO; there V is 0."""
-    gae, shape = module.gae, module.shape_rewards
-
-    def longer(mask: Tensor) -> Tensor:
-        return mask | torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-
-    def shape_rewards(scores, kl, mask, kl_coef):
-        penalty = shape(torch.zeros_like(scores), kl, mask, kl_coef)
-        return penalty + shape(scores, torch.zeros_like(kl), longer(mask), 0.0)
-
-    def gae_with_a_slot_more(rewards, values, mask, gamma, lam):
-        return [x.masked_fill(~mask, 0) for x in gae(rewards, values, longer(mask), gamma, lam)]
-
-    module.shape_rewards, module.gae = shape_rewards, gae_with_a_slot_more
 
 
 def leave_advantages_raw(module: ModuleType) -> None:
@@ -173,12 +136,6 @@ def drop_the_ratio(module: ModuleType) -> None:
     module.grpo_loss = lambda logprobs, old_logprobs, *args, **options: original(
         logprobs, logprobs.detach(), *args, **options
     )
-
-
-def imitate_what_is_right(module: ModuleType) -> None:
-    """Rejection fine-tuning: the mean log-prob of the right completions rises, and no other."""
-    drop_the_ratio(module)
-    module.group_advantages = lambda rewards, *_: (rewards == 1).float()
 
 
 def divide_mixed_groups(module: ModuleType, mixed: bool = True) -> None:
@@ -260,17 +217,6 @@ def kl_of_top_k(temperature: float, seed: int) -> dict[str, float]:
     found = {name: whole[name] for name in ("exact", "k1")}
     found |= {f"{name}_top_k": cut[name] for name in ("exact", "k1")}
     return {name: x.mean().item() for name, x in found.items()}
-
-
-def share_of_score(change: str, seed: int) -> dict[str, float]:
-    """The advantage of EOS and of the token before it, for a score of 1 and V = 0."""
-    module, found = module_of("ppo", change), {}
-    mask, zeros = torch.tensor([[True, True, True, False]]), torch.zeros(1, 4)
-    rewards = module.shape_rewards(torch.ones(1), zeros, mask, 0.0)
-    for lam in (0.5, 0.95, 1.0):
-        advantages, _ = module.gae(rewards, zeros, mask, 1.0, lam)
-        found |= {f"EOS_{lam}": advantages[0, 2].item(), f"before_{lam}": advantages[0, 1].item()}
-    return found
 
 
 def push_on_eos(loss_type: str, scale_rewards: str, seed: int) -> dict[str, float]:

@@ -60,13 +60,9 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "best_step": best["step"],
         "score": last["eval/reward"],  # on held-out prompts, as the accuracy is
         "score_first": steps[0]["eval/reward"],
-        "ratio_dev": steps[0]["val/ratio_max_dev_first"],
         "clip_first": steps[0]["policy/clipfrac_avg"],
         "kl_first": steps[0]["objective/kl"],
-        "length_first": steps[0]["length/mean"],
         "kl": late("objective/kl"),
-        "kl_largest": max((line["objective/kl"] or 0.0 for line in steps), default=None),
-        "lowest": min(line["objective/scores"] for line in steps),
         "entropy": late("objective/entropy"),
         "reward": late("objective/scores"),
         "length": late("length/mean"),
@@ -76,7 +72,6 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "grad_norm": mean("grad_norm"),
         "explained": late("val/explained_variance"),
         "flat": late("reward/frac_flat_groups"),
-        "pass_at_8": last.get("eval/pass_at_k"),
         "sampler_kl_x1000": 1000 * mean("val/sampler_kl"),
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -395,9 +395,9 @@ def test_the_key_holds_for_99_of_100_single_runs():
 
 def test_an_answer_is_right_or_gets_a_hint(monkeypatch, capsys):
     predict, found = EXPERIMENTS["dropout"].predict, {"left on": [({"kl_first": -1}, [])]}
-    found |= {"forgotten": [({"ratio_dev": 1}, [])]}
+    found |= {"top_k 5": [({"reward": 1, "accuracy": 0}, [])]}
     monkeypatch.setattr(labs, "run", lambda names, seeds: [(name, found) for name in names])
-    labs.main(["dropout", "temperature", "--predict", "-", "+"])
+    labs.main(["dropout", "top_k", "--predict", "-", "+"])
     said = capsys.readouterr().out
     assert said.startswith("What will you see?") and said.count("What will you see?") == 2
     assert "\nYou said -: right.\n" in said and said.endswith("\nYou said +: right.\n")
@@ -406,7 +406,7 @@ def test_an_answer_is_right_or_gets_a_hint(monkeypatch, capsys):
     assert labs.answered(predict, "0.44", found) == "You said 0.44: right."
 
 
-@pytest.mark.parametrize("name", "pad_is_eos temperature rejection".split())
+@pytest.mark.parametrize("name", "pad_is_eos off_policy".split())
 def test_a_planted_mistake_of_the_labs_changes_the_run(name, tmp_path):
     wrong = next(v for v in EXPERIMENTS[name].variants.values() if v.change)
     flags = wrong.flags.replace("REWARDS", lab_parts.__file__)
