@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import unicodedata
 from decimal import Decimal
 
 from plumbing.data import Prompt, Task, text_of
@@ -166,11 +167,16 @@ def brevity(completions: list, **columns) -> list[float]:
 
 # --- Verifiers: rewards that compare a completion with the column answer ---
 
+# Signs of Unicode, as their plain forms: minus and dash, fractions, powers, thin spaces.
+SIGNS = {"\u2212": "-", "\u2013": "-", "\uff0d": "-", "\u207b": "", "\u2044": "/", "\uff0c": ","}
+SIGNS |= {"\u2019": "'", "\u2009": "\xa0", "\u202f": "\xa0"}
+SIGNS |= {x: f"^{n}" for n, x in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+SIGNS |= dict.fromkeys("¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "1/2")  # one for all: no fraction is a number here
+PLAIN = str.maketrans(SIGNS)
 # 1,024 and 1,024g; LaTeX's 1{,}024, 1,\!024, 1\,024 and 1~024; thin spaces; 1_024 and 1'024.
-COMMA = re.compile(
-    r"(?<=\d)(?:[,\uff0c](?:\\!)?|\{,\}|\\[,:; ]|[~_'\u2019\u2009\u202f\xa0])(?=\d{3}(?!\d))"
-)
-MINUS = re.compile(r"[-\u2212\u2013\uff0d](?:\\?[$€£])?")  # of Unicode, a dash, before $5
+COMMA = re.compile(r"(?<=\d)(?:,(?:\\!)?|\{,\}|\\[,:; ]|[~_'\xa0])(?=\d{3}(?!\d))")
+MINUS = re.compile(r"-\\?[$€£]")  # before $5
+FRACTION = re.compile(r"frac\s*\{?(\d+)\}?\s*(\d)")  # \frac34, without braces
 # GSM8K's mark, with a number right behind it: "#### Part 2" and "#### 2. How" are headings.
 MARK = re.compile(
     r"(?<!#)####(?=(?:\\[a-z]+|[^\w#])*\.?\d)(?!\W*\d+(?:[.):]\s+[^\W\d]|st|nd|rd|th))"
@@ -178,23 +184,19 @@ MARK = re.compile(
 # An exponent or an index, as of m^2; the part of a fraction or a power, as of 1/18 and 2^10; and
 # between them the number. Of 10-5: 10 and 5. Longer exponents overflow a Decimal.
 NUMBER = re.compile(
-    r"(\^\{?|(?<=[^\W_])_\{?)?([/\u2044]\s*|\}\{)?"
+    r"(\^\{?|(?<=[^\W_])_\{?)?(/\s*|\}\{)?"
     r"((?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?!\d))?)"
-    r"((?:\s*[/\u2044^]\s*\{?-?|\*\*|\}?\{)\d[\d.]*)?"
+    r"((?:\s*[/^]\s*\{?-?|\*\*|\}?\{)\d[\d.]*)?"
 )
 
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
-    """Return 1 where the completion is the answer, except for white space around it; else 0. The
-    number 18.0 is written 18: files with gaps turn whole numbers into these.
-    """
-    if bad := [a for a in answer if type(a) not in (str, int, float) or a != a]:
+    """Return 1 where the completion is the answer, except for white space around it; else 0."""
+    known = [type(a) in (str, int, float) and a == a and str(a).strip() != "" for a in answer]
+    if bad := [a for a, is_known in zip(answer, known) if not is_known]:
         raise InputError(f"the reward exact_match needs text or numbers as answers, not {bad[0]!r}")
-    expected = [int(a) if isinstance(a, float) and a.is_integer() else a for a in answer]
-    return [
-        float(text_of(c).strip() == str(a).strip())
-        for c, a in zip(completions, expected, strict=True)
-    ]
+    pairs = zip(map(text_of, completions), answer, strict=True)
+    return [float(written(text) == written(a)) for text, a in pairs]
 
 
 def numeric_match(completions: list, answer: list, **columns) -> list[float]:
@@ -202,12 +204,21 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
     with "####", GSM8K's mark, the number right behind it counts. 1,024 and $1,024. are read as
     1024. The 2 of m^2 isn't read, and a fraction or a power, 1/18 or 2^10, is no number here.
     """
-    expected = [_numbers(str(a))[0] for a in answer]
+    expected = [_numbers(written(a))[0] for a in answer]
     if bad := [a for a, n in zip(answer, expected) if len(n) != 1 or n[0].is_nan()]:
         fault = f"needs one number as an answer, not {bad[0]!r}; give another --reward"
         raise InputError(f"the reward numeric_match {fault}")
     found = [_last_number(text_of(c)) for c in completions]
     return [float(n == a) for n, a in zip(found, expected, strict=True)]
+
+
+def written(answer: str | float) -> str:
+    """Write an answer as people do: 18.0 is 18, for files with gaps turn whole numbers into these,
+    and 0.1 + 0.2 is 0.3. A letter and its accent are one sign (NFC). No space is around it.
+    """
+    if isinstance(answer, float):
+        answer = int(answer) if answer.is_integer() else f"{answer:.15g}"
+    return unicodedata.normalize("NFC", str(answer)).strip()
 
 
 def _last_number(text: str) -> list[Decimal]:
@@ -220,7 +231,7 @@ def _numbers(text: str) -> tuple[list[Decimal], bool]:
     """Find the numbers of a text, of what stands behind its last mark if it has one; and if so. A
     fraction and a power are NaN, which equals nothing.
     """
-    text = COMMA.sub("", MINUS.sub("-", text))
+    text = COMMA.sub("", MINUS.sub("-", FRACTION.sub(r"\1/\2", text.translate(PLAIN))))
     *_, start = 0, *(mark.end() for mark in MARK.finditer(text))
     found = [match.groups() for match in NUMBER.finditer(text, start)]
     numbers = [Decimal("nan" if over or rest else n) for up, over, n, rest in found if not up]

@@ -189,6 +189,18 @@ def test_a_reward_model_is_the_last_of_the_rewards(tmp_path):
 THOUSANDS = [r"12,\!500", r"12\,500", "12~500", "12\xa0500", "12\u2009500", "12_500", "12'500"]
 PARTS = ["1/18", "1 / 18.", r"\frac{1}{18}", r"\dfrac 1{18}", r"\frac{x}{18}", "1\u204418", "x/18"]
 PARTS += ["2^10", "2^{10}", "10^-2", "2**10", "10^{12}", "2 ^ 10"]
+PARTS += [
+    r"\frac12",
+    r"\tfrac1{18}",
+    r"\frac{1}2",
+    r"\dfrac 12",
+    "10³",
+    "2¹⁰",
+    "10⁻²",
+    "2½",
+    "½",
+    "1 ⅔",
+]
 
 
 def test_numeric_match_compares_the_marked_or_last_number():
@@ -226,7 +238,14 @@ def test_numeric_match_compares_the_marked_or_last_number():
         ("12 500", 12500, 0),
         ("_18_", 18, 1),
         # What is a part of a number, or of a unit.
-        ("18 $m^{2}$", "18 cm^2", 1),
+        ("18 $m^{2}$", "18 cm²", 1),
+        ("18 m³", 3, 0),
+        # Answers that a program has computed: as they would be written.
+        ("3", 1.1 * 3 - 0.3, 1),
+        ("0.3", 0.1 + 0.2, 1),
+        ("0.30000000000000002", 0.1 + 0.2, 0),
+        ("1234567890123456", 1234567890123456.0, 1),
+        ("1e-7", 1e-7, 1),
         ("x_1 = 18, not x_{12}", 18, 1),
         ("**18**", 18, 1),
         *((text, part, 0) for text in PARTS for part in (1, 2, 10, 12, 18, 0.1)),
@@ -234,10 +253,22 @@ def test_numeric_match_compares_the_marked_or_last_number():
         assert REWARDS["numeric_match"]([text], answer=[answer]) == [expected], text
 
 
-@pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}, float("nan")])
+def test_exact_match_compares_what_a_reader_sees():
+    for text, answer in (
+        ("Caf\u00e9", "Cafe\u0301"),
+        ("Cafe\u0301", "Caf\u00e9"),
+        ("0.3", 0.1 + 0.2),
+    ):
+        assert REWARDS["exact_match"]([text], answer=[answer]) == [1]
+
+
+@pytest.mark.parametrize("answer", [None, True, ["2"], {"value": "2"}, float("nan"), "", " \n"])
 def test_answers_must_be_text_or_numbers(answer):
     with pytest.raises(InputError, match="needs text or numbers as answers, not"):
         REWARDS["exact_match"](["2"], answer=[answer])
+    for answer in (PARTS[0], r"\frac34", "10³", "2½", ""):
+        with pytest.raises(InputError, match="needs one number as an answer, not"):
+            REWARDS["numeric_match"](["2"], answer=[answer])
 
 
 def test_flags_or_the_task_name_the_verifier(tmp_path, monkeypatch, capsys):
