@@ -230,7 +230,8 @@ def test_rewards_of_pages_score_chats_and_texts_alike():
         if not re.search(r"def .*\bcompletions\b", code):
             continue
         assert "text_of" in code, code
-        if set(re.findall("^    (?:from|import) (.*?)[ .\n]", code, re.M)) <= {"re", "tasks"} | others:
+        used = {*re.findall("^    (?:from|import) (.*?)[ .\n]", code, re.M)}
+        if used <= {"re", "tasks"} | others:
             exec(textwrap.dedent(code), space := {})
             for reward in (f for name, f in space.items() if f"def {name}(completions" in code):
                 chat = [{"role": "assistant", "content": text}]
