@@ -29,7 +29,6 @@ didn't say: see docs/experiments.md, "Trusted too far".
 import functools
 import math
 import random
-import textwrap
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,7 @@ from common import base_model, clear_cache, disable_dropout, evaluating, schedul
 from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch, read_rows, split_rows, text_of
 from plumbing.errors import InputError, blame
-from plumbing.metrics import Evaluation, Metrics, Totals
+from plumbing.metrics import Evaluation, Metrics, Totals, shorten
 from plumbing.models import context_length, load_tokenizer, set_up_training, spread_weights
 from plumbing.preferences import load_classifier, sequence_scores, text_ids
 from plumbing.run import Run, run_main
@@ -208,7 +207,7 @@ def evaluate_pairs(config: Config, model: nn.Module, pairs: Pairs) -> Evaluation
         kept = {key: row.get(key) for key in ("prompt", *KEYS, "margin")}
         records.append(kept | {"score_chosen": better, "score_rejected": worse})
         texts = (text_of(row.get(key) or "") for key in ("prompt", *KEYS))
-        prompt, good, bad = (textwrap.shorten(text, 26, placeholder=" ...") for text in texts)
+        prompt, good, bad = (shorten(text, 26) for text in texts)
         lines.append(f"  {better:6.2f} {worse:6.2f}  {prompt} {good} | {bad}")
     metrics = {name: x.item() for name, x in metrics.items()}
     return Evaluation(metrics, ["eval/accuracy", "eval/loss"], records, lines)

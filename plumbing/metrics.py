@@ -334,9 +334,16 @@ def sample_records(
         records.append({"prompt": prompt, "completion": text, "score": finite})
         shown = " ".join(text_of(prompt).split())
         shown = shown if len(shown) <= 45 else f"... {shown[-41:]}"
-        line = textwrap.shorten(f"{shown} -> {text}", 90, placeholder=" ...")
-        lines.append(f"  {value:5.2f}  {line}")
+        lines.append(f"  {value:5.2f}  {shorten(f'{shown} -> {text}', 90)}")
     return records, lines[::G]
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut a text to a line of the terminal, which a model's control characters must not rule: they
+    are shown as their numbers.
+    """
+    line = textwrap.shorten(text, width, placeholder=" ...")
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda sign: f"\\x{ord(sign[0]):02x}", line)
 
 
 # --- Records and curves ---

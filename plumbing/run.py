@@ -433,6 +433,8 @@ def run_main(main: Callable[[], None]) -> None:
             stream.reconfigure(errors="backslashreplace")
         # A terminal that goes, or a log whose disk is full, must not take the step at hand along.
         stream.write, stream.flush = map(LetPass(OSError), (stream.write, stream.flush))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell, for `command &`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
     except BaseException as e:

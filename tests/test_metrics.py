@@ -254,6 +254,9 @@ def test_a_printed_sample_shows_the_end_of_its_prompt():
     assert [[*x.values()] for x in records] == [*map(list, zip(prompts, texts, [1, 0, None, 2]))]
     _, lines = metrics.sample_records([{"prompt": "a" * 46}], ["x"], torch.ones(1))
     assert lines == [f"   1.00  ... {'a' * 41} -> x"]
+    # What a model writes rules no terminal: it may be ESC, and a title.
+    _, lines = metrics.sample_records([{"prompt": "a\x07"}], ["\x1b]0;b\x9b é"], torch.ones(1))
+    assert lines == [r"   1.00  a\x07 -> \x1b]0;b\x9b é"]
 
 
 def test_the_headline_shows_numbers_beside_those_of_step_0():

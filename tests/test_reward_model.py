@@ -249,11 +249,11 @@ def test_own_pairs_prefer_right_sums():
 
 
 def test_an_evaluation_shows_its_pairs_with_their_scores(job, tmp_path, capsys):
-    pair = {"prompt": None, "chosen": "abc " * 9, "rejected": "bc"}
+    pair = {"prompt": None, "chosen": "abc " * 9, "rejected": "b\x1bc"}
     job(eval_pairs=write(tmp_path / "eval.jsonl", [pair]), num_steps=1)
     record, text = lines_of(tmp_path / "run" / "samples.jsonl")[-1], capsys.readouterr().out
     scores = f"  {record['score_chosen']:6.2f} {record['score_rejected']:6.2f}  "
-    assert f"{scores} abc abc abc abc abc ... | bc\n" in text
+    assert f"{scores} abc abc abc abc abc ... | b\\x1bc\n" in text
 
 
 def test_each_step_draws_pairs_by_the_seed(job, monkeypatch):

@@ -92,6 +92,16 @@ def fails(monkeypatch, module, name, step, error):
     monkeypatch.setattr(module, name, fail)
 
 
+def test_a_command_in_the_background_hears_sigint():
+    """The shell of a script starts `command &` with SIGINT ignored."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            run_main(lambda: os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 RUNS = {  # flags, and what is interrupted before the weights move
     ppo: (LORA, "sample"),
     grpo: (DROPOUT, "sample"),
