@@ -114,7 +114,9 @@ def around(mean, spread):
         (CONSTANT[:4], ""),
         (CONSTANT, "constant reward"),
         ([{}, *CONSTANT], ""),  # nothing is higher
-        ([{SCORE: 0.6}, *CONSTANT], "constant reward"),
+        # The lowest, or the highest, is neither the first nor the one before.
+        ([{SCORE: 0.5}, {SCORE: 0.1}, {SCORE: 0.4}, SAME], ""),
+        ([{}, {SCORE: 0.6}, *CONSTANT], "constant reward"),
         # One token that rounding makes rare, and three of the last five steps.
         ([{}, {}, {}, {}, {SAMPLER: 0.038}], ""),
         ([{}, {}, {}, *[{SAMPLER: 0.03}] * 3], "sampler"),
@@ -147,7 +149,8 @@ def test_a_hacked_reward_is_warned_of():
     names, start = ("eval/reward", "eval/accuracy", "eval/accuracy_se"), (0.15, 0.45, 0.016)
     for steps, warned in (
         ([start, (4.99, 0.0, 0.0)], True),
-        ([start, (0.3, 0.9, 0.01), (0.6, 0.8, 0.012)], True),  # above the start, and hacked since
+        # Above the start, and hacked since, but not since the last evaluation.
+        ([start, (0.3, 0.9, 0.01), (0.25, 0.81, 0.01), (0.6, 0.8, 0.012)], True),
         ([start, (0.16, 0.4, 0.016)], False),  # 2.2 standard errors of the difference
         ([start, (0.14, 0.1, 0.01)], False),  # both fall: no hack
         ([start, (0.9, 0.9, 0.01)], False),

@@ -238,7 +238,9 @@ def test_held_out_pairs_share_no_prompt_with_the_others(tmp_path, capsys):
 
 
 def test_own_pairs_prefer_right_sums():
-    for part, share in zip(tasks.add_pairs(), (0.1, 0.0)):
+    both = tasks.add_pairs()
+    assert set.isdisjoint(*({pair["prompt"] for pair in part} for part in both))
+    for part, share in zip(both, (0.1, 0.0)):
         sums = [str(sum(map(int, pair["prompt"].strip("=").split("+")))) for pair in part]
         assert all((p["chosen"] == s) != (p["rejected"] == s) for p, s in zip(part, sums))
         flipped = sum(p["rejected"] == s for p, s in zip(part, sums))
@@ -268,6 +270,7 @@ def test_each_step_draws_pairs_by_the_seed(job, monkeypatch):
 
 def test_a_run_warns_of_what_goes_wrong():
     fine = {"reward/mean": 0.0, "eval/loss": 0.5, "eval/length_correlation": 0}
+    first, between = ({"eval/loss": x} for x in (0.8, 0.55))  # the best is neither of them
     for change, names in (
         ({"eval/loss": 0.59}, []),
         ({"eval/loss": 0.61}, ["overfitting"]),
@@ -279,4 +282,5 @@ def test_a_run_warns_of_what_goes_wrong():
             ["far scores", "overfitting", "length"],
         ),
     ):
-        assert [name for name, _ in PairMeter.warnings([fine, fine | change])] == names
+        history = [fine | x for x in (first, {}, between, change)]
+        assert [name for name, _ in PairMeter.warnings(history)] == names
