@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def test_command(self) -> str:
-        return f"python -m pytest {' '.join(self.test_files)} --problem {self.name}"
+        return f"python -m pytest tests --problem {self.name}"
 
 
 @functools.cache

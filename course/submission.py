@@ -18,7 +18,10 @@ from problems import FILES, PROBLEMS, PROGRAM, REPOSITORY, SHARED, NotFound, Pro
 # Python and pytest would read these by themselves.
 SPECIAL = {"conftest", "small", "sitecustomize", "usercustomize"}
 # An honest submission hardly needs these words.
-TELLING = re.compile(r"\b(judge|conftest|importlib|pytest|rmtree)\b")
+TELLING = re.compile(
+    r"\b(?:(?:judge|conftest|importlib|_?pytest|rmtree|sys\.modules)\b|(?:exec|open)\()"
+)
+MOST_BYTES, MOST_NAMES = 1_000_000, 500  # of a file, or a zip file in another; in a zip file
 
 
 def read_submission(path: Path) -> dict[str, str]:
@@ -35,21 +38,41 @@ def read_submission(path: Path) -> dict[str, str]:
             raise NotFound(f"{len(tops)} of its folders have files of the assignment: keep one")
         names = {x.name for x in tops[0].iterdir() if is_helper(x.name)} | {*FILES, "version.txt"}
         files = {name: tops[0] / name for name in sorted(names) if (tops[0] / name).is_file()}
-        return {name: text_of(x.read_bytes()) for name, x in files.items()}
+        return {name: text_of(bytes_of(x)) for name, x in files.items()}
     except Exception as e:  # broken archives raise many kinds
         raise NotFound(f"{path.name}: {e}") from None
 
 
 def tops_of(place: Path | zipfile.Path, depth: int = 3) -> Iterator[Path | zipfile.Path]:
-    """The folders, this one or some below it, that have files of the assignment."""
+    """The folders, this one or some below it, that have files of the assignment. Links lead to no
+    folder of a hand-in.
+    """
+    if isinstance(place, Path) and place.is_symlink():
+        return
     if place.name.lower().endswith(".zip") and place.is_file():
-        place = zipfile.Path(io.BytesIO(place.read_bytes()))
+        archive = zipfile.ZipFile(place if isinstance(place, Path) else io.BytesIO(bytes_of(place)))
+        if len(archive.namelist()) > MOST_NAMES:
+            raise NotFound(f"{place.name} has more than {MOST_NAMES} files: pack with pack.py")
+        place = zipfile.Path(archive)
     if any((place / file).is_file() for file in FILES):
         yield place
     elif depth > 0 and place.is_dir():
         for inner in place.iterdir():
             if inner.name != "__MACOSX" and not inner.name.startswith("."):
                 yield from tops_of(inner, depth - 1)
+
+
+def bytes_of(place: Path | zipfile.Path) -> bytes:
+    """Read a file that is handed in. Raises NotFound for a link, which may lead to another's file,
+    and above MOST_BYTES, which a zip file of a few kilobytes may unpack to.
+    """
+    if isinstance(place, Path) and place.is_symlink():
+        raise NotFound(f"{place.name} is a link: hand in the file itself")
+    with place.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise NotFound(f"{place.name} has more than {MOST_BYTES:,} bytes: pack with pack.py")
+    return data
 
 
 def is_helper(name: str) -> bool:

@@ -274,6 +274,11 @@ HAND_INS = {  # (files that come to ours or take their place; the total; what is
     "mark": ({"common.py": OURS.encode("utf-8-sig")}, "5", ""),
     "venv": ({f".venv/{name}": "" for name in FILES}, "5", ""),
     "peeks": ({"common.py": f"import importlib\n{OURS}"}, "5", "common.py says importlib: read it"),
+    "cheats": (
+        {"common.py": f"import _pytest.python\n{OURS}"},
+        "5",
+        "common.py says _pytest: read",
+    ),
     "old": ({"version.txt": "0123abc\n"}, "5", f"made from commit 0123abc, graded at {commit()}: "),
     "syntax": ({"common.py": "def gae(:"}, "0", "common.py doesn't parse: invalid syntax"),
     "long sum": ({"common.py": f"x = {'1 + ' * 3000}1\n{OURS}"}, "0", "common.py doesn't parse: "),
@@ -292,6 +297,10 @@ PACKED = {  # what else is there: its total; what is said
     "broken.zip": ("", "broken.zip: File is not a zip file"),
     "tape.tar.gz": ("", "tape.tar.gz: no folder, and no zip file"),
     "empty": ("", "empty: no file of the assignment is in it, as common.py"),
+    "bob": ("", "bob: common.py is a link: hand in the file itself"),
+    "eve": ("", "eve: no file of the assignment is in it"),  # a link to a folder
+    "bomb.zip": ("", "bomb.zip: common.py has more than 1,000,000 bytes: pack with pack.py"),
+    "names.zip": ("", "names.zip has more than 500 files: pack with pack.py"),
     "versions": ("", "versions: 2 of its folders have files of the assignment: keep one"),
 }
 
@@ -311,6 +320,16 @@ def hand_in_all(folder: Path) -> None:
     (folder / "broken.zip").write_bytes(zipped.read_bytes()[:2000])
     (folder / "tape.tar.gz").write_bytes(b"")
     (folder / "empty").mkdir()
+    (hand_in(folder / "bob") / "common.py").unlink()
+    (folder / "bob" / "common.py").symlink_to("../deeper/a/b/c/common.py")
+    (folder / "eve").symlink_to("deeper")
+    for name, files in {
+        "bomb": {"common.py": 10**7},
+        "names": dict.fromkeys(range(501), 1),
+    }.items():
+        with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for file, size in files.items():
+                archive.writestr(str(file), " " * size)
     for version in ("new", "old"):
         hand_in(folder / "versions" / version)
 
