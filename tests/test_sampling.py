@@ -134,9 +134,8 @@ def test_sampling_draws_from_softmax_of_logits_over_temperature(small_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])
+@pytest.mark.parametrize("vocab", [1, 5, 1000])
 def test_draw_takes_the_first_token_above_the_number(vocab, dtype):
-    """Found block by block, in float32; here over the whole row, in float64."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(500, vocab, generator=generator)).to(dtype)
     uniform = torch.rand(500, generator=generator)
@@ -154,15 +153,15 @@ def test_draw_takes_the_first_token_above_the_number(vocab, dtype):
 
 
 def test_a_token_of_probability_0_is_never_drawn():
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
-    tokens, _ = draw(logits, torch.tensor([0.0, 1.0]))
-    assert tokens.tolist() == [1, 2], "at the extremes of the uniform number"
-    # At the start of the second block of 128 tokens, which rounding reaches a little too early.
-    logits = torch.full((5000, 256), -torch.inf)
-    weights = torch.rand(5000, 2, generator=torch.Generator().manual_seed(0))
-    logits[:, [0, 129]] = weights.log()
-    tokens, _ = draw(logits, weights[:, 0] / weights.sum(1))
-    assert set(tokens.tolist()) == {0, 129}
+    """Every second one has it, the last too; and the probabilities add up to 1 only nearly."""
+    weights = torch.rand(5000, 127, generator=torch.Generator().manual_seed(0))
+    logits = torch.full((5000, 255), -torch.inf)
+    logits[:, 1::2] = weights.log()
+    between = weights[:, :63].sum(1) / weights.sum(1)  # of two tokens
+    for number, token in ((0.0, 1), (between, None), (1 - 2**-24, 253)):  # the least, the greatest
+        tokens, _ = draw(logits, torch.as_tensor(number).expand(5000))
+        assert (tokens % 2 == 1).all()
+        assert token is None or token in tokens
 
 
 @pytest.mark.parametrize(
