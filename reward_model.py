@@ -115,24 +115,14 @@ def load_pairs(config: Config, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
         heldout = with_ids(read_rows(config.eval_pairs, "test"))
         random.Random(0).shuffle(heldout)  # the file may be sorted, and be cut below
     elif config.pairs:
-        train, heldout = _split_pairs(train, tokenizer)
+        begins = [(x["chosen"][:30], x["rejected"][:30]) for x in train if not x.get("prompt")]
+        if sum(isinstance(a, str) and a == b for a, b in begins) > 0.9 * len(train):
+            print("Chosen and rejected begin alike: give what is in front of the answer as prompt.")
+        # A row without a prompt is known by its conversation before the answer, or by its text: by
+        # what the model reads of it, so not by the id of a message.
+        prompt_of = lambda x: x.get("prompt") or x["chosen"][:-1] or ""  # noqa: E731
+        train, heldout = split_rows(train, lambda x: tuple(text_ids(tokenizer, None, prompt_of(x))))
     return Pairs(train, heldout[: config.num_eval_pairs], tokenizer)
-
-
-def _split_pairs(pairs: list[dict], tokenizer: Tokenizer) -> tuple[list[dict], list[dict]]:
-    """Hold a tenth of the prompts out, with all their pairs. Raises InputError."""
-    begins = [(x["chosen"][:30], x["rejected"][:30]) for x in pairs if not x.get("prompt")]
-    if sum(isinstance(a, str) and a == b for a, b in begins) > 0.9 * len(pairs):
-        remedy = "give what is in front of the answer as prompt"
-        print(f"Chosen and rejected begin alike: {remedy}, or it may be on both sides.")
-
-    # A pair without a prompt is known by its conversation before the answer, or by its text: by
-    # what the model reads of it, so not by the id of a message.
-    def read_as(pair: dict) -> tuple[int, ...]:
-        return tuple(text_ids(tokenizer, None, pair.get("prompt") or pair["chosen"][:-1] or ""))
-
-    with blame("a prompt of the pairs can't be read"):
-        return split_rows(pairs, read_as)
 
 
 def _with_ids(rows: list[dict], tokenizer: Tokenizer, limit: float) -> list[dict]:

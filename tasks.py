@@ -192,8 +192,7 @@ NUMBER = re.compile(
 
 def exact_match(completions: list, answer: list, **columns) -> list[float]:
     """Return 1 where the completion is the answer, except for white space around it; else 0."""
-    known = [type(a) in (str, int, float) and a == a and str(a).strip() != "" for a in answer]
-    if bad := [a for a, is_known in zip(answer, known) if not is_known]:
+    if bad := [a for a in answer if type(a) not in (str, int, float) or a != a or not written(a)]:
         raise InputError(f"the reward exact_match needs text or numbers as answers, not {bad[0]!r}")
     pairs = zip(map(text_of, completions), answer, strict=True)
     return [float(written(text) == written(a)) for text, a in pairs]
@@ -213,10 +212,8 @@ def numeric_match(completions: list, answer: list, **columns) -> list[float]:
 
 
 def written(answer: str | float) -> str:
-    """Write an answer as people do: 18.0 is 18, for files with gaps turn whole numbers into these,
-    and 0.1 + 0.2 is 0.3. A letter and its accent are one sign (NFC). No space is around it.
-    """
-    if isinstance(answer, float):
+    """Write an answer as people do, with no space around it: 0.1 + 0.2 is 0.3."""
+    if isinstance(answer, float):  # 18.0 is 18: files with gaps turn whole numbers into these
         answer = int(answer) if answer.is_integer() else f"{answer:.15g}"
     return unicodedata.normalize("NFC", str(answer)).strip()
 

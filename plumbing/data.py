@@ -71,9 +71,7 @@ class Task:
         return pad_rows([*map(self.read_as, rows)])
 
     def read_as(self, row: dict) -> tuple[int, ...]:
-        """Return what the model reads of a row's prompt. It alone tells prompts apart: no id of a
-        message, and no key that the chat template leaves out.
-        """
+        """Return what the model reads of a row's prompt. This alone tells prompts apart."""
         return self.tokens[str(row["prompt"])]
 
     def tokenise(self, rows: list[dict]) -> None:
@@ -89,7 +87,6 @@ class Task:
     ) -> tuple[Tensor, list[str]]:
         """Score G completions for each of N prompts: (scores (N*G,), texts). A score is the sum of
         the weighted rewards that aren't None; if all are, NaN, or if not `allow_none` InputError.
-        A reward of weight 0 is only watched.
         Raises Fault where the completions were drawn from logits that are not finite.
         """
         if not rollout.logprobs.isfinite().all():  # float16 ends at 65,504
@@ -102,7 +99,7 @@ class Task:
         )
         weights = torch.tensor(self.weights or 1.0)
         total = (scores * weights).nansum(dim=1)  # (N*G, rewards) -> (N*G,)
-        is_silent = scores.isnan() | ((weights == 0) & weights.any())
+        is_silent = scores.isnan() | ((weights == 0) & weights.any())  # 0: it is only watched
         total = total.masked_fill(is_silent.all(dim=1), math.nan)
         names = [f"reward/{name}" for name in names_of(self.rewards)]
         self.means = dict(zip(names, scores.nanmean(dim=0).tolist())) if len(names) > 1 else {}
@@ -144,8 +141,7 @@ def load_task(
     )
     rows = task.train + task.heldout
     if len({isinstance(row["prompt"], str) for row in rows}) > 1:
-        remedy = '--system_prompt "" makes messages of all'
-        raise InputError(f"some prompts are text and some messages: {remedy}")
+        raise InputError('some prompts are text and some messages: --system_prompt "" mends it')
     task.tokenise(rows)
     if config.prompts and not config.eval_prompts:
         task.train, task.heldout = split_rows(task.train, task.read_as)
@@ -224,17 +220,13 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     for name in columns & {"answer"}.union(*read) if len(columns) > 1 else ():
         print(f"A reward checks {{{name}}} too: is it the answer? As text it is {{{{{name}}}}}.")
     is_text = isinstance(first, str)
-    open_ended = [
-        row["prompt"] for row in rows if is_text or row["prompt"][-1]["role"] == "assistant"
-    ]
-    if spaces := sum(text_of(prompt).endswith((" ", "\t")) for prompt in open_ended):
-        remedy = "Most tokenizers put it in front of a word: leave it out."
-        print(f"Prompts that end in a space: {spaces}. {remedy}")
+    begun = rows if is_text else [x for x in rows if x["prompt"][-1]["role"] == "assistant"]
+    if spaces := sum(text_of(row["prompt"]).endswith((" ", "\t")) for row in begun):
+        print(f"Prompts that end in a space: {spaces}. Most tokenizers put it in front of a word.")
     if is_text:
         return
-    if open_ended:
-        asked = "They are continued: are they the answer?"
-        print(f"Prompts that end with the assistant's words: {len(open_ended)}. {asked}")
+    if begun:
+        print(f"Prompts that end with the assistant's words: {len(begun)}. Are they the answer?")
     for prompt in {str([m["role"] for m in x["prompt"]]): x["prompt"] for x in rows}.values():
         text = "".join(_in_template(tokenizer, prompt).split())
         for m in (m for m in prompt if "".join(m["content"].split()) not in text):
@@ -249,7 +241,7 @@ def _show_prompts(config: RunConfig, task: Task) -> None:
     ids = tokenizer(end, add_special_tokens=False).input_ids
     if end and {*ids}.isdisjoint(task.eos_token_ids) and not any(x in end for x in config.stop):
         print(f"A turn ends with {end!r} in the chat template, and no completion: --stop {end!r}")
-    if not opened and len(open_ended) < len(rows):
+    if not opened and len(begun) < len(rows):
         print("The chat template opens no assistant's turn: right for few models (Mistral's).")
     if "strftime_now" in str(tokenizer.chat_template):
         print("The chat template writes the date: a run that goes on tomorrow has other prompts.")

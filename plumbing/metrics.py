@@ -339,9 +339,7 @@ def sample_records(
 
 
 def shorten(text: str, width: int) -> str:
-    """Cut a text to a line of the terminal, which a model's control characters must not rule: they
-    are shown as their numbers.
-    """
+    """Cut a text to a line; control characters, which rule a terminal, become their numbers."""
     line = textwrap.shorten(text, width, placeholder=" ...")
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda sign: f"\\x{ord(sign[0]):02x}", line)
 
