@@ -9,9 +9,10 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
   loss        max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t       [1] eq. 3
               its mean over the tokens of a completion, then over the completions
 
-There is no value model: a completion is compared with the others of its prompt. The method differs
-from RLOO in the four lines above: GRPO divides the advantage by the std, takes the ratio of each
-token, puts the KL into the loss, and takes a mean over tokens. Most other lines that `diff rloo.py
+There is no value model: a completion is compared with the others of its prompt. To RLOO this adds a
+ratio, so that several updates may use a rollout. It differs from RLOO in the four lines above: GRPO
+divides the advantage by the std, weighs each token by its ratio, puts the KL into the loss, and
+takes a mean over tokens. Most other lines that `diff rloo.py
 grpo.py` shows serve variants, which flags switch on: Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5]
 and MaxRL [6]. They share this file so that you see how little each paper changes. At the first
 reading skip the lines marked with [2] to [6]. docs/running.md has the commands.
@@ -20,8 +21,9 @@ reading skip the lines marked with [2] to [6]. docs/running.md has the commands.
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
 [6] Tajwar et al. 2026, arXiv 2602.02710.
 
-one_page/grpo.py has the same update on a page. This script adds prompts of several lengths, later
-papers' losses, minibatches, micro-batches, GPUs, records and checkpoints.
+one_page/grpo.py has the same update on a page, with this script's extras off, and makes two of a
+rollout; here --num_epochs 2 does. To the extras of rloo.py come the variants and an entropy bonus,
+but no row is left out. docs/architecture.md lists all.
 
   python grpo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python grpo.py --task cups     # a model finds out that thinking pays: answers of 13 tokens, not 3
@@ -37,7 +39,6 @@ from torch import Tensor
 import tasks
 from common import (
     at_least_float32,
-    base_model,
     clear_cache,
     disable_dropout,
     is_flat,
@@ -53,7 +54,7 @@ from plumbing.data import load_task
 from plumbing.decoder import sampling_options
 from plumbing.errors import blame
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
+from plumbing.models import fit_micro_batch, load_policy, load_reference
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -67,6 +68,9 @@ class Config(RunConfig):
     prompts_per_step: int = flag(4, "prompts sampled per step, N")
     num_generations: int = flag(8, "completions per prompt, G")
     learning_rate: float = flag(2e-5, "AdamW's peak rate; with an adapter the default is tenfold")
+    num_epochs: int = flag(1, "passes over one rollout")
+    num_mini_batches: int = flag(1, "optimiser steps per pass")
+    clip_range: float = flag(0.2, "epsilon: the ratio is clipped to 1 plus or minus this")
 
     # What only this algorithm has.
     kl_coef: float = flag(0.04, "weight of the KL penalty in the loss; 0: none", least=0)
@@ -218,10 +222,6 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
-    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
-    # begin between the numbers to which it rounds: docs/precision.md.
-    if config.half:
-        spread_weights(base_model(policy).base_model, config.half)
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
@@ -299,6 +299,7 @@ def main(args: list[str] | None = None) -> None:
                 num_tokens = mask[mini_batch].sum().clamp(min=1)  # all rows may be masked
                 # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
                 # adds its share of the loss to the gradient, so the sum doesn't depend on b.
+                # (rloo.py leaves rows of advantage 0 out. Here the KL pulls at them all the same.)
                 for rows, part in micro_batches(
                     rollout, mini_batch, max_tokens=config.micro_batch_tokens
                 ):

@@ -15,15 +15,17 @@ clip_range, eps_v is clip_range_value.
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-One AdamW trains pi and V, which share no trained weight, at one learning rate; their gradients
-are clipped together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
+To GRPO this adds a critic: the value model V judges each token, and no group is needed. One AdamW
+trains pi and V, which share no trained weight, at one learning rate; their gradients are clipped
+together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
 PPO has many parts, and most mistakes in them raise no error, so each formula stands here.
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
-one_page/ppo.py has the same update on a page. This script adds prompts of several lengths, a clip
-of the values, micro-batches, GPUs, records and checkpoints.
+one_page/ppo.py has the same update on a page, with this script's extras off: to those of rloo.py
+come a coefficient and a clip of the value loss and an entropy bonus, but no row is left out and no
+reward is None. docs/architecture.md lists all.
 
   python ppo.py                  # sums 46% -> 97% right, greedy 54% -> 100%, a minute on a CPU
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
@@ -38,7 +40,6 @@ from torch import Tensor
 
 import tasks
 from common import (
-    base_model,
     clear_cache,
     disable_dropout,
     gae,
@@ -60,7 +61,7 @@ from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task
 from plumbing.decoder import sampling_options
 from plumbing.metrics import Meter, evaluate, explained_variance
-from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
+from plumbing.models import fit_micro_batch, load_policy, load_reference
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -74,6 +75,8 @@ class Config(RunConfig):
     num_generations: int = flag(1, "completions per prompt, G")
     learning_rate: float = flag(2e-5, "AdamW's peak rate; with an adapter the default is tenfold")
     num_epochs: int = flag(2, "passes over one rollout")
+    num_mini_batches: int = flag(1, "optimiser steps per pass")
+    clip_range: float = flag(0.2, "epsilon: the ratio is clipped to 1 plus or minus this")
 
     # What only this algorithm has.
     entropy_coef: float = flag(0.0, "weight of a bonus for the mean entropy of a token", least=0)
@@ -150,10 +153,6 @@ def main(args: list[str] | None = None) -> None:
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
-    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
-    # begin between the numbers to which it rounds: docs/precision.md.
-    if config.half:
-        spread_weights(base_model(policy).base_model, config.half)
 
     # The value model, and the reference that the KL is measured against. Dropout is off: it
     # would make the policy differ from its own copy, and the KL at step 0 wouldn't be 0.

@@ -42,7 +42,7 @@ from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch, read_rows, split_rows, text_of
 from plumbing.errors import InputError, blame
 from plumbing.metrics import Evaluation, Metrics, Totals, shorten
-from plumbing.models import context_length, load_tokenizer, set_up_training, spread_weights
+from plumbing.models import context_length, load_tokenizer, set_up_training
 from plumbing.preferences import load_classifier, sequence_scores, text_ids
 from plumbing.run import Run, run_main
 
@@ -248,8 +248,6 @@ def main(args: list[str] | None = None) -> None:
     model = load_classifier(config.model, config.lora_r, new_head=True).to(config.device)
     tokenizer = load_tokenizer(config.model)
     set_up_training(config, model)
-    if config.half:
-        spread_weights(base_model(model).base_model, config.half)
     if config.disable_dropout:
         disable_dropout(model)
 

@@ -1,22 +1,23 @@
 """RLOO: REINFORCE of a language model against a score, with a leave-one-out baseline.
 
 For a prompt the policy pi samples a group of G completions. s_i is the score of completion i, and
-y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_range.
+y_1 .. y_T are its tokens. On the left are the names of the code.
 
-  kl          kl_t = log pi_old(y_t) - log pi_ref(y_t), without gradient               k1 in [2]
+  kl          kl_t = log pi(y_t) - log pi_ref(y_t), without gradient                   k1 in [2]
   rewards     r_i = s_i - kl_coef * sum of kl_t over the tokens of completion i
   advantages  A_i = r_i - mean of r_j over the other G - 1 completions of the group    [1] 2.3
-  ratio       rho_i = pi(y) / pi_old(y), of the whole completion: a product over its tokens
-  loss        max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), its mean over the completions
+  loss        -A_i log pi(y), a sum over its tokens; its mean over the completions     [1] 2.2
 
 There is no value model: a completion is compared with the others of its prompt. Of the scripts read
-this one first: it is the shortest, and the loops of the other two are variations of it.
-Ratio and clip are TRL's. With one update per rollout rho_i is 1, and this is REINFORCE, as in [1].
+this one first. It makes one update of a rollout, so it has no ratio. grpo.py adds a ratio to it,
+for several updates, and ppo.py adds a critic, the value model.
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 
-one_page/rloo.py has the same update on a page. This script adds prompts of several lengths, clipped
-ratios over minibatches, micro-batches, GPUs, records and checkpoints.
+one_page/rloo.py has the same update on a page, with this script's extras off: a rate that rises and
+falls, a limit on the gradient's norm, rewards of None, rows that are left out, noise on weights in
+half precision. Without effect on it are prompts of several lengths, micro-batches, GPUs, records
+and checkpoints. docs/architecture.md lists all.
 
   python rloo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python rloo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
@@ -29,12 +30,10 @@ from torch import Tensor
 
 import tasks
 from common import (
-    base_model,
     clear_cache,
     disable_dropout,
     is_flat,
     kl_estimate,
-    policy_ratio,
     reference,
     schedule,
 )
@@ -43,7 +42,7 @@ from plumbing.config import SUMS, SWAPS, RunConfig, flag, parse_flags
 from plumbing.data import load_task
 from plumbing.decoder import sampling_options
 from plumbing.metrics import Meter, evaluate
-from plumbing.models import fit_micro_batch, load_policy, load_reference, spread_weights
+from plumbing.models import fit_micro_batch, load_policy, load_reference
 from plumbing.run import Run, run_main
 from sampling import sample
 
@@ -91,45 +90,28 @@ def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def rloo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_range: float,
-    num_rows: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """max(-A_i rho_i, -A_i clip(rho_i, 1 - eps, 1 + eps)), summed over these rows and divided by
-    num_rows.
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, num_rows: int | None = None
+) -> Tensor:
+    """-A_i log pi(y), summed over these rows and divided by num_rows: logprobs and mask (B, T),
+    advantages (B,) -> scalar.
 
-    logprobs, old_logprobs and mask (B, T), advantages (B,). num_rows counts the rows of the whole
-    minibatch (default: these rows): with it the shares of micro-batches of any size add up to the
-    exact gradient. A row may have no tokens. Returns (scalar, ratio (B,), clipped (B,): where the
-    clip decides).
+    num_rows counts the rows of the whole update (default: these rows): with it the shares of
+    micro-batches of any size add up to the exact gradient. A row may have no tokens.
     """
     # The completion is one action: its log-prob is a sum, and is not divided by its length.
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask.bool(), 0).sum(1)  # (B,)
-    ratio = policy_ratio(log_ratio)
-    unclipped_loss = -advantages * ratio
-    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
-    num_rows = len(loss) if num_rows is None else num_rows
-    return loss.sum() / num_rows, ratio, clipped
+    logprob = logprobs.masked_fill(~mask.bool(), 0).sum(1)  # (B,)
+    num_rows = len(logprob) if num_rows is None else num_rows
+    return -(advantages * logprob).sum() / num_rows
 
 
 def main(args: list[str] | None = None) -> None:
-    # The flags, and the random numbers: torch's own generator, and one that shuffles the rows.
+    # The flags, and the seed of torch's own random numbers; the sampler gets a generator below.
     config = parse_flags(Config, __doc__, {"tiny": TINY, "tiny/cups": CUPS}, args)
     torch.manual_seed(config.seed)
-    shuffler = torch.Generator().manual_seed(config.seed)
 
     # The policy, in float32 (with --lora_r only an adapter trains); the task: prompts and rewards.
     policy, tokenizer = load_policy(config)
     task = load_task(config, tasks, policy, tokenizer)
-    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
-    # begin between the numbers to which it rounds: docs/precision.md.
-    if config.half:
-        spread_weights(base_model(policy).base_model, config.half)
 
     # The reference that the KL is measured against. Dropout is off: it would make the policy
     # differ from its own copy, and the KL at step 0 wouldn't be 0.
@@ -151,7 +133,7 @@ def main(args: list[str] | None = None) -> None:
 
     # On a GPU: smaller micro-batches where they don't fit. The gradient is the same.
     fit_micro_batch(config, [policy], task.tokens)
-    run = Run(config, task, {"policy": policy}, optimizer, [shuffler, sampling["generator"]])
+    run = Run(config, task, {"policy": policy}, optimizer, [sampling["generator"]])
     for step in run.steps(evaluate=lambda: evaluate(config, policy, task, sampling)):
         # 1. Sample G completions of each of N prompts from the policy as it is now.
         prompts = task.batch(step, N)
@@ -163,7 +145,8 @@ def main(args: list[str] | None = None) -> None:
 
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding
-        #    rounds differently: with its log-probs the ratio wouldn't be 1 before the first update.
+        #    rounds differently: with its log-probs the KL wouldn't be 0 before the first update.
+        #    (GRPO can take them from the update. Here the reward needs them before it.)
         old_logprobs, entropy = logprobs_and_entropy(policy, rollout, config)
         ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
         if config.kl_coef > 0:
@@ -180,52 +163,38 @@ def main(args: list[str] | None = None) -> None:
         run.end_phase("time/rollout")
         clear_cache()
 
-        # 5. Update the policy, one optimiser step a minibatch. An epoch is a new order of all rows.
+        # 5. Update the policy, by one optimiser step.
         share = schedule(step, config.num_steps, config.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * share
         meter = Meter(rollout)
-        meter.add("policy/entropy_avg", entropy, mask)
-        for _ in range(config.num_epochs):
-            order = torch.randperm(B, generator=shuffler)
-            for mini_batch in order.split(B // config.num_mini_batches):
-                # Rows whose advantage is 0 have no gradient. Leave them out: with them a step of
-                # the first command above takes 1.4 times as long. One stays, for the optimiser.
-                kept = mini_batch[(advantages[mini_batch] != 0).cpu()]
-                kept = kept if len(kept) > 0 else mini_batch[:1]
-                # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
-                # adds its share of the loss to the gradient, so the sum doesn't depend on b.
-                for rows, part in micro_batches(
-                    rollout, kept, max_tokens=config.micro_batch_tokens
-                ):
-                    logprobs, _ = completion_logprobs(
-                        policy, part, config.temperature, bf16=config.bf16, entropy=False
-                    )
-                    loss, ratio, clipped = rloo_loss(
-                        logprobs,
-                        old_logprobs[rows],
-                        advantages[rows],
-                        mask[rows],
-                        clip_range=config.clip_range,
-                        num_rows=len(mini_batch),
-                    )
-                    loss.backward()
-                    meter.add_share("loss/policy_avg", loss)
-                    meter.add_policy(rows, logprobs, old_logprobs, ratio, clipped, mask)
-
-                # Take one step: the gradient of the whole minibatch has been added up.
-                grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-                meter.end_mini_batch(grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+        # Rows whose advantage is 0 have no gradient. Leave them out: with them a step of the first
+        # command above takes 1.4 times as long. One stays, for the optimiser.
+        kept = (advantages != 0).nonzero().flatten().cpu()
+        kept = kept if len(kept) > 0 else torch.tensor([0])
+        # Cut them into micro-batches of b rows, whose tensors are (b, T). Each adds its share of
+        # the loss to the gradient, so the sum doesn't depend on b.
+        for rows, part in micro_batches(rollout, kept, max_tokens=config.micro_batch_tokens):
+            logprobs, _ = completion_logprobs(
+                policy, part, config.temperature, bf16=config.bf16, entropy=False
+            )
+            loss = rloo_loss(logprobs, advantages[rows], mask[rows], num_rows=B)
+            loss.backward()
+            meter.add_share("loss/policy_avg", loss)
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+        meter.end_mini_batch(grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
 
         # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)
+        meter.add("policy/entropy_avg", entropy, mask)
+        meter.add("val/sampler_kl", kl_estimate(rollout.logprobs, old_logprobs, "k3"), mask)
         run.log(step, meter, episode=(step + 1) * B)
-        columns = {"ref_logprobs": ref_logprobs, "kl": kl if config.kl_coef > 0 else None}
-        columns |= {"advantages": advantages}
-        run.show(step, prompts, texts, scores, rollout, columns | meter.last_pass)
+        columns = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        columns |= {"kl": kl if config.kl_coef > 0 else None, "advantages": advantages}
+        run.show(step, prompts, texts, scores, rollout, columns)
         clear_cache()  # and that of the update
 
 

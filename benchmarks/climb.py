@@ -22,14 +22,12 @@ from tools.exact import GROUPS, LOSSES, STATES, climb, ppo, problem_of, step_of
 
 RESULTS = Path(__file__).with_suffix(".json")
 PICTURE = Path(__file__).parent.parent / "docs" / "climb.png"
-SHOWN = ["RLOO, no clip", "CISPO", "GSPO", "GRPO", "Dr. GRPO", "RLOO"]
+SHOWN = ["RLOO", "CISPO", "GSPO", "GRPO", "Dr. GRPO", "TRL's RLOO"]
 DRIFTS = {"learning": "after learning", "noise": "after a random change of the logits"}
 JOB = """--task cups --num_steps 20 --eval_every 20 --num_epochs 4 --num_mini_batches 4 --kl_coef 0
 --prompts_per_step 64 --num_generations 4 --device cpu"""
 DR_GRPO = "grpo.py --loss_type dr_grpo --scale_rewards none"
 COMMANDS = {
-    "RLOO": "rloo.py",
-    "RLOO, no clip": "rloo.py --clip_range 1e9",
     "Dr. GRPO": DR_GRPO,
     "Dr. GRPO, no clip": f"{DR_GRPO} --clip_range 1e9",
     "GSPO": "grpo.py --loss_type gspo",

@@ -180,7 +180,8 @@ def decode(name: str, folder: Path, small: bool) -> Iterator[dict]:
     load, path = transformers.AutoModelForCausalLM.from_pretrained, folder / name.split("-")[0]
     model, half = (load(path, dtype=x).to("cuda") for x in (torch.float32, torch.bfloat16))
     models.fuse(model)
-    models.set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), model)
+    config = SimpleNamespace(bf16=True, half=None, gradient_checkpointing=False)
+    models.set_up_training(config, model)
     numbers = torch.empty(2**18 if small else 2**30, device="cuda")
     bandwidth = 2 * numbers.nbytes / min(timed(numbers.add_, 1)[1] for _ in range(5))
     P, sizes = (16, [(8, 9)]) if small else (128, [(64, 256), (256, 256), (256, 800)])

@@ -37,7 +37,7 @@ SEEDS = {"tiny": 8, "updates": 5, "seconds": 3, "cups": 8}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
 EPISODES = f"{EQUAL} --num_steps 60 --eval_every 10"
-ONE = f"{EPISODES} --num_epochs 1 --num_mini_batches 1"
+ONE = f"{EPISODES} --num_epochs 1 --num_mini_batches 1"  # as RLOO always does
 EIGHT = f"{EPISODES} --num_epochs 2 --num_mini_batches 4"
 JOBS = {  # {name: command}
     "tiny": {
@@ -45,8 +45,13 @@ JOBS = {  # {name: command}
         "GRPO": "grpo.py --eval_every 10",
         "RLOO": "rloo.py --eval_every 10",
     },
-    "updates": {f"{name}, 1 update": f"{name.lower()}.py {ONE}" for name in ("PPO", "GRPO", "RLOO")}
-    | {f"{name}, 8 updates": f"{name.lower()}.py {EIGHT}" for name in ("PPO", "GRPO", "RLOO")},
+    "updates": {
+        "PPO, 1 update": f"ppo.py {ONE}",
+        "GRPO, 1 update": f"grpo.py {ONE}",
+        "RLOO, 1 update": f"rloo.py {EPISODES}",
+        "PPO, 8 updates": f"ppo.py {EIGHT}",
+        "GRPO, 8 updates": f"grpo.py {EIGHT}",
+    },
     "seconds": {  # as many steps as take the same time
         "PPO": f"ppo.py {EQUAL} --num_steps 36 --eval_every 6",
         "GRPO": f"grpo.py {EQUAL} --num_steps 160 --eval_every 32",

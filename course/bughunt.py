@@ -33,10 +33,10 @@ FOUND = ENTRY.findall((COURSE / "bughunt.md").read_text(encoding="utf-8").replac
 KEY = {bug: (script, *(x.replace("\\n", "\n") for x in rest)) for script, bug, *rest in FOUND}
 # Short runs whose flags bring out what the defaults leave at rest.
 SMALL = "--num_eval_prompts 256 --device cpu --temperature 1.2"
-OF_GROUPS = f"{SMALL} --num_steps 50 --eval_every 50 --num_mini_batches 2 --micro_batch_tokens 64"
+OF_GROUPS = f"{SMALL} --num_steps 50 --eval_every 50 --micro_batch_tokens 64"
 JOBS = {
     "ppo": f"{SMALL} --num_steps 25 --eval_every 25 --prompts_per_step 64 --gamma 0.95",
-    "grpo": f"{OF_GROUPS} --prompts_per_step 8 --kl_coef 0.05",
+    "grpo": f"{OF_GROUPS} --num_mini_batches 2 --prompts_per_step 8 --kl_coef 0.05",
     "rloo": f"{OF_GROUPS} --prompts_per_step 16",
 }
 METRICS = """objective/scores objective/kl policy/entropy_avg length/mean val/ratio_max_dev_first

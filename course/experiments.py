@@ -90,9 +90,9 @@ EXPERIMENTS = {
     ),
     "dropout": Experiment(
         2,
-        "What does dropout that is left on do before the first update, where ratio 1 and KL 0"
-        " should be, and to what is learnt?",
-        "accuracy clip_first kl_first reward",
+        "What does dropout that is left on do to the KL before the first update, where it should be"
+        " 0, and to what is learnt?",
+        "accuracy kl_first sampler_kl_first reward",
         {
             "off": Variant("rloo", GROUPS),
             "left on": Variant("rloo", f"{GROUPS} --disable_dropout false"),

@@ -60,8 +60,8 @@ def figures_of(lines: list[dict]) -> dict[str, float]:
         "best_step": best["step"],
         "score": last["eval/reward"],  # on held-out prompts, as the accuracy is
         "score_first": steps[0]["eval/reward"],
-        "clip_first": steps[0]["policy/clipfrac_avg"],
         "kl_first": steps[0]["objective/kl"],
+        "sampler_kl_first": steps[0]["val/sampler_kl"],
         "kl": late("objective/kl"),
         "entropy": late("objective/entropy"),
         "reward": late("objective/scores"),

@@ -184,8 +184,8 @@ PROBLEMS = [
     ),
     Problem(
         "rloo_loss", "rloo.py", "RLOO: the loss",
-        "A completion is one action: policy_ratio of the sum of the log-ratios of its tokens,"
-        " padding left out. The clip is that of PPO, on rows.",
+        "A completion is one action: its log-prob is the sum of its tokens', padding left out. The"
+        " mean over rows divides by num_rows, so that shares of micro-batches add up.",
     ),
     Problem(
         "rloo_loop", "rloo.py", "RLOO: rewards and advantages in the loop",

@@ -100,9 +100,6 @@ class RunConfig(TrainConfig):
     fp16: bool | None = flag(None, "decode in float16; default: on a T4 or V100, without --bf16")
     cuda_graphs: bool = flag(True, "false: decode without CUDA graphs, slowly")
 
-    num_epochs: int = flag(1, "passes over one rollout")
-    num_mini_batches: int = flag(1, "optimiser steps per pass")
-    clip_range: float = flag(0.2, "epsilon: the ratio is clipped to 1 plus or minus this")
     eval_every: int = flag(20, "steps between evaluations on held-out prompts")
     num_eval_prompts: int = flag(24, "held-out prompts per evaluation")
     eval_generations: int = flag(1, "completions per held-out prompt, K, for pass@1 and pass@K")
@@ -115,7 +112,7 @@ class RunConfig(TrainConfig):
             raise InputError("--reference: is for the KL, so give a --kl_coef above 0")
         if self.bf16 and self.fp16:
             raise InputError("--fp16: decodes in float16 what --bf16 trains in bfloat16: give one")
-        if (batch := self.prompts_per_step * group) % self.num_mini_batches:
+        if (batch := self.prompts_per_step * group) % getattr(self, "num_mini_batches", 1):
             raise InputError(f"--num_mini_batches: must divide the {batch} completions of a step")
 
 
@@ -146,7 +143,10 @@ def parse_flags(
         parser.add_argument(f"--{field.name}", help=help, **_argument(kinds[field.name]))
     given, unknown = parser.parse_known_args(args)
     if unknown:
-        raise InputError(f"unknown flag {unknown[0]}: --help lists them")
+        of_ratio = "--num_epochs", "--num_mini_batches", "--clip_range"  # rloo.py makes one update
+        is_there = unknown[0].partition("=")[0] in of_ratio
+        where = "grpo.py has it" if is_there else "--help lists them"
+        raise InputError(f"unknown flag {unknown[0]}: {where}")
     return complete(config_class, vars(given), embedded)
 
 

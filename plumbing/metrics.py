@@ -87,7 +87,7 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
     if kl is not None and kl > 10 and now.get("objective/kl_token", math.inf) > 0.1:
         text = f"the KL is {kl:.0f}: what the reward doesn't measure is lost;"
         found += [("large KL", f"{text} raise --kl_coef or lower --learning_rate")]
-    deviation = now["val/ratio_max_dev_first"]
+    deviation = now.get("val/ratio_max_dev_first", 0)  # RLOO has no ratio
     if deviation > (0.5 if bf16 else 0.01):
         text = f"the ratio is off by {deviation:.2g} before the first update, and should be 1;"
         found += [("ratio", f"{text} leave dropout off, or try --bf16 false")]
@@ -149,8 +149,8 @@ class Meter(Totals):
     def __init__(self, rollout: Rollout) -> None:
         super().__init__()
         self.rollout = rollout
-        # Of the last pass over each row: old log-probs, ratio, clipped; (B, T), or (B,) where a
-        # completion has one. NaN for what was left out of the update.
+        # Of the last pass over each row: old log-probs, ratio, clipped, (B, T). NaN for what was
+        # left out of the update.
         self.last_pass: dict[str, Tensor] = {}
         lengths = rollout.lengths.float()
         self.num_tokens = int(lengths.sum())
@@ -170,30 +170,27 @@ class Meter(Totals):
         clipped: Tensor,
         mask: Tensor,
     ) -> None:
-        """Add what the policy did in a micro-batch: the given rows of the rollout.
-
-        logprobs (rows, T); ratio and clipped (rows, T), or (rows,) where a completion has one
-        ratio. old_logprobs and mask are the whole rollout's, (B, T).
+        """Add what the policy did in a micro-batch, where there is a ratio: the given rows of the
+        rollout. logprobs, ratio and clipped (rows, T); old_logprobs and mask are the whole
+        rollout's, (B, T).
         """
         old_logprobs, mask = old_logprobs[rows], mask[rows]
-        unused = ~mask if ratio.dim() == 2 else ~mask.any(1)
         of_rows = {
             "old_logprobs": old_logprobs,
-            "ratio": ratio.detach().masked_fill(unused, torch.nan),
-            "clipped": clipped.to(ratio.dtype).masked_fill(unused, torch.nan),
+            "ratio": ratio.detach().masked_fill(~mask, torch.nan),
+            "clipped": clipped.to(ratio.dtype).masked_fill(~mask, torch.nan),
         }
         for name, x in of_rows.items():
-            unknown = x.new_full((len(self.rollout.tokens), *x.shape[1:]), torch.nan)
+            unknown = x.new_full(self.rollout.completion_mask.shape, torch.nan)
             self.last_pass.setdefault(name, unknown)[rows] = x
         self.add("policy/approxkl_avg", 0.5 * (logprobs - old_logprobs) ** 2, mask)
-        where = mask if ratio.dim() == 2 else None
-        self.add("policy/clipfrac_avg", clipped, where)
-        self.add("val/ratio", ratio, where)
+        self.add("policy/clipfrac_avg", clipped, mask)
+        self.add("val/ratio", ratio, mask)
         # Decoding may round otherwise than the training forward: KL(sampler || old policy).
         sampled = self.rollout.logprobs[rows]
         self.add("val/sampler_kl", kl_estimate(sampled, old_logprobs, "k3"), mask)
         if "grad_norm" not in self.sums:  # in the first minibatch
-            off = (ratio.detach() - 1).abs().masked_fill(unused, 0).max()
+            off = (ratio.detach() - 1).abs().masked_fill(~mask, 0).max()
             name = "val/ratio_max_dev_first"
             self.sums[name] = torch.maximum(self.sums.get(name, off), off)
             self.counts[name] = torch.ones_like(off)
@@ -361,7 +358,7 @@ PANELS = {
     "KL to the reference, nats a completion": ["objective/kl"],
     "entropy, nats a token": ["objective/entropy"],
     "tokens a completion": ["length/mean"],
-    "share of tokens clipped (RLOO: of completions)": ["policy/clipfrac_avg"],
+    "share of tokens clipped (RLOO has no clip)": ["policy/clipfrac_avg"],
     "held out: sampled, and greedy (dashed)": ["eval/accuracy", "eval/accuracy_greedy"],
 }
 OF_REWARD_MODELS = {

@@ -125,8 +125,6 @@ def load_reference(config: Any, task: Any) -> nn.Module | None:
     if limit is not None and longest + config.max_new_tokens > limit:
         fault = f"a prompt of {longest} tokens and {config.max_new_tokens} new ones don't fit into"
         raise InputError(f"--reference {config.reference}: {fault} its context of {limit}")
-    if config.half:  # as the policy: where both begin as one model, the KL is 0
-        spread_weights(base_model(model).base_model, config.half)
     task.frozen_models.append(model)
     return model
 
@@ -213,7 +211,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 def set_up_training(config: Any, model: nn.Module) -> None:
     """Put a model into training mode, with the kind of attention and the checkpointing that suit
-    the run. Raises InputError.
+    the run, and spread its weights where the run rounds them. Raises InputError.
 
     It comes before disable_dropout, whose copies of a config don't follow a change (rounded_copy in
     decoder.py changes them too).
@@ -228,6 +226,10 @@ def set_up_training(config: Any, model: nn.Module) -> None:
     if config.gradient_checkpointing:
         with blame("--gradient_checkpointing"):
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    # A forward pass that rounds weights to half precision doesn't see small steps, unless they
+    # begin between the numbers to which it rounds. The reference begins as the policy: KL 0.
+    if config.half:
+        spread_weights(backbone, config.half)
 
 
 @torch.no_grad()

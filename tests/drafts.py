@@ -150,10 +150,8 @@ def rloo_advantages(rewards, num_generations):
     return (groups - others).flatten()
 """,
     "rloo_loss": """
-def rloo_loss(logprobs, old_logprobs, advantages, mask, *, clip_range, num_rows=None):
-    ratio = torch.exp(((logprobs - old_logprobs) * mask).sum(1))
-    free, held = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    return torch.max(free, held).mean(), ratio, held > free
+def rloo_loss(logprobs, advantages, mask, num_rows=None):
+    return -(advantages * (logprobs * mask).sum(1)).mean()
 """,
     "preference_loss": """
 def preference_loss(chosen, rejected, margin=0.0, center_rewards_coef=0.0):
@@ -205,7 +203,7 @@ WRONG = {  # what is wrong: the line of ours, and what stands there
     "rloo_advantages": {
         "own reward": ("nansum(1, keepdim=True) - groups", "nansum(1, keepdim=True)")
     },
-    "rloo_loss": {"minimum": LOWER, "mean of tokens": (".sum(1)", ".mean(1)")},
+    "rloo_loss": {"sign": ("return -(", "return ("), "mean of tokens": (".sum(1)", ".mean(1)")},
     "rloo_loop": {"mean of tokens": ("kl.sum(1)", "kl.mean(1)")},
     "preference_loss": {"margin": ("rejected - margin", "rejected + margin")},
     "last_real_token": {"off by one": (".argmax(1)", ".argmax(1) - 1")},

@@ -202,6 +202,9 @@ def spread(completions, completion_ids, **columns):
 """
 
 
+OF_RATIO = {"num_epochs", "num_mini_batches", "clip_range"}
+
+
 def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]]]:
     """job_maker(folder)(script) -> job; job(flag=value, ...) runs script.main on a small saved
     model and returns the metrics of each step. `completions` is their number per step, whatever the
@@ -226,6 +229,8 @@ def job_maker(tmp_path: Path) -> Callable[[ModuleType], Callable[..., list[dict]
             ours = {"num_generations": 1 if script.__name__ == "ppo" else 4} | flags | changes
             ours.setdefault("prompts_per_step", ours["completions"] // ours["num_generations"])
             del ours["completions"]
+            if script.__name__ == "rloo":  # of a rollout it makes one update, without a ratio
+                ours = {k: v for k, v in ours.items() if k not in OF_RATIO}
             ours["output_dir"] = None if "resume" in ours else ours["output_dir"]
             args = ["--overwrite"]
             for name, value in ours.items():

@@ -34,6 +34,7 @@ FILES = {
     "listed/config.json": "[1]",
     "listed/tokens.jsonl": "{}\n",
     "listed/warnings.jsonl": "",
+    "old_rloo/config.json": json.dumps({"script": "rloo", "num_epochs": 1}),
     "a_run/metrics.jsonl": '{"step": 0}\n{"step": 1}\n',
     "a_run/tokens.jsonl": "{}\n",
     "a_run/warnings.jsonl": "",
@@ -51,6 +52,7 @@ TWO = '{"prompt": "1+1=", "answer": "2"}\n'
 PAIR = '{"chosen": "a", "rejected": "b", "margin": 1}'
 BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", "--num_step=1", "unknown flag --num_step=1: --help lists them", ""),
+    ("rloo", "--clip_range=0.1", "unknown flag --clip_range=0.1: grpo.py has it", ""),
     ("ppo", "--overwrite maybe", "--overwrite: must be true or false, not 'maybe'", ""),
     ("ppo", "--stop", "--stop: expected at least one argument", ""),
     ("ppo", "--prompts=", "--prompts: is empty; leave the flag out", ""),  # "$FILE", not set
@@ -147,6 +149,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("ppo", f"--model {'x' * 300}", "File name too long", ""),
     ("ppo", f"--output_dir new --prompts {'x' * 300}.csv", "File name too long", ""),
     ("ppo", "--resume old_run", "--resume old_run: TypeError: ", ""),
+    ("rloo", "--resume old_rloo", "unexpected keyword argument 'num_epochs'", ""),
     ("grpo", "--resume a_run", "--resume a_run: is not a run of grpo.py", ""),
     ("look", "nowhere --output x.png", "error: nowhere/metrics.jsonl: FileNotFoundError: ", ""),
     ("look", "a_run --output nowhere/x.png", "--output nowhere/x.png: FileNotFoundError", ""),

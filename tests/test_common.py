@@ -336,7 +336,7 @@ def test_padding_shared_prompts_and_micro_batches_change_nothing(small_model, ro
         models[1], rollout, SimpleNamespace(bf16=False, micro_batch_tokens=18)
     )
     assert torch.allclose(found, expected[2]) and not found.requires_grad
-    training = SimpleNamespace(bf16=False, gradient_checkpointing=True)
+    training = SimpleNamespace(bf16=False, half=None, gradient_checkpointing=True)
     for max_tokens, checkpointed in ((1000, False), (27, False), (1, False), (1000, True)):
         if checkpointed:
             set_up_training(training, model)

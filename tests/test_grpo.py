@@ -178,9 +178,10 @@ def test_micro_batches_add_up_to_the_whole_gradient(size, kind):
     mask, A = torch.cat([MASK, MASK.flip(0)]), torch.linspace(-2, 2, 8).double()
 
     def loss_of(logprobs: Tensor, r: slice, **counts) -> tuple[Tensor, Tensor, Tensor]:
-        args = logprobs[r], old[r], A[r], mask[r]
         if kind == "rloo":
-            return rloo_loss(*args, clip_range=0.2, num_rows=counts.get("num_rows"))
+            loss = rloo_loss(logprobs[r], A[r], mask[r], counts.get("num_rows"))
+            return loss, mask[r], mask[r]
+        args = logprobs[r], old[r], A[r], mask[r]
         return grpo_loss(*args, ref_logprobs=ref[r], **options(kind, kl_coef=0.3), **counts)
 
     whole, parts = (x.clone().requires_grad_() for _ in range(2))

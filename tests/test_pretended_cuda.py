@@ -96,9 +96,10 @@ def test_half_precision_is_what_the_cpu_multiplies_fast(has_avx512, has_amx, mon
 def test_a_run_in_bfloat16_takes_tf32_for_its_head():
     with pretended_cuda():
         model = small_llama().to("cuda")
-        for bf16 in (False, True, False):
-            models.set_up_training(SimpleNamespace(bf16=bf16, gradient_checkpointing=False), model)
-            assert torch.backends.cuda.matmul.allow_tf32 == bf16
+        config = SimpleNamespace(half=None, gradient_checkpointing=False)
+        for config.bf16 in (False, True, False):
+            models.set_up_training(config, model)
+            assert torch.backends.cuda.matmul.allow_tf32 == config.bf16
             assert model.config._attn_implementation == "sdpa"
 
 

@@ -151,7 +151,7 @@ def test_the_value_model_trains_its_own_adapter(policy):
 
 
 def loaded(model: object, bf16: bool = False, lora_r: int = 0) -> nn.Module:
-    config = {"model": str(model), "bf16": bf16, "lora_r": lora_r, "device": "cpu"}
+    config = {"model": str(model), "bf16": bf16, "half": None, "lora_r": lora_r, "device": "cpu"}
     config |= {"gradient_checkpointing": False, "stop": []}
     return load_policy(SimpleNamespace(**config))[0]
 
@@ -206,7 +206,8 @@ def test_bfloat16_begins_with_the_log_probs_of_the_checkpoint(name):
     name, _, has_adapter = name.partition(" ")
     policy = SMALL_MODELS[name]().bfloat16().float()
     policy = train(add_adapter(policy, 4)) if has_adapter else policy
-    models.set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), policy)
+    config = SimpleNamespace(bf16=True, half=None, gradient_checkpointing=False)
+    models.set_up_training(config, policy)
     origins = copy.deepcopy((policy, ValueModel.on_backbone_of(policy)))
     spread_weights(base_model(policy).base_model)
     both = policy, ValueModel.on_backbone_of(policy)

@@ -33,7 +33,7 @@ from plumbing.metrics import read_lines
 from plumbing.run import Run, run_main
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 4
---prompts_per_step 2 --num_generations 2 --num_epochs 2 --max_new_tokens 4 --num_eval_prompts 2
+--prompts_per_step 2 --num_generations 2 --max_new_tokens 4 --num_eval_prompts 2
 --eval_every 2 --save_every 2 --learning_rate 1e-2 --warmup_steps 2 --device cpu --bf16 false
 --eval_prompts heldout.jsonl --output_dir run""".split()
 PAIRS = """--model small-gpt2 --pairs pairs.jsonl --num_steps 4 --pairs_per_step 4 --eval_every 2
@@ -104,8 +104,8 @@ def test_a_command_in_the_background_hears_sigint():
 
 RUNS = {  # flags, and what is interrupted before the weights move
     ppo: (LORA, "sample"),
-    grpo: (DROPOUT, "sample"),
-    rloo: ([*LORA, "--reference", "small-gpt2", "--num_mini_batches", "2"], "sample"),
+    grpo: ([*DROPOUT, "--num_epochs", "2"], "sample"),
+    rloo: ([*LORA, "--reference", "small-gpt2"], "sample"),
     reward_model: ([*LORA, *DROPOUT], "schedule"),
 }
 

@@ -226,7 +226,7 @@ def test_the_copy_that_decodes_sees_no_later_token():
     of attention: plain attention without a mask sees all tokens.
     """
     model = small_gpt2(dropout=0.1)
-    set_up_training(SimpleNamespace(bf16=True, gradient_checkpointing=False), model)
+    set_up_training(SimpleNamespace(bf16=True, half=None, gradient_checkpointing=False), model)
     disable_dropout(model)
     tokens = torch.arange(1, 9).view(2, 4)
     logits, found = (x(tokens).logits for x in (model, rounded_copy(model, torch.float32)))

@@ -99,19 +99,15 @@ def test_a_score_is_compared_with_its_group():
 
 
 @pytest.mark.problem("rloo_loss", 2)
-def test_a_completion_is_one_action_with_one_ratio():
-    ratios, advantages = torch.tensor([1.5, 0.5, 1.5, 0.5]), torch.tensor([1.0, 2, -1, -1])
-    losses, slopes = torch.tensor([-1.2, -1, 1.5, 0.8]), torch.tensor([0, -1, 1.5, 0])  # of rows
-    lengths = torch.tensor([3, 1, 4, 2])
+def test_a_completion_is_one_action_with_one_log_prob():
+    advantages, lengths = torch.tensor([1.0, 2, -1, -3]), torch.tensor([3, 1, 4, 2])
     mask = torch.arange(4) < lengths[:, None]
-    moved = (ratios.log() / lengths)[:, None].expand(4, 4)  # by each of the real tokens
-    new = torch.where(mask, moved - 2, 7).requires_grad_()
-    loss, _, clipped = rloo_loss(new, torch.full((4, 4), -2.0), advantages, mask, clip_range=0.2)
-    hint = f"the rows have {losses.tolist()}, and the loss is their mean"
-    near(loss, 0.025, f"{hint}. Is a row's ratio of all its tokens, {LENGTHS}")
-    expected = (slopes / 4)[:, None] * mask
-    near(slope(loss, new), expected.tolist(), "the loss is right, the gradient isn't")
-    assert clipped.tolist() == [True, False, False, True], "where the clip decides"
+    logprobs = torch.where(mask, torch.tensor([[-1.0], [-2], [-0.5], [-4]]), 7).requires_grad_()
+    loss = rloo_loss(logprobs, advantages, mask)
+    hint = "the rows have [3, 4, -2, -24], and the loss is their mean"
+    near(loss, -4.75, f"{hint}. Is a row's log-prob of all its tokens, {LENGTHS}")
+    expected = (-advantages / 4)[:, None] * mask
+    near(slope(loss, logprobs), expected.tolist(), "the loss is right, the gradient isn't")
 
 
 RATIOS = torch.tensor([[1.5, 0.5, 1.1], [0.5, 1.5, 9.0]])

@@ -40,7 +40,8 @@ SIZES = "--prompts_per_step 12 --num_generations 2 --num_mini_batches 3 --max_ne
 STEPS = "--num_steps 7 --num_epochs 2 --num_mini_batches 2 --save_every 5 --eval_every 4"
 LOSS = "--clip_range 0.1 --clip_range_high 0.3 --entropy_coef 0.5 --mask_truncated_completions"
 FIELDS = [  # (script, flags, the fields)
-    ("rloo", "--kl_coef 0.3 --clip_range 0.1", "beta: 0.3, epsilon: 0.1, adam_beta2: .95"),
+    ("rloo", "--kl_coef 0.3 --num_steps 7", "beta: 0.3, adam_beta2: .95, max_steps: 7"),
+    ("rloo", "--prompts_per_step 6 --num_generations 2", "per_device_train_batch_size: 12"),
     ("rloo", SAME, "temperature: 0.7, seed: 5, learning_rate: 0.2, bf16: true, report_to: none"),
     ("grpo", f"{STEPS} --warmup_steps 3", "max_steps: 28, num_iterations: 2, warmup_steps: 12"),
     ("grpo", STEPS, "save_steps: 20, eval_steps: 16, logging_steps: 4, eval_on_start: true"),

@@ -38,14 +38,13 @@ def worked_step() -> str:
             first = line(f"{scores[i]:5.0f}", [A[i]], False) if t == 0 else " " * 13
             numbers = [x[i, t] for x in (old.exp(), new.exp(), ratio, each, slopes)]
             lines.append(line(f"{first}  {token:5}", numbers, clipped[i, t]))
-    lines += [f"GRPO's loss: {loss:.3g}", "", "completion       A   ratio    loss   slope"]
+    lines += [f"GRPO's loss: {loss:.3g}", "", "completion       A  log pi    loss   slope"]
 
-    A, log_ratio = rloo.rloo_advantages(scores, 4), (new - old).sum(1)
-    loss, _, clipped = rloo.rloo_loss(new, old, A, mask, clip_range=0.2)
-    [slopes] = torch.autograd.grad(loss, new, retain_graph=True)
-    each, _, _ = ppo.policy_loss(log_ratio, torch.zeros(4), A, 0.2)
+    A, now = rloo.rloo_advantages(scores, 4), old.requires_grad_()  # its one update comes first
+    [slopes] = torch.autograd.grad(loss := rloo.rloo_loss(now, A, mask), now)
     for i, text in enumerate(STEP):
-        lines.append(line(f"{text:10}", [A[i], ratio[i].prod(), each[i], slopes[i, 0]], clipped[i]))
+        logprob = now[i].sum()
+        lines.append(line(f"{text:10}", [A[i], logprob, -A[i] * logprob, slopes[i, 0]], False))
     return "\n".join([*lines, f"RLOO's loss: {loss:.3g}"])
 
 

@@ -67,13 +67,18 @@ def ppo(b: SimpleNamespace, values: Tensor, lam: float) -> Tensor:
     return policy_loss(b.new, b.old, A - (b.chance * A).sum() / b.chance.sum(), 0.2)[0]
 
 
+def of_completions(b: SimpleNamespace, clip: float = 0.2) -> Tensor:
+    """Call ppo.py's loss with the ratio of a whole completion: TRL's RLOO. rloo.py has no ratio."""
+    return policy_loss(b.new.sum(1), b.old.sum(1), b.A[:, 0], clip)[0]
+
+
 LOSSES = {
-    "RLOO, no clip": lambda b: rloo_loss(b.new, b.old, b.A[:, 0], b.mask, clip_range=OFF)[0],
+    "RLOO": lambda b: rloo_loss(b.new, b.A[:, 0], b.mask),
+    "TRL's RLOO, no clip": lambda b: of_completions(b, OFF),
     "CTPO's prefix ratio, no clip": lambda b: -b.A * b.ratio.cumprod(1) * b.new,
-    "no ratio, no clip": lambda b: -b.A * b.new,
     "Dr. GRPO, no clip": lambda b: grpo(b, "dr_grpo", "none", OFF),
     "GRPO, no std, no clip": lambda b: grpo(b, "grpo", "none", OFF),
-    "RLOO": lambda b: rloo_loss(b.new, b.old, b.A[:, 0], b.mask, clip_range=0.2)[0],
+    "TRL's RLOO": of_completions,
     "Dr. GRPO": lambda b: grpo(b, "dr_grpo", "none"),
     "MaxRL": lambda b: grpo(b, "dr_grpo", "mean"),
     **{kind.upper(): lambda b, k=kind: grpo(b, k) for kind in ("dapo", "cispo", "grpo", "gspo")},

@@ -35,20 +35,19 @@ SAME_NAME_GRPO = "entropy_coef loss_type mask_truncated_completions scale_reward
 
 def fields_of(config: RunConfig, num_processes: int, longest: int) -> dict[str, Any]:
     """Make the fields of GRPOConfig or RLOOConfig; `longest` is of a prompt. Raises InputError."""
-    completions = config.prompts_per_step * config.num_generations
-    rows, rest = divmod(completions, config.num_mini_batches * num_processes)
+    completions, is_grpo = config.prompts_per_step * config.num_generations, config.script == "grpo"
+    num_mini_batches = config.num_mini_batches if is_grpo else 1  # RLOO makes one update a rollout
+    rows, rest = divmod(completions, num_mini_batches * num_processes)
     if rest:
-        parts = f"{config.num_mini_batches} minibatches on {num_processes} processes"
+        parts = f"{num_mini_batches} minibatches on {num_processes} processes"
         raise InputError(f"the {completions} completions of a step can't be cut into {parts}")
     most = max(1, config.micro_batch_tokens // (longest + config.max_new_tokens))
     size = max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
-    updates = config.num_epochs * config.num_mini_batches  # per rollout; TRL's steps are updates
+    updates = num_mini_batches * (config.num_epochs if is_grpo else 1)  # TRL's steps are updates
     fields = {name: getattr(config, name) for name in SAME_NAME.split()} | {
         "beta": config.kl_coef,
-        "epsilon": config.clip_range,
         "temperature": config.temperature,
         "max_completion_length": config.max_new_tokens,
-        "num_iterations": config.num_epochs,
         "generation_batch_size": completions,
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": rows // size,
@@ -64,8 +63,9 @@ def fields_of(config: RunConfig, num_processes: int, longest: int) -> dict[str, 
         "logging_steps": updates,
         "report_to": config.report_to or "none",
     }
-    if isinstance(config, grpo.Config):
+    if is_grpo:
         fields |= {name: getattr(config, name) for name in SAME_NAME_GRPO.split()}
+        fields |= {"num_iterations": config.num_epochs, "epsilon": config.clip_range}
         fields["epsilon_high"] = config.clip_range_high
         fields["use_bias_correction_kl"] = config.kl_estimator == "unbiased"
         if config.loss_type == "gspo":
