@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from small import make_rollout
+from small import make_rollout, near
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forward import completion_logprobs
@@ -84,10 +84,12 @@ def test_sampling_records_the_log_probs_of_the_forward(model):
     """Sampled at a temperature and scored without it is the commonest mistake of all."""
     model = fused(model)
     rollout = sample(model, temperature=0.8, num_generations=5)
-    assert rollout.tokens.shape == (20, 15) and not rollout.logprobs.requires_grad
+    assert rollout.tokens.shape == (20, 15), "20 rows of 7 prompt and 8 new tokens"
+    assert not rollout.logprobs.requires_grad, "sampling has no gradient"
     logprobs, _ = completion_logprobs(model, rollout, 0.8)
     assert logprobs.abs().max() > 1
-    assert torch.allclose(logprobs, rollout.logprobs, atol=1e-4)
+    hint = "log-probs as drawn, of the temperature 0.8, are those of the training forward"
+    near(rollout.logprobs, logprobs, hint, atol=1e-4)
 
 
 def test_longrope_refuses_rows_that_would_change_others():

@@ -260,8 +260,11 @@ def compared(job: Job, page: Page) -> Iterator[tuple]:
         for i, row in enumerate(theirs):
             ours, n = torch.tensor(lines[i][name]).view(-1), lines[i]["num_tokens"]
             yield name, f"completion {i}", ours, row.view(-1)[:n], close
-    loss = torch.tensor([job.metrics[1]["loss/policy_avg"]])
-    yield "loss", "its mean over the updates", loss, page.mean("loss/policy_avg").view(1), close
+    losses = {"loss": "loss/policy_avg"}
+    losses |= {"value loss": "loss/value_avg"} if job.script is ppo else {}
+    for name, metric in losses.items():
+        loss = torch.tensor([job.metrics[1][metric]])
+        yield name, "its mean over the updates", loss, page.mean(metric).view(1), close
     for name, error in (("gradient", 1e-12), ("weights", 1e-8)):
         for k, (update, of_script) in enumerate(zip(page.updates, getattr(job, name), strict=True)):
             for ours, theirs in zip(of_script, update[name], strict=True):

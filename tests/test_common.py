@@ -11,7 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from small import EOS, IN_GROUPS, RAGGED, RAGGED_ROWS, make_rollout, small_gpt2, small_llama
+from small import (
+    EOS,
+    IN_GROUPS,
+    RAGGED,
+    RAGGED_ROWS,
+    make_rollout,
+    near,
+    small_gpt2,
+    small_llama,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -48,7 +57,7 @@ def test_the_first_of_several_eos_ids_ends_a_completion():
     completions = torch.tensor([[5, 38, 7], [5, 0, 38], [5, 6, 7], [0, 0, 1]])
     mask = completion_mask(completions, [38, 0])
     assert mask.dtype == torch.bool, "of bool: whoever calls it inverts it with ~"
-    assert mask.long().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    near(mask, [[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]], "38 and 0 are EOS: which comes first?")
     assert completion_mask(completions, []).all(), "without an EOS id nothing is masked"
 
 
@@ -66,10 +75,14 @@ def test_means_and_whitening_ignore_nan_off_the_mask():
 @pytest.mark.problem("masked_whiten", 1)
 def test_no_number_and_no_variance_give_no_nan():
     assert masked_mean(torch.ones(2, 3), torch.zeros(2, 3)).item() == 0
-    assert masked_whiten(torch.full((3, 4), 0.3), MASK).abs().max() < 1e-2
-    assert masked_whiten(torch.full((1, 1), 1.1), torch.ones(1, 1)).item() == 0
-    tiny = torch.tensor([[1e-4, -1e-4]]).double()  # of variance 2e-8; 1e-8 is added
-    assert masked_whiten(tiny, tiny != 0)[0, 0].item() == pytest.approx(3**-0.5)
+    equal = masked_whiten(torch.full((3, 4), 0.3), MASK)
+    near(equal, torch.zeros(3, 4), "equal numbers become 0", atol=1e-2)
+    single = masked_whiten(torch.full((1, 1), 1.1), torch.ones(1, 1))
+    near(single, [[0.0]], "a single number becomes 0: n - 1 is 0, and 0 / 0 is NaN", atol=0)
+    tiny = torch.tensor([[1e-6, -1e-6]]).double()  # so small that n or n - 1 is no matter
+    near(
+        masked_whiten(tiny, tiny != 0), [[0.01, -0.01]], "1e-8 is added to the variance", rtol=1e-3
+    )
 
 
 # --- Log-probs and entropy ---
@@ -83,16 +96,18 @@ def test_log_probs_have_any_shape_and_large_logits(shape):
     logits = (chances.log() + 1e3).expand(*shape, 3).clone().requires_grad_()  # exp overflows
     found = token_logprobs(logits, tokens)
     assert found.dtype == torch.float64, "only half precision is converted: float64 stays"
-    assert found.shape == token_entropy(logits).shape == shape
-    assert found.exp().flatten().tolist() == pytest.approx(chances[tokens].flatten().tolist())
-    assert torch.autograd.grad(found.sum(), logits)[0].isfinite().all()
+    assert token_entropy(logits).shape == shape
+    near(found, chances[tokens].log(), "of logits near 1000, whose exp overflows", 0, 1e-9)
+    gradient = torch.autograd.grad(found.sum(), logits)[0]
+    assert gradient.isfinite().all(), "the gradient is finite, though exp(1000) isn't"
 
 
 @pytest.mark.problem("token_logprobs", 1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits_are_scored_in_float32(dtype):
     logits, tokens = (5 * random(2, 3, 50)).to(dtype), torch.arange(6).view(2, 3)
-    assert torch.equal(token_logprobs(logits, tokens), token_logprobs(logits.float(), tokens))
+    found, expected = token_logprobs(logits, tokens), token_logprobs(logits.float(), tokens)
+    near(found, expected, "half precision becomes float32 before the softmax, not after", 0, 0)
     assert torch.equal(token_entropy(logits), token_entropy(logits.float()))
     assert token_entropy(logits).dtype == torch.float32
 
@@ -142,11 +157,11 @@ def test_gae_is_0_and_reads_nothing_off_the_mask(mask):
     advantages, returns = gae(rewards, values, mask, 0.9, 0.5)
     assert all(map(torch.equal, before, (rewards, values, mask))), "no input is changed"
     last = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
-    assert torch.allclose(advantages[last], (rewards - values)[last]), "V after it is 0"
-    assert torch.allclose(returns, (advantages + values) * mask)
+    near(advantages[last], (rewards - values)[last], "at the last token: V after it is 0")
+    near(returns, (advantages + values) * mask, "returns: advantages plus values, 0 off the mask")
     dirty = (x.masked_fill(~mask, torch.nan) for x in (rewards, values))
     for x, expected in zip(gae(*dirty, mask.long(), 0.9, 0.5), (advantages, returns), strict=True):
-        assert torch.allclose(x, expected), "NaN at padding has no influence: 0 * NaN is NaN"
+        near(x, expected, "NaN at padding has no influence: 0 * NaN is NaN")
         assert (x[~mask] == 0).all(), "0 off the mask"
 
 
@@ -198,8 +213,11 @@ def test_disable_dropout_finds_modules_numbers_and_configs():
     model[1].config = config = SimpleNamespace(hidden_dropout=0.4, jitter_noise=0.1)
     disable_dropout(model, other)
     assert model[0].p == other.p == 0, "modules, of all models"
-    assert model[1].attention_dropout == model[1].layerdrop == 0 and model[1].dropout_kind == 4
-    assert config.hidden_dropout == 0.4 and not any(vars(model[1].config).values()), "of a copy"
+    floats = model[1].attention_dropout, model[1].layerdrop
+    assert floats == (0, 0), "probabilities that a module has as attributes"
+    assert model[1].dropout_kind == 4, "an attribute that is no probability stays"
+    assert not any(vars(model[1].config).values()), "probabilities of a module's config"
+    assert config.hidden_dropout == 0.4, "the config that is shared stays: change a copy of it"
 
 
 def test_the_config_under_an_adapter_keeps_its_dropout():
@@ -249,7 +267,7 @@ RATES = {  # (warm-up, the shares of the rate)
 def test_the_rate_rises_in_equal_steps_then_falls(run):
     for warmup_steps, shares in RATES[run]:
         found = [schedule(step, len(shares), warmup_steps) for step in range(len(shares))]
-        assert found == pytest.approx(shares)
+        near(found, shares, f"the rates of {len(shares)} steps, of which {warmup_steps} warm up")
 
 
 # --- Log-probs and values of completions, in micro-batches ---
@@ -300,11 +318,12 @@ def test_a_batch_gives_the_log_probs_of_single_rows(small_model):
     hint = "other {}: one column too far, no position ids, no temperature, or not 0 at padding?"
     expected = plain_scores(small_model, value_model_of(small_model), RAGGED)
     found = completion_logprobs(small_model, RAGGED, 0.7)
-    assert torch.allclose(found[0], expected[0], atol=1e-4), hint.format("log-probs")
-    assert torch.allclose(found[1], expected[1], atol=1e-4), hint.format("entropies")
+    near(found[0], expected[0], hint.format("log-probs"), atol=1e-4)
+    near(found[1], expected[1], hint.format("entropies"), atol=1e-4)
     assert found[0].requires_grad, "no gradient gets through: is something detached?"
     pairs = zip(gradients(found[0], small_model), gradients(expected[0], small_model), strict=True)
-    assert all(torch.allclose(x, y, atol=1e-3) for x, y in pairs), "another gradient"
+    for x, y in pairs:
+        near(x, y, "the log-probs are right, a gradient of the weights isn't", atol=1e-3)
 
 
 @pytest.mark.problem("completion_logprobs", 1)
@@ -312,12 +331,14 @@ def test_entropies_have_no_gradient_and_masks_may_be_numbers(small_model):
     logprobs, entropies = completion_logprobs(small_model, RAGGED, 0.7)
     masks = {"attention_mask": RAGGED.attention_mask, "completion_mask": RAGGED.completion_mask}
     of_numbers = Rollout(**vars(RAGGED) | {name: x.long() for name, x in masks.items()})
-    assert torch.equal(completion_logprobs(small_model, of_numbers, 0.7)[0], logprobs)
+    again = completion_logprobs(small_model, of_numbers, 0.7)[0]
+    near(again, logprobs, "other log-probs where masks are of 0 and 1 and not of bool", 0, 0)
     value_model = value_model_of(small_model)
     values, again = (completion_values(value_model, x) for x in (RAGGED, of_numbers))
     assert torch.equal(values, again), "masks of 0 and 1"
     if entropies.requires_grad:  # as a part of the tensor that holds both
-        assert not any(g.any() for g in gradients(entropies, small_model))
+        no_gradient = not any(g.any() for g in gradients(entropies, small_model))
+        assert no_gradient, "entropies have a gradient only with entropy_grad"
     assert completion_logprobs(small_model, RAGGED, 0.7, entropy=False)[1] is None, "not wanted"
 
 
@@ -346,9 +367,11 @@ def test_padding_shared_prompts_and_micro_batches_change_nothing(small_model, ro
         parts = micro_batches(rollout, max_tokens=max_tokens)
         order = torch.cat([rows for rows, _ in parts]).argsort()
         found = torch.cat([scores(*models, part) for _, part in parts], dim=1)[:, order]
-        assert (found[:, ~rollout.completion_mask] == 0).all()
+        assert (found[:, ~rollout.completion_mask] == 0).all(), "0 off the mask"
+        hint = f"log-probs, entropies and values in micro-batches of {max_tokens} tokens"
         for x, y in zip([found, *gradients(found, *models)], wanted, strict=True):
-            assert torch.allclose(x, y, rtol=0, atol=1e-10), f"{max_tokens}: {tuple(x.shape)}"
+            near(x, y, hint, 0, 1e-10)
+            hint = f"the values are right, a gradient isn't: micro-batches of {max_tokens} tokens"
     assert all(map(torch.equal, vars(rollout).values(), vars(before).values())), "it is changed"
 
 

@@ -88,7 +88,8 @@ def test_sampling_pads_all_that_follows_the_eos(pad, ends):
     of_ids = lambda tokens: torch.isin(tokens, torch.tensor(ends))  # noqa: E731
     compare(rollout, plain_rollout(small_gpt2(), of_ids, pad))
     last = rollout.tokens[:, 4:].gather(1, rollout.lengths.unsqueeze(1) - 1).squeeze(1)
-    assert {*last[rollout.finished].tolist()} == {*ends} and not rollout.finished.all()
+    assert {*last[rollout.finished].tolist()} == {*ends}, "the last tokens of rows that have ended"
+    assert not rollout.finished.all(), "some rows fill the width"
 
 
 PIECES = ["a", "b", "ab", "ba", "d", "c", "bc", "e", "f", "<eos>"]

@@ -62,7 +62,8 @@ def test_a_run_begins_with_kl_0_and_ratio_1(job):
     name = "val/sampler_kl" if job.script is rloo else "val/ratio_max_dev_first"
     assert first[name] < 1e-5
     # A single update needs old log-probs then, which it does without where dropout is off.
-    assert job(disable_dropout="false", **ONE_UPDATE)[0][name] > 1e-2
+    with_dropout = job(disable_dropout="false", **ONE_UPDATE)[0]
+    assert with_dropout[name] > 1e-2, "with dropout two passes of the same weights differ"
     for line in lines_of(job.folder / "tokens.jsonl"):  # computed without dropout
         assert line["new_logprobs"] == pytest.approx(line["sampler_logprobs"], abs=0.05)
 
@@ -216,11 +217,15 @@ def test_a_script_without_flags_trains_the_embedded_model(script, tmp_path):
     script.main([f"--{name}={x}" for name, x in few.items()])
     assert settings_of_run(run).items() >= (script.TINY | few).items()
     lines = lines_of(run / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2] and lines[0]["grad_norm"] > 0
-    assert all(math.isfinite(x) for line in lines for x in line.values() if x is not None)
+    assert [line["step"] for line in lines] == [0, 1, 2], "a line of metrics.jsonl for each step"
+    assert lines[0]["grad_norm"] > 0, "the first update has a gradient"
+    odd = {k for x in lines for k, v in x.items() if v is not None and not math.isfinite(v)}
+    assert not odd, "metrics that are NaN or infinite"
     before, after = load_file("tiny/model.safetensors"), load_file(run / "model/model.safetensors")
     shared = before.keys() & after.keys()
-    assert shared and [x for x in shared if torch.equal(before[x], after[x])] == [], "unmoved"
+    assert shared and [x for x in shared if torch.equal(before[x], after[x])] == [], (
+        "weights that training doesn't move"
+    )
 
 
 @pytest.mark.problem("ppo_script", 6, "ppo")
@@ -234,4 +239,5 @@ def test_training_raises_the_reward(job):
         temperature=1.0, max_new_tokens=8, eval_every=100, kl_coef=0.01,
     )[:-1]  # fmt: skip
     scores = [line["objective/scores"] for line in lines]
-    assert (sum(scores[-5:]) - sum(scores[:5])) / 5 > 0.3
+    rise = (sum(scores[-5:]) - sum(scores[:5])) / 5
+    assert rise > 0.3, "the mean score rises by 0.3 and more in 25 steps"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from small import near
 from torch import Tensor
 
 from common import completion_mask, gae, kl_estimate, masked_whiten, token_logprobs
@@ -17,14 +18,6 @@ from rloo import rloo_advantages, rloo_loss
 from sampling import decode
 
 LENGTHS = "over real tokens alone, each by its own row? what stands at padding has no part in it"
-
-
-def near(found: Tensor, expected: list | float, hint: str) -> None:
-    """The numbers, to four digits; whatever their type is."""
-    expected = torch.tensor(expected)
-    assert found.shape == expected.shape, f"the shape is {tuple(found.shape)}"
-    found = found.detach().float()
-    assert torch.allclose(found, expected.float(), rtol=1e-4, atol=1e-5), f"{hint}\n{found}"
 
 
 def slope(found: Tensor, x: Tensor) -> Tensor:
@@ -61,11 +54,20 @@ def test_eos_is_an_action_and_what_follows_is_none():
     near(found, [[1, 1, 0], [1, 1, 1], [1, 0, 0]], "EOS is 9, and is an action itself")
 
 
-@pytest.mark.problem("masked_whiten", 2)
-def test_whitened_numbers_have_mean_0_and_variance_1():
-    x, mask = torch.tensor([[2.0, 4, 9], [6, 9, 9]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    hint = "the three real numbers are 2, 4 and 6: their variance, with Bessel's correction, is 4"
-    near(masked_whiten(x, mask.bool()), [[-1, 0, 0], [1, 0, 0]], hint)
+NUMBERS, OF_THEM = torch.tensor([[2.0, 4, 9], [6, 9, 9]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+@pytest.mark.problem("masked_whiten", 1)
+def test_whitened_numbers_keep_their_distances_and_have_mean_0():
+    found = masked_whiten(NUMBERS, OF_THEM.bool())
+    hint = "divided by the first: the real numbers are 2, 4 and 6, and their mean is 4"
+    near(found / found[0, 0], [[1, 0, 0], [-1, 0, 0]], hint)
+
+
+@pytest.mark.problem("masked_whiten", 1)
+def test_whitened_numbers_have_variance_1():
+    hint = "the real numbers are 2, 4 and 6: their variance, with Bessel's correction, is 4"
+    near(masked_whiten(NUMBERS, OF_THEM.bool()), [[-1, 0, 0], [1, 0, 0]], hint)
 
 
 @pytest.mark.problem("gae", 3)
@@ -168,7 +170,7 @@ def test_a_text_is_scored_at_its_last_real_token():
     x = torch.arange(24.0).view(3, 4, 2).requires_grad_()
     found = last_real_token(x, torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]))
     near(found, [[0, 1], [14, 15], [20, 21]], "of texts of 1, 4 and 3 tokens")
-    assert slope(found, x).sum() == 6
+    assert slope(found, x).sum() == 6, "each of the six numbers that are taken has a slope of 1"
 
 
 @pytest.mark.problem("decode", 3)
@@ -189,7 +191,8 @@ def test_the_loop_draws_notes_and_reads_token_by_token():
     near(tokens[:, 0], [1, 0], "the first token is drawn from the logits, by uniforms[0], settings")
     near(logprobs[:, 0], [-1.386294, -2.302585], "the log-probs of the first tokens")
     assert [drawn for drawn, _, _ in read] == [[1, 0], [2, 1], [0, 1]], "what the step reads"
-    assert torch.equal(torch.stack([x for _, x, _ in read]), uniforms[1:]), "of its own column"
+    hint = "the step at column t gets uniforms[t]"
+    near(torch.stack([x for _, x, _ in read]), uniforms[1:], hint)
     assert all(given == settings for *_, given in read), "each draw takes the settings"
     near(tokens[0, :2], [1, 2], "the row that ends with EOS, which is 2")
     near(tokens[1], [0, 1, 1, 2], "the row that fills the width")
