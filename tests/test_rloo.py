@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small import near, numbers
+from small import numbers
 
 from rloo import rloo_loss
 
