@@ -67,7 +67,8 @@ def test_missing_scores_are_left_out_of_means_and_groups():
     }
     found = {name: x for name, x in meter.results().items() if name in expected}
     assert found == pytest.approx(expected)
-    assert is_flat(torch.tensor([[nan, 2.0], [1.0, 2.0]])).tolist() == [[1], [0]]
+    groups = torch.tensor([[nan, 2.0], [1.0, 1 + 1e-6], [0.0, 1e-9]])
+    assert is_flat(groups).tolist() == [[1], [0], [0]], "a tiny difference teaches"
 
 
 # --- Warnings ---
