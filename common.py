@@ -206,38 +206,40 @@ def base_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def disable_dropout(*models: nn.Module) -> None:
-    """Switch every kind of dropout off for good.
+def disable_dropout(*models: nn.Module) -> int:
+    """Switch every kind of dropout off for good, and return how many probabilities are now 0.
 
     Before the first update the ratio compares two forward passes of the same weights, and with
     dropout it isn't 1. The model's own config is saved with it and keeps its values; modules get a
     copy.
     """
+    sites = 0
     for model in models:
         wholes = (model, base_model(model))
         for module in model.modules():
             # 1. Modules: nn.Dropout and its kin.
-            if isinstance(module, DROPOUTS):
+            if isinstance(module, DROPOUTS) and module.p > 0:
                 module.p = 0.0
+                sites += 1
             # 2. Numbers: Llama, Qwen2 and OPT call F.dropout(p=self.attention_dropout if
             #    self.training else 0.0), OPT and others skip whole layers (layerdrop).
-            _zero_noise(module)
+            sites += _zero_noise(module)
             # 3. Configs that a module reads at every forward pass (Falcon): it gets a copy.
             config = vars(module).get("config")
             if config is not None and not any(module is whole for whole in wholes):
                 quiet = copy.copy(config)
-                if _zero_noise(quiet):
+                if found := _zero_noise(quiet):
                     module.config = quiet
+                sites += found
+    return sites
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS += (nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _zero_noise(record: object) -> bool:
-    """Set float attributes such as attention_dropout, layerdrop, resid_pdrop, jitter_noise to 0.
-    Returns whether one was above 0.
-    """
+def _zero_noise(record: object) -> int:
+    """Set float attributes such as attention_dropout, layerdrop, resid_pdrop, jitter_noise to 0."""
     names = [
         name
         for name, value in vars(record).items()
@@ -245,7 +247,7 @@ def _zero_noise(record: object) -> bool:
     ]
     for name in names:
         setattr(record, name, 0.0)
-    return len(names) > 0
+    return len(names)
 
 
 def reference(

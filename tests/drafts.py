@@ -44,10 +44,13 @@ def masked_whiten(x, mask):
 """,
     "disable_dropout": """
 def disable_dropout(*models):
+    count = 0
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+                count += 1
+    return count
 """,
     "reference": """
 def reference(policy, kl_coef, named=None):
@@ -172,7 +175,7 @@ WRONG = {  # what is wrong: the line of ours, and what stands there
     "completion_mask": {"off by one": ("eos_before == 0", "is_eos.cumsum(1) == 0")},
     "masked_whiten": {"mask": ("masked_mean(x, mask)", "x.mean()")},
     "disable_dropout": {
-        "evaluation mode": ("wholes = (model, base_model(model))", "model.eval(); continue")
+        "evaluation mode": ("sites = 0", "return sum(model.eval() is model for model in models)")
     },
     "reference": {"the policy itself": ("copy_what_trains(policy)", "policy")},
     "decode": {"off by one": ("uniforms[t + 1, rows]", "uniforms[t, rows]")},

@@ -211,7 +211,8 @@ def test_disable_dropout_finds_modules_numbers_and_configs():
     )
     model[1].attention_dropout, model[1].layerdrop, model[1].dropout_kind = 0.2, 0.3, 4
     model[1].config = config = SimpleNamespace(hidden_dropout=0.4, jitter_noise=0.1)
-    disable_dropout(model, other)
+    sites = disable_dropout(model, other)
+    assert (sites, disable_dropout(model, other)) == (6, 0), "probabilities that were above 0"
     assert model[0].p == other.p == 0, "modules, of all models"
     floats = model[1].attention_dropout, model[1].layerdrop
     assert floats == (0, 0), "probabilities that a module has as attributes"
