@@ -1,7 +1,7 @@
 """GRPO: group relative policy optimisation of a language model against a score.
 
 For a prompt the policy pi samples a group of G completions. s_i is the score of completion i, and
-y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_range.
+the y_t are its tokens. On the left are the names of the code; eps is clip_range.
 
   advantages  A_i = (s_i - mean(s)) / (std(s) + 1e-4), over the group; 1e-4 is TRL's   [1] 4.1.2
   ratio       rho_t = pi(y_t) / pi_old(y_t), of each token
@@ -12,16 +12,16 @@ y_1 .. y_T are its tokens. On the left are the names of the code; eps is clip_ra
 There is no value model: a completion is compared with the others of its prompt. To RLOO this adds a
 ratio, so that several updates may use a rollout. It differs from RLOO in the four lines above: GRPO
 divides the advantage by the std, weighs each token by its ratio, puts the KL into the loss, and
-takes a mean over tokens. Most other lines that `diff rloo.py
-grpo.py` shows serve variants, which flags switch on: Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5]
-and MaxRL [6]. They share this file so that you see how little each paper changes. At the first
-reading skip the lines marked with [2] to [6]. docs/running.md has the commands.
+takes a mean over tokens. Most other lines that `diff rloo.py grpo.py` shows serve variants, which
+flags switch on: Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] and MaxRL [6]. They share this file so
+that you see how little each paper changes. At the first reading skip the lines marked with [2] to
+[6]. docs/running.md has the commands.
 
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
 [6] Tajwar et al. 2026, arXiv 2602.02710.
 
-one_page/grpo.py has the same update on a page, with this script's extras off, and makes two of a
+one_page/grpo.py has the same update on a page, with this script's extras off, and makes two per
 rollout; here --num_epochs 2 does. To the extras of rloo.py come the variants and an entropy bonus,
 but no row is left out. docs/architecture.md lists all.
 
@@ -254,7 +254,7 @@ def main(args: list[str] | None = None) -> None:
         rollout = sample(policy, *task.encode(prompts), num_generations=G, **sampling)
         num_drawn = rollout.completion_mask.sum()  # tokens; some groups may be left out below
 
-        # 2. Score the text of each completion. A reward that is None is NaN here.
+        # 2. Score the text of each completion. A score of None is NaN here.
         scores, texts = task.score(prompts, rollout)  # (B,)
         if config.oversample > 1:  # [3] eq. 11: of all groups keep N, first those that teach
             flat = is_flat(scores.view(-1, G)).flatten()

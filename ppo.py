@@ -1,8 +1,8 @@
 """PPO: proximal policy optimisation of a language model against a score, with a KL penalty.
 
-The policy pi samples a completion y_1 .. y_T of a prompt; its score is s. A state is the text so
-far, an action is the next token. pi_old and V_old are policy and value model as they were when the
-rollout was sampled; pi and V change in the update. On the left are the names of the code; eps is
+The policy pi samples a completion with tokens y_t; its score is s. A state is the text so far, an
+action is the next token. pi_old and V_old are policy and value model as they were when the rollout
+was sampled; pi and V change in the update. On the left are the names of the code; eps is
 clip_range, eps_v is clip_range_value.
 
   kl          kl_t = log pi_old(y_t) - log pi_ref(y_t), without gradient; or k2, k3 of it
@@ -15,17 +15,17 @@ clip_range, eps_v is clip_range_value.
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-To GRPO this adds a critic: the value model V judges each token, and no group is needed. One AdamW
-trains pi and V, which share no trained weight, at one learning rate; their gradients are clipped
-together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
+To GRPO this adds a critic: before each token the value model V predicts the return, so no group is
+needed. One AdamW trains pi and V, which share no trained weight, at one learning rate; their
+gradients are clipped together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
 PPO has many parts, and most mistakes in them raise no error, so each formula stands here.
 
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
 one_page/ppo.py has the same update on a page, with this script's extras off: to those of rloo.py
-come a coefficient and a clip of the value loss and an entropy bonus, but no row is left out and no
-reward is None. docs/architecture.md lists all.
+come a coefficient and a clip of the value loss, a bias of its head and an entropy bonus, but no row
+is left out and no score is None. The page's rate falls too. docs/architecture.md lists all.
 
   python ppo.py                  # sums 46% -> 97% right, greedy 54% -> 100%, a minute on a CPU
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it

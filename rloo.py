@@ -1,23 +1,25 @@
 """RLOO: REINFORCE of a language model against a score, with a leave-one-out baseline.
 
 For a prompt the policy pi samples a group of G completions. s_i is the score of completion i, and
-y_1 .. y_T are its tokens. On the left are the names of the code.
+the y_t are its tokens. On the left are the names of the code.
 
   kl          kl_t = log pi(y_t) - log pi_ref(y_t), without gradient                   k1 in [2]
   rewards     r_i = s_i - kl_coef * sum of kl_t over the tokens of completion i
   advantages  A_i = r_i - mean of r_j over the other G - 1 completions of the group    [1] 2.3
-  loss        -A_i log pi(y), a sum over its tokens; its mean over the completions     [1] 2.2
+  loss        -A_i times the sum of log pi(y_t) over the tokens of completion i;
+              its mean over the completions                                            [1] 2.2
 
 There is no value model: a completion is compared with the others of its prompt. Of the scripts read
-this one first. It makes one update of a rollout, so it has no ratio. grpo.py adds a ratio to it,
+this one first. It makes one update per rollout, so it has no ratio. grpo.py adds a ratio to it,
 for several updates, and ppo.py adds a critic, the value model.
 
 [1] Ahmadian et al. 2024, arXiv 2402.14740. [2] Schulman, "Approximating KL divergence", 2020.
 
 one_page/rloo.py has the same update on a page, with this script's extras off: a rate that rises and
-falls, a limit on the gradient's norm, rewards of None, rows that are left out, noise on weights in
-half precision. Without effect on it are prompts of several lengths, micro-batches, GPUs, records
-and checkpoints. docs/architecture.md lists all.
+falls, a limit on the gradient's norm, a temperature, scores of None, and noise on the weights
+before a run in half precision. The script also takes prompts of several lengths, a GPU, adapters
+and micro-batches, leaves rows of advantage 0 out, and keeps records and checkpoints: these leave
+the update as it is. docs/architecture.md lists all.
 
   python rloo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python rloo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
@@ -139,14 +141,15 @@ def main(args: list[str] | None = None) -> None:
         prompts = task.batch(step, N)
         rollout = sample(policy, *task.encode(prompts), num_generations=G, **sampling)
 
-        # 2. Score the text of each completion. A reward that is None is NaN here.
+        # 2. Score the text of each completion. A score of None is NaN here.
         scores, texts = task.score(prompts, rollout)  # (B,)
         mask = rollout.completion_mask  # (B, T), EOS included
 
         # 3. Compute log-probs under the policy that sampled and under the reference: (B, T), 0 off
         #    the mask, without gradient. They come from the forward pass that trains. Decoding
         #    rounds differently: with its log-probs the KL wouldn't be 0 before the first update.
-        #    (GRPO can take them from the update. Here the reward needs them before it.)
+        #    (The page takes KL and loss from one pass. Here the update comes in micro-batches, and
+        #    before the first of them all rewards must be known.)
         old_logprobs, entropy = logprobs_and_entropy(policy, rollout, config)
         ref_logprobs, kl = None, torch.zeros_like(old_logprobs)
         if config.kl_coef > 0:
