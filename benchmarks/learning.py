@@ -26,11 +26,11 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from plumbing import metrics
+from plumbing.curves import COLOURS as OF_SCRIPTS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_suffix(".json")
-COLOURS = {name.upper(): colour for name, colour in metrics.COLOURS.items()}
+COLOURS = {name.upper(): colour for name, colour in OF_SCRIPTS.items()}
 # The ink is for light and for dark pages.
 TEXTS, INK = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split(), "#7a7f85"
 SEEDS = {"tiny": 8, "updates": 5, "seconds": 3, "cups": 8}

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Tests compare the loops with the pages of one_page/.
 PROGRAM = """common.py forward.py grpo.py ppo.py reward_model.py rloo.py sampling.py tasks.py
 requirements.txt plumbing/__init__.py plumbing/errors.py plumbing/decoder.py plumbing/config.py
-plumbing/data.py plumbing/metrics.py plumbing/models.py
+plumbing/curves.py plumbing/data.py plumbing/metrics.py plumbing/models.py
 one_page/dpo.py one_page/grpo.py one_page/ppo.py one_page/reward_model.py one_page/rloo.py
 one_page/sft.py one_page/tool.py
 plumbing/preferences.py plumbing/run.py tools/__init__.py tools/look.html tools/look.py

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 
 class InputError(ValueError):
     """The user's input is at fault: one line that says what, where and what to do. Exit code 2."""
@@ -23,9 +21,11 @@ def blame(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (InputError, Fault, MemoryError, torch.OutOfMemoryError):
+    except (InputError, Fault, MemoryError):
         raise
     except Exception as e:  # transformers, peft and datasets raise anything
+        if type(e).__name__ == "OutOfMemoryError":  # torch's: this file is loaded without torch
+            raise
         # A first line that ends in a colon only announces the reason.
         reason = " ".join(str(e).split()) if ":\n" in str(e)[:200] else str(e).split("\n")[0]
         if isinstance(e, ModuleNotFoundError):

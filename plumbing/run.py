@@ -33,14 +33,13 @@ from transformers.utils import logging as transformers_logging
 from common import Rollout, evaluating, is_flat
 from forward import rollout_logprobs
 from plumbing.config import ANEW, MADE, TrainConfig, claim_folder
+from plumbing.curves import draw_curves, read_lines
 from plumbing.data import text_of
 from plumbing.errors import Fault, InputError, blame
 from plumbing.metrics import (
     Evaluation,
     Metrics,
-    draw_curves,
     headline,
-    read_lines,
     sample_records,
     warnings_of_evaluation,
 )

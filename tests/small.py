@@ -29,6 +29,7 @@ import tasks
 from common import Rollout
 from plumbing.config import RunConfig
 from plumbing.data import Task, load_task
+from plumbing.run import run_main
 
 torch.set_num_threads(1)
 
@@ -207,7 +208,7 @@ def run_command(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixt
     capsys.readouterr()
     code = 0
     try:
-        script.run_main(lambda: script.main(flags))
+        run_main(lambda: script.main(flags))
     except SystemExit as e:
         code = e.code
     except Exception:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from base64 import b64encode
 from functools import partial
 
@@ -75,7 +77,7 @@ def test_the_page_holds_each_run_whole_and_its_curves(folder, monkeypatch, capsy
     before = (folder / "config.json").read_text()
     look.main([str(other), str(folder), "--output", str(folder / "page.html")])
     assert (folder / "config.json").read_text() == before, "a link is replaced"
-    assert capsys.readouterr().out == f"{folder / 'page.html'}\n"
+    assert capsys.readouterr().out == f"{folder / 'page.html'}: open this in a browser\n"
     data = (folder / "page.html").read_text().partition('type="application/json">')[2]
     data = json.loads(data.partition("</script>")[0])
     assert [run["name"] for run in data["runs"]] == [str(other), str(folder)]
@@ -83,6 +85,17 @@ def test_the_page_holds_each_run_whole_and_its_curves(folder, monkeypatch, capsy
     assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert look.curves_of([folder]) is None, "matplotlib isn't there"
+
+
+def test_the_page_is_written_without_torch(folder):
+    """Which takes many seconds to load."""
+    run = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), None, "
+    command = [sys.executable, "-c", run + "'__main__')", look.__file__]
+    for place, code, said in ((folder, 0, ""), (folder / "none", 2, "error: ")):
+        done = subprocess.run([*command, place], capture_output=True, text=True)
+        assert done.returncode == code and done.stderr.startswith(said), done.stderr
+        assert done.stderr.count("\n") == (code > 0)
+    assert (folder / "look.html").exists()
 
 
 # --- In a browser ---

@@ -13,7 +13,7 @@ from small import EOS, letter_tokenizer, make_rollout, small_gpt2
 
 import ppo
 from common import is_flat
-from plumbing import metrics
+from plumbing import curves, metrics
 from plumbing.data import Task
 from plumbing.metrics import Meter
 
@@ -290,7 +290,7 @@ def drawn(tmp_path, monkeypatch):
             # The last line is half there: the run is writing it.
             text = "\n".join([*map(json.dumps, lines), '{"st'])
             (tmp_path / name / "metrics.jsonl").write_text(text)
-        metrics.draw_curves([tmp_path / name for name in runs], tmp_path / "curves.png")
+        curves.draw_curves([tmp_path / name for name in runs], tmp_path / "curves.png")
         assert "MPLBACKEND" not in os.environ
         return figures.pop().axes
 
@@ -303,7 +303,7 @@ def test_seeds_of_a_job_have_one_colour_and_name(drawn):
     axes, *_ = drawn(runs)
     assert axes.lines[1].get_xydata().tolist() == [[0, 11], [1, 12], [2, 13], [3, 14]]
     *colours, other = [line.get_color() for line in axes.lines]
-    assert colours == [metrics.COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
+    assert colours == [curves.COLOURS[x] for x in ("ppo", "ppo", "grpo")] and other not in colours
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["ppo-add", "grpo-add", "grpo-2-add"]
     axes, *_ = drawn({f"{folder}/ppo-s0": runs["ppo-add-s0"] for folder in "ab"})
@@ -313,7 +313,7 @@ def test_seeds_of_a_job_have_one_colour_and_name(drawn):
 def test_a_dollar_in_a_folders_name_begins_no_formula(tmp_path):
     (folder := tmp_path / "$_{$").mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 0, "objective/scores": 1}\n')
-    metrics.draw_curves([folder], tmp_path / "curves.svg")
+    curves.draw_curves([folder], tmp_path / "curves.svg")
     assert (tmp_path / "curves.svg").stat().st_size > 0
 
 
@@ -324,11 +324,11 @@ BOTH = {"eval/accuracy": 0.4, "eval/accuracy_greedy": 0.5, "eval/reward": 9.0}
 @pytest.mark.parametrize(
     ("runs", "panels", "curves"),  # of the panel of evaluations: dashed? and the numbers
     [
-        ([SCORES | BOTH], metrics.PANELS, {"-": [0.4] * 2, "--": [0.5] * 2}),
+        ([SCORES | BOTH], curves.PANELS, {"-": [0.4] * 2, "--": [0.5] * 2}),
         # The reward, where nothing is right or wrong.
-        ([SCORES | BOTH | dict.fromkeys([*BOTH][:2])], metrics.PANELS, {"-": [9.0] * 2}),
-        ([PAIRS | {"eval/accuracy": 0.4}, SCORES], metrics.PANELS, {"-": [0.4] * 2}),
-        ([PAIRS, PAIRS, {}], metrics.OF_REWARD_MODELS, {}),  # one has no line yet
+        ([SCORES | BOTH | dict.fromkeys([*BOTH][:2])], curves.PANELS, {"-": [9.0] * 2}),
+        ([PAIRS | {"eval/accuracy": 0.4}, SCORES], curves.PANELS, {"-": [0.4] * 2}),
+        ([PAIRS, PAIRS, {}], curves.OF_REWARD_MODELS, {}),  # one has no line yet
     ],
 )
 def test_panels_are_those_of_the_kind_of_run(runs, panels, curves, drawn):

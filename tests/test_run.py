@@ -28,8 +28,8 @@ import ppo
 import reward_model
 import rloo
 from plumbing.config import ANEW, MADE
+from plumbing.curves import read_lines
 from plumbing.errors import Fault, InputError, blame
-from plumbing.metrics import read_lines
 from plumbing.run import Run, run_main
 
 FLAGS = """--model small-gpt2 --prompts prompts.jsonl --reward reward.py:spread --num_steps 4

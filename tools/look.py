@@ -22,9 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from plumbing.curves import draw_curves, read_lines
 from plumbing.errors import InputError, blame
-from plumbing.metrics import draw_curves, read_lines
-from plumbing.run import run_main
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -74,8 +73,12 @@ def main(args: list[str] | None = None) -> None:
         else:
             draw_curves(options.runs, new)
         new.replace(output)
-    print(output)
+    print(f"{output}: open this in a browser" if output.suffix == ".html" else output)
 
 
 if __name__ == "__main__":
-    run_main(main)
+    try:  # plumbing/run.py, which would tell it, takes many seconds to load torch
+        main()
+    except InputError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise SystemExit(2) from e
