@@ -56,12 +56,13 @@ def grade(
         if hangs:
             hanging.add(problem.file)
         faults = {test: found.get(test, ending) for test in problem.properties}
-    lines = {}  # each once
+    lines = {}  # of each reason: itself, and what it costs
     for test, fault in faults.items():
         name = test.partition("::")[2].removeprefix("test_").replace("_", " ")
-        lines |= {f"-{problem.properties[test]}: {name}": None, fault: None} if fault else {}
+        lines[fault] = f"{lines.get(fault, fault)}\n-{problem.properties[test]}: {name}"
+    lines.pop("", None)
     score = sum(points for test, points in problem.properties.items() if not faults[test])
-    names = {"name": problem.name, "output": "\n".join(lines)}
+    names = {"name": problem.name, "output": "\n".join(lines.values())}
     return names | {"score": score, "max_score": problem.points}
 
 

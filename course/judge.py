@@ -6,6 +6,7 @@ What each test came to goes into a pipe: what the student's code prints can't ch
 import contextlib
 import json
 import os
+import re
 import resource
 import sys
 import threading
@@ -48,7 +49,10 @@ class Judge:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.found[IMPORTS] = str(report.longrepr).strip().split("\n")[-1][:CUT]
+            text = str(report.longrepr).strip()
+            of_syntax = re.search(r'^E +File ".*?(\w+\.py)", (line \d+)', text, re.M)
+            place = f"{of_syntax[1]}, {of_syntax[2]}: " if of_syntax else ""
+            self.found[IMPORTS] = (place + re.sub("^E +", "", text.split("\n")[-1]))[:CUT]
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
         fault = ""

@@ -117,7 +117,7 @@ def transplanted(texts: dict[str, str], problem: Problem) -> dict[str, str] | st
     others = {other.function for other in PROBLEMS} - {problem.function}
     ours = ast.parse((REPOSITORY / problem.file).read_text(encoding="utf-8")).body
     try:
-        theirs = ast.parse(texts[problem.file]).body
+        theirs = ast.parse(texts[problem.file], problem.file).body
         if problem.function not in map(name_of, theirs):
             return f"{problem.function} is not in {problem.file}"
         # Ours first, for what they lack. The call of main and __future__ may stand there only once.

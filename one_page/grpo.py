@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
 STEPS, LEARNING_RATE, KL_COEF, CLIP = 25, 1e-3, 0.01, 0.2  # last two: eq. 3's beta, epsilon
+assert G > 1, "a completion is compared with the others of its prompt: G must be 2 or more"
 
 
 def game():

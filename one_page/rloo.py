@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 N, G, T = 32, 8, 16  # prompts of a step, completions of each, tokens of a completion at most
 STEPS, LEARNING_RATE, KL_COEF = 30, 1e-3, 0.02  # KL_COEF: the weight of the KL to the reference
+assert G > 1, "a completion is compared with the others of its prompt: G must be 2 or more"
 
 
 def game():

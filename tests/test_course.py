@@ -246,7 +246,8 @@ def test_a_fault_costs_its_problem_and_no_other(tmp_path):
     found = graded(folder, "token_logprobs", "value_loss", "grpo_loop")
     points = {name: score for name, (score, _) in found.items()}
     assert points == {"token_logprobs": 4, "value_loss": 3, "grpo_loop": 6}, "helpers come along"
-    assert "-1: the value loss is half the squared error" in found["value_loss"][1]
+    reason, costs = found["value_loss"][1].rsplit("\n", 1)
+    assert costs == "-1: the value loss is half the squared error" and "\n-" not in reason
     assert "run 'dapo', has stopped: the gradient is nan" in found["grpo_loop"][1]
     begin = time.monotonic()
     of_rloo = "rloo_advantages", "rloo_loss", "rloo_loop", "rloo_script"
@@ -268,6 +269,7 @@ ENDED = "by an exit, or by endless prints"
 HAND_INS = {  # (files that come to ours or take their place; the total; what is said)
     "scratch": ({"my try (2).py": "raise SystemExit"}, "5", ""),
     "helper": ({"common.py": HELPED, "helpers.py": "one = 1"}, "5", ""),
+    "helpless": ({"common.py": HELPED, "helpers.py": "one = ("}, "0", "helpers.py, line 1: Syntax"),
     "tabs": ({"common.py": OURS.replace("    ", "\t")}, "5", ""),
     "crlf": ({"common.py": OURS.replace("\n", "\r\n")}, "5", ""),
     "utf16": ({"common.py": OURS.encode("utf-16")}, "5", ""),
@@ -280,7 +282,7 @@ HAND_INS = {  # (files that come to ours or take their place; the total; what is
         "common.py says _pytest: read",
     ),
     "old": ({"version.txt": "0123abc\n"}, "5", f"made from commit 0123abc, graded at {commit()}: "),
-    "syntax": ({"common.py": "def gae(:"}, "0", "common.py doesn't parse: invalid syntax"),
+    "syntax": ({"common.py": "def gae(:"}, "0", "invalid syntax (common.py, line 1)"),
     "long sum": ({"common.py": f"x = {'1 + ' * 3000}1\n{OURS}"}, "0", "common.py doesn't parse: "),
     "floods": ({"common.py": FLOODS}, "0", ENDED),
     "exits": ({"common.py": "def gae(*args):\n    __import__('os')._exit(0)"}, "0", ENDED),

@@ -110,6 +110,13 @@ def test_a_page_has_the_constants_that_were_measured(page):
     assert not all(map(torch.equal, page["policy"].parameters(), cups.parameters()))
 
 
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_a_group_of_one_is_refused(name, monkeypatch):
+    monkeypatch.setitem(FEW, "G", 1)
+    with pytest.raises(AssertionError, match="compared with the others of its prompt"):
+        Page(name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_a_page_learns_the_cups(name):
