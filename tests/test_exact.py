@@ -11,20 +11,27 @@ from small import run_command
 from test_pages import PAGES, commands
 from torch import Tensor
 
+from common import gae
 from grpo import group_advantages, grpo_loss
+from ppo import policy_loss, shape_rewards
 from rloo import rloo_loss
 from tools import exact
 from tools.exact import ALL, GROUPS, MASK, STATES, TOKENS, climb, logprobs_of, problem_of, step_of
 
 
-def gspo(new, old, rewards, mask):
+def minibatch_loss(name: str, new: Tensor, old: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    if name.startswith("PPO"):
+        A = gae(shape_rewards(rewards, 0 * old, mask, 0), 0 * old, mask, 1, 0.95)[0]
+        return policy_loss(new, old, A - A[mask].mean(), 0.2)[0][mask].mean()
     A = group_advantages(rewards, 4)
-    return grpo_loss(new, old, A, mask, clip_range=0.2, loss_type="gspo", num_rows=1)[0]
+    return grpo_loss(new, old, A, mask, clip_range=0.2, loss_type=name.lower())[0]
 
 
-def test_a_counted_step_is_the_mean_of_sampled_steps():
-    _, b, derivatives, true = problem_of(seed=3)
-    wanted = step_of(lambda b: gspo(b.new, b.old, b.rewards, b.mask), b, derivatives, true)[0]
+@pytest.mark.parametrize("name", ["GRPO", "GSPO", "DAPO", "CISPO", "PPO, values 0, lam .95"])
+def test_a_counted_step_is_the_mean_of_sampled_steps(name):
+    """Off policy, where these are biased. Each is given as a multiple of the way along."""
+    _, b, derivatives, true = problem_of(seed=6)
+    wanted = step_of(exact.LOSSES[name], b, derivatives, true)
     first = [GROUPS.flatten().tolist().index(c) for c in range(len(ALL))]  # a row of each
     new, old, r = (
         x.detach().view(2, -1, *x.shape[1:])[:, first] for x in (b.new, b.old, b.rewards)
@@ -33,15 +40,18 @@ def test_a_counted_step_is_the_mean_of_sampled_steps():
     logits[:, STATES[MASK], TOKENS[MASK]] = new[:, MASK]  # log-probs are logits
     logits.requires_grad_()
     torch.manual_seed(0)
-    found = []
-    for _ in range(100):
-        drawn = old.sum(2).exp().multinomial(4 * 200, replacement=True)  # (2, rows)
+    steps = []
+    for _ in range(120):  # minibatches of 250 groups of each prompt
+        drawn = old.sum(2).exp().multinomial(4 * 250, replacement=True)  # (2, rows)
         logprobs = logits.log_softmax(2)[:, STATES, TOKENS] * MASK
         rows = [torch.cat([x[k][drawn[k]] for k in (0, 1)]) for x in (logprobs, old, r)]
-        loss = gspo(*rows, MASK[drawn].flatten(0, 1)) / 200
-        found.append(-(torch.autograd.grad(loss, logits)[0] * true).sum() / true.norm())
-    error = torch.stack(found).std() / 10
-    assert abs(torch.stack(found).mean() - wanted) < 3 * error < 0.2 * wanted.abs()
+        loss = minibatch_loss(name, *rows, MASK[drawn].flatten(0, 1))
+        steps.append(-torch.autograd.grad(loss, logits)[0])
+    mean, noise = torch.stack(steps).mean(0), (250 * torch.stack(steps).var(0).sum()).sqrt()
+    along = (mean * true).sum() / true.norm()
+    across = (mean - along * true / true.norm()).norm()
+    assert (across / along).item() == pytest.approx((wanted[1] / wanted[0]).item(), 0.03, 0.02)
+    assert (noise / along).item() == pytest.approx((wanted[2] / wanted[0]).item(), 0.15)
 
 
 def test_theorems_hold_to_rounding():

@@ -66,23 +66,29 @@ def write(path, records):
 
 
 def test_the_page_holds_each_run_whole_and_its_curves(folder, monkeypatch, capsys):
-    monkeypatch.setattr(look, "draw_curves", lambda folders, file: file.write(b"curves"))
+    def draw(folders, file):
+        getattr(file, "write", getattr(file, "write_bytes", None))(str(folders).encode())
+
+    monkeypatch.setattr(look, "draw_curves", draw)
     shutil.copytree(folder, other := folder.parent / "other" / folder.name)
     lines = lines_of(folder / "tokens.jsonl")
     lines[0]["tokens"][0] = "half a pair: \ud83d"
     write(folder / "tokens.jsonl", lines)
     with (folder / "tokens.jsonl").open("ab") as file:  # the last line is being written
         file.write('{"step": 9, "split": "é'.encode()[:-1])
-    (folder / "page.html").symlink_to(folder / "config.json")
-    before = (folder / "config.json").read_text()
-    look.main([str(other), str(folder), "--output", str(folder / "page.html")])
-    assert (folder / "config.json").read_text() == before, "a link is replaced"
-    assert capsys.readouterr().out == f"{folder / 'page.html'}: open this in a browser\n"
-    data = (folder / "page.html").read_text().partition('type="application/json">')[2]
+    (other / "look.html").symlink_to(other / "config.json")
+    before = (other / "config.json").read_text()
+    look.main([str(other), str(folder)])
+    assert (other / "config.json").read_text() == before, "a link is replaced"
+    assert capsys.readouterr().out == f"{other / 'look.html'}: open this in a browser\n"
+    look.main([str(other), str(folder), "--output", str(folder / "both.png")])
+    curves = (folder / "both.png").read_bytes()
+    assert curves == str([other, folder]).encode()
+    data = (other / "look.html").read_text().partition('type="application/json">')[2]
     data = json.loads(data.partition("</script>")[0])
     assert [run["name"] for run in data["runs"]] == [str(other), str(folder)]
     assert [run["lines"] for run in data["runs"]] == [lines_of(other / "tokens.jsonl"), lines]
-    assert data["curves"] == f"data:image/png;base64,{b64encode(b'curves').decode()}"
+    assert data["curves"] == f"data:image/png;base64,{b64encode(curves).decode()}"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert look.curves_of([folder]) is None, "matplotlib isn't there"
 

@@ -129,6 +129,7 @@ def test_the_reward_page_has_the_loss_of_the_script(folder, request):
     (folder / "runs" / "page-sft").mkdir(parents=True)
     given = {"AutoModelForCausalLM": small_models(), "sample": sampled, "N": 600, "B": 16, "T": T}
     page = Page("reward_model", check, **given)
+    assert not torch.isin(torch.cat(page["batches"], 1), page["heldout"]).any(), "new pairs are new"
     kept = torch.load("runs/page-judge.pt")
     assert all(map(torch.equal, kept.values(), page["judge"].state_dict().values()))
 

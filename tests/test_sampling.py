@@ -173,6 +173,7 @@ def test_a_token_of_probability_0_is_never_drawn():
         ({"top_p": 0.6}, [1, 3]),  # the smallest set of likeliest tokens that reaches it
         ({"top_p": 0.5}, [1]),  # one that is reached exactly
         ({"top_k": 3, "top_p": 0.83}, [1, 3]),  # the share of those that top_k leaves
+        ({"top_p": 0.6, "temperature": 0.5}, [1]),  # the temperature comes first
     ],
 )
 def test_top_k_and_top_p_keep_the_likeliest_tokens(options, kept):
