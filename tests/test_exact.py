@@ -4,6 +4,7 @@ Commands of climb.md and questions.md.
 
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,13 +61,33 @@ def test_theorems_hold_to_rounding():
 
     losses = exact.LOSSES | {"1 / T": times_inverse_length}
     found = climb(losses, problems=2, graded=True)
-    unbiased = "RLOO;TRL's RLOO, no clip;CTPO's prefix ratio, no clip;Dr. GRPO, no clip;TRL's RLOO"
-    unbiased += ";Dr. GRPO;PPO, exact values, lam .95;PPO, values 0, lam 1"
+    unbiased = "RLOO;TRL's RLOO, no clip;CTPO's prefix ratio, no clip;Dr. GRPO, no clip"
+    unbiased += ";TRL's RLOO, clip .2;Dr. GRPO, clip .2;PPO, exact values, lam .95"
+    unbiased += ";PPO, values 0, lam 1"
     for name, figures in found.items():
         assert ((figures[:, 0] - 1).abs() < 1e-12).all() == (name in unbiased.split(";")), name
-    assert torch.allclose(found["TRL's RLOO, no clip"][:, 2:4], torch.tensor([1.0, 0.0]).double())
-    for one, other in (("GRPO", "GSPO"), ("DAPO", "CISPO"), ("GRPO, no std, no clip", "1 / T")):
+    along, angle = found["TRL's RLOO, no clip"][:, 2:4].T
+    assert ((along - 1).abs() < 1e-9).all() and (angle < 1e-6).all()
+    pairs = [("GRPO, clip .2", "GSPO, clip .2"), ("DAPO, clip .2", "CISPO, bound 5")]
+    for one, other in (*pairs, ("GRPO, no std, no clip", "1 / T")):
         assert torch.allclose(found[one][:, 0], found[other][:, 0]), one
+
+
+def test_the_angle_belongs_to_the_cosine():
+    cosine, _, along, angle, _ = climb({"GRPO": lambda b: exact.grpo(b, "grpo")}, 1, kl=0)["GRPO"].T
+    assert along.item() == pytest.approx(1) and cosine < 0.99
+    assert angle.deg2rad().cos().item() == pytest.approx(cosine.item())
+
+
+def test_a_loss_by_group_is_the_mean_over_its_tokens():
+    b = problem_of(seed=0)[1]
+    b = SimpleNamespace(**{name: x[:80] for name, x in vars(b).items()})
+    b.chance = torch.ones(1)
+    found = exact.grpo(b, "dapo", by_group=True)
+    A = group_advantages(b.rewards, 4)
+    groups = [[x[i : i + 4] for x in (b.new, b.old, A, b.mask)] for i in range(0, 80, 4)]
+    alone = [grpo_loss(*x, clip_range=0.2, loss_type="dapo")[0] for x in groups]
+    assert found.item() == pytest.approx(sum(alone).item()) and found.abs() > 1e-3
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -115,7 +136,7 @@ def test_maxrl_weighs_prompts_as_its_closed_form_says():
     p = b.values[:, 0].view(2, -1)[:, 0]  # the chance of a right answer to each prompt
     weight, length = (1 - (1 - p) ** 3) / p, true.flatten(1).norm(dim=1) ** 2
     cosine = (weight @ length) / (weight**2 @ length).sqrt() / true.norm()
-    found = climb({"MaxRL": exact.LOSSES["MaxRL"]}, problems=1)["MaxRL"][0, 0]
+    found = climb({"MaxRL": lambda b: exact.grpo(b, "dr_grpo", "mean")}, problems=1)["MaxRL"][0, 0]
     assert found.item() == pytest.approx(cosine.item(), abs=1e-9)
 
 
@@ -142,7 +163,7 @@ def test_an_own_loss_is_a_row_or_an_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(OWN)
     code, text = run_command(exact, ["mine.py:good", "--problems", "1"], capsys)
     ours, theirs = (line[28:].split() for line in text.splitlines()[1:3])
-    assert code == 0 and ours == theirs and len(ours) == 7
+    assert code == 0 and ours == theirs and len(ours) == 6
     faults = {"mixes": "other groups", "first": "their order", "number": "no t", "absent": "no f"}
     for spec, words in faults.items():
         code, text = run_command(exact, [f"mine.py:{spec}"], capsys)

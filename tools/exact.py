@@ -11,9 +11,9 @@ are means over 8 such problems. The true gradient is that of the expected reward
   cosine   on policy: of the mean step and the true gradient; rewards are 0 and 1
   graded   the same where right answers have rewards between 0 and 1
   noise    on policy: the std of the step from a group of each prompt, over the mean step's length
-  along    after learning to a KL of 0.02: the part of the mean step along the true gradient, and
-           its std over the problems; across: the part at right angles to it; noise: the std of a
-           step; all three as multiples of the way along on policy
+  along    after learning to a KL of 0.02: the part of the mean step along the true gradient;
+           angle: between the two, in degrees; noise: the std of a step; along and noise are
+           multiples of the way along on policy
 
 Your loss is called as my_loss(logprobs, old_logprobs, rewards, mask, num_generations), all (B, T)
 but rewards (B,), groups in consecutive rows. It returns the loss of each token or row, or a mean.
@@ -54,11 +54,20 @@ ORDERS = 24 / (torch.eye(len(ALL)).double()[GROUPS].sum(1) + 1).lgamma().exp().p
 
 # b has all groups of both prompts, as a minibatch of B = 2 M G rows. In a large minibatch the
 # number of tokens is a constant, and so are the mean and the std of PPO's advantages.
-def grpo(b: SimpleNamespace, loss_type: str, scale: str = "group", clip: float = 0.2) -> Tensor:
-    """Call grpo.py's advantages and loss."""
-    counts = {"num_tokens": b.chance.sum(), "max_new_tokens": T}
+def grpo(
+    b: SimpleNamespace,
+    loss_type: str,
+    scale: str = "group",
+    clip: float = 0.2,
+    high: float | None = None,
+    by_group: bool = False,
+) -> Tensor:
+    """Call grpo.py's advantages and loss; `by_group` divides by the tokens of the group."""
     A = group_advantages(b.rewards, G, scale)
-    return grpo_loss(b.new, b.old, A, b.mask, clip_range=clip, loss_type=loss_type, **counts)[0]
+    if by_group:
+        A = A / b.mask.view(-1, G * T).sum(1).repeat_interleave(G)
+    more = {"num_tokens": b.chance.sum(), "max_new_tokens": T, "loss_type": loss_type}
+    return grpo_loss(b.new, b.old, A, b.mask, clip_range=clip, clip_range_high=high, **more)[0]
 
 
 def ppo(b: SimpleNamespace, values: Tensor, lam: float) -> Tensor:
@@ -78,10 +87,14 @@ LOSSES = {
     "CTPO's prefix ratio, no clip": lambda b: -b.A * b.ratio.cumprod(1) * b.new,
     "Dr. GRPO, no clip": lambda b: grpo(b, "dr_grpo", "none", OFF),
     "GRPO, no std, no clip": lambda b: grpo(b, "grpo", "none", OFF),
-    "TRL's RLOO": of_completions,
-    "Dr. GRPO": lambda b: grpo(b, "dr_grpo", "none"),
-    "MaxRL": lambda b: grpo(b, "dr_grpo", "mean"),
-    **{kind.upper(): lambda b, k=kind: grpo(b, k) for kind in ("dapo", "cispo", "grpo", "gspo")},
+    "CISPO, bound 5": lambda b: grpo(b, "cispo"),
+    "TRL's RLOO, clip .2": of_completions,
+    "Dr. GRPO, clip .2": lambda b: grpo(b, "dr_grpo", "none"),
+    "DAPO, clip .2": lambda b: grpo(b, "dapo"),
+    "DAPO, .2 and .28, by group": lambda b: grpo(b, "dapo", high=0.28, by_group=True),
+    "GRPO, clip .2": lambda b: grpo(b, "grpo"),
+    "GSPO, clip .2": lambda b: grpo(b, "gspo"),
+    "GSPO, .0003 and .0004": lambda b: grpo(b, "gspo", clip=0.0003, high=0.0004),
     "PPO, exact values, lam .95": lambda b: ppo(b, b.values, 0.95),
     "PPO, values 0, lam 1": lambda b: ppo(b, 0 * b.values, 1),
     "PPO, values 0, lam .95": lambda b: ppo(b, 0 * b.values, 0.95),
@@ -143,15 +156,16 @@ def step_of(loss: Callable, b: SimpleNamespace, derivatives: Tensor, true: Tenso
 
 
 def climb(losses: dict[str, Callable], problems: int, **options: Any) -> dict[str, Tensor]:
-    """{loss: (problems, 5)}: cosine and noise on policy; along, across and noise off policy."""
+    """{loss: (problems, 5)}: cosine and noise on policy; along, angle and noise off policy."""
     found = {name: [] for name in losses}
     for seed in range(problems):
         on_policy, off_policy, *rest = problem_of(seed, **options)
         for name, loss in losses.items():
             along, across, std = step_of(loss, on_policy, *rest)
             length = (along**2 + across**2).sqrt()
-            moved = step_of(loss, off_policy, *rest) / along
-            found[name].append(torch.stack([along / length, std / length, *moved]))
+            moved, aside, noise = step_of(loss, off_policy, *rest) / along
+            angle = torch.atan2(aside, moved).rad2deg()
+            found[name].append(torch.stack([along / length, std / length, moved, angle, noise]))
     return {name: torch.stack(figures) for name, figures in found.items()}
 
 
@@ -188,12 +202,11 @@ def main(args: list[str] | None = None) -> None:
     if options.problems < 1:
         raise InputError(f"--problems {options.problems}: must be at least 1")
     losses = LOSSES | {spec: own_loss(spec) for spec in options.losses}
-    print(f"{'':28s}   cosine   graded    noise    along      std   across    noise")
+    print(f"{'':28s}   cosine   graded    noise    along    angle    noise")
     found, graded = (climb(losses, options.problems, graded=x) for x in (False, True))
-    for name, (cosine, *rest) in ((name, figures.T) for name, figures in found.items()):
-        noise, along, across, noise_off_policy = (x.mean() for x in rest)
-        columns = [cosine.mean(), graded[name][:, 0].mean(), noise, along]
-        columns += [rest[1].std(correction=0), across, noise_off_policy]
+    for name, figures in found.items():
+        cosine, *rest = figures.mean(0)
+        columns = [cosine, graded[name][:, 0].mean(), *rest]
         print(f"{name:28s}" + "".join(f"{x.round(decimals=6):9.3g}" for x in columns))
 
 
