@@ -1,10 +1,13 @@
-"""A copy of the program with one bug in it, and the curve that it makes.
+"""A copy of the program with one bug and the curve that it makes, or a page with one to three bugs.
 
-  python course/bughunt.py OUT --seed 3    # the folder for a student: the same number, the same bug
-  python course/bughunt.py --reveal 3 4    # FILE:LINE, what it should say, and why it shows
-  python course/bughunt.py --measure       # which bugs show, and where: writes symptoms.json
+  python course/bughunt.py OUT --seed 3           # a folder for a student: each number has its bug
+  python course/bughunt.py --seed 3 --answer      # FILE:LINE, what it should say, and why it shows
+  python course/bughunt.py --page grpo --seed 3   # hunt-grpo-3.py, for an interview or an exam
+  python course/bughunt.py --page grpo --seed 3 --answer
+  python course/bughunt.py --measure              # which bugs show, and where: writes symptoms.json
 
-The bugs are those of bughunt.md. Each leaves the range of five right runs in some metric.
+The bugs are those of bughunt.md. Each one of the program leaves the range of five right runs in
+some metric. A page of one_page/ runs to its end with any of its own.
 """
 
 import argparse
@@ -25,9 +28,9 @@ sys.path.insert(0, str(COURSE))
 from make import copy_files
 
 SYMPTOMS = COURSE / "symptoms.json"
-# - script, bug. `function`: `what it says` → `the bug`, in it \n for a new line. Why it shows so
+# - script or "page", bug. `place`: `what it says` → `the bug`, in it \n for a new line. Why.
 ENTRY = re.compile(
-    r"^- (\w+), (.+?)\.\s`(.+?)`:\s`(.+?)`\s→\s`(.+?)`\.\s(.+?)(?=^- |\Z)", re.M | re.S
+    r"^- (\w+), (.+?)\.\s`(.+?)`:\s`(.+?)`\s→\s`(.+?)`\.\s(.+?)(?=^- |^#|\Z)", re.M | re.S
 )
 FOUND = ENTRY.findall((COURSE / "bughunt.md").read_text(encoding="utf-8").replace("\n  ", " "))
 KEY = {bug: (script, *(x.replace("\\n", "\n") for x in rest)) for script, bug, *rest in FOUND}
@@ -53,10 +56,11 @@ def edit_of(bug: str) -> tuple[str, str, str]:
     node, lines = ast.parse(text), text.splitlines(keepends=True)
     for name in names:
         node = next(x for x in node.body if getattr(x, "name", None) == name)
-    body = "".join(lines[node.lineno - 1 : node.end_lineno])
+    first, last = (node.lineno - 1, node.end_lineno) if names else (0, len(lines))
+    body = "".join(lines[first:last])
     if body.count(old) != 1:
         raise ValueError(f"{target}: {old!r} is in it {body.count(old)} times")
-    lines[node.lineno - 1 : node.end_lineno] = [body.replace(old, new)]
+    lines[first:last] = [body.replace(old, new)]
     # A statement that is missing leaves no trace.
     return file, text, "".join(lines).replace("\n        pass\n", "\n")
 
@@ -103,6 +107,8 @@ def measure() -> None:
     found = {"right": {}, "bugs": {}}
     right = {script: [curves(script, seed) for seed in range(5)] for script in JOBS}
     for bug, (script, *_) in KEY.items():
+        if script == "page":
+            continue
         run = curves(script, 0, bug)
         name, z = symptom(run, right[script])
         print(f"{script:5} {bug:60} {name} {z:.1f}", flush=True)
@@ -142,34 +148,54 @@ def make(out: Path, seed: int) -> None:
     (out / "README.md").write_text(text, encoding="utf-8")
 
 
-def answer(seed: int) -> str:
-    """Where the bug of a hunt is, what stands there, what should, and why it shows."""
-    bug = chosen(seed)[0]
+TASK = "One to three places below are wrong, but the page runs. Which, and what do they change?"
+
+
+def on_page(page: str, seed: int) -> tuple[str, list[str]]:
+    """A page of one_page/ with one to three bugs, as long as it was, and these bugs."""
+    draw = random.Random(seed)
+    known = [bug for bug, (_, target, *_) in KEY.items() if target == f"one_page/{page}"]
+    bugs = draw.sample(known, draw.randint(1, 3))
+    text = (COURSE.parent / "one_page" / f"{page}.py").read_text(encoding="utf-8")
+    for _, _, old, new, _ in map(KEY.get, bugs):
+        text = text.replace(old, new)
+    return text.replace("\n\n", f"\n{TASK}\n", 1), bugs
+
+
+def told(bug: str) -> str:
+    """Where a bug is, what stands there, what should, and why it shows."""
     file, right, wrong = (text.split("\n") for text in edit_of(bug))
     matcher = difflib.SequenceMatcher(None, wrong, right, autojunk=False)
     [(_, a, b, c, d)] = [x for x in matcher.get_opcodes() if x[0] != "equal"]
     says = "\n".join(wrong[a:b]) or "        (a line is missing here)"
     should = "\n".join(right[c:d]) or "        (nothing: the line is one too many)"
-    head = f"Hunt {seed}, {file[0]}:{a + 1}, {bug}"
+    head = f"{file[0]}:{a + 1}, {bug}"
     return f"{head}\nIt says\n{says}\nIt should say\n{should}\n{KEY[bug][-1].strip()}\n"
 
 
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path, nargs="?", help="the folder of the hunt")
-    parser.add_argument("--seed", type=int, default=0, help="which bug (0)")
-    parser.add_argument("--reveal", type=int, nargs="+", metavar="SEED", help="print the answer")
+    parser.add_argument("out", type=Path, nargs="?", help="the folder of the hunt, or the file")
+    parser.add_argument("--seed", type=int, default=0, help="which bug, or bugs of a page (0)")
+    parser.add_argument("--page", choices=["grpo", "rloo", "ppo"], help="a page of one_page/")
+    parser.add_argument("--answer", action="store_true", help="print what is wrong, and why")
     parser.add_argument("--measure", action="store_true", help="run all bugs, write symptoms.json")
     options = parser.parse_args(args)
+    out, seed, page = options.out, options.seed, options.page
     if options.measure:
-        measure()
-    elif options.reveal:
-        print("\n".join(map(answer, options.reveal)))
-    elif options.out is None or options.out.exists():
-        parser.error("give a folder that doesn't exist yet")
+        return measure()
+    text, bugs = on_page(page, seed) if page else ("", [chosen(seed)[0]])
+    out = out or (Path(f"hunt-{page}-{seed}.py") if page else None)
+    if options.answer:
+        print("\n".join(map(told, bugs)))
+    elif out is None or out.exists():
+        parser.error("give a name that doesn't exist yet")
+    elif page:
+        out.write_text(text.replace(f"one_page/{page}.py", out.name), encoding="utf-8")
+        print(f"{out} is the page. With --answer this command says what is wrong.")
     else:
-        make(options.out, options.seed)
-        print(f"{options.out} is hunt {options.seed}. Hand out the folder: README.md has the task.")
+        make(out, seed)
+        print(f"{out} is hunt {seed}. Hand out the folder: README.md has the task.")
 
 
 if __name__ == "__main__":

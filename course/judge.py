@@ -18,6 +18,7 @@ from tqdm import tqdm
 LIMITS = {resource.RLIMIT_AS: 6 * 2**30, resource.RLIMIT_FSIZE: 2**26}  # bytes: memory, a file
 CUT = 500  # characters of a message
 IMPORTS = "imports"  # the place of what no test can run without
+RUNTEST = pytest.Function.runtest  # the first that a cheat replaces
 
 
 def run(folder: str, problem: str, files: list[str], pipe: Connection) -> None:
@@ -59,5 +60,7 @@ class Judge:
         if call.excinfo is not None:
             fault = f"{call.excinfo.typename}: {str(call.excinfo.value).strip()}"[:CUT]
             fault = fault.removesuffix(": ").removeprefix("NotImplementedError: ")
+        if pytest.Function.runtest is not RUNTEST:
+            fault = "the submission has changed how pytest runs a test"
         for _, part in item.user_properties:  # see tests/conftest.py
             self.found[part] = self.found.get(part) or fault

@@ -27,6 +27,7 @@ import make
 import pages
 from experiments import EXPERIMENTS
 from problems import BY_NAME, FILES, PROBLEMS, WEEKS, commit, function_of, marked_tests
+from test_one_page import Page
 
 import common
 import grpo
@@ -262,6 +263,7 @@ def test_a_fault_costs_its_problem_and_no_other(tmp_path):
 OURS = (REPOSITORY / "common.py").read_text(encoding="utf-8")
 HELPED = OURS.replace("def gae(", "from helpers import one\n\n\ndef gae(")
 UNWRITTEN = "def gae(*args):\n    raise NotImplementedError('not written yet')\n"
+REPLACES = "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n\n\n"
 RUNS_EVERYTHING = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
 RUNS_NOTHING = "[pytest]\naddopts = --collect-only\n"
 FLOODS = "def gae(*args):\n    while True:\n        print('9' * 9999)"
@@ -281,6 +283,7 @@ HAND_INS = {  # (files that come to ours or take their place; the total; what is
         "5",
         "common.py says _pytest: read",
     ),
+    "runtest": ({"common.py": REPLACES + UNWRITTEN}, "0", "has changed how pytest runs a test"),
     "old": ({"version.txt": "0123abc\n"}, "5", f"made from commit 0123abc, graded at {commit()}: "),
     "syntax": ({"common.py": "def gae(:"}, "0", "invalid syntax (common.py, line 1)"),
     "long sum": ({"common.py": f"x = {'1 + ' * 3000}1\n{OURS}"}, "0", "common.py doesn't parse: "),
@@ -459,11 +462,12 @@ def test_a_script_calls_no_function_of_a_later_lab(lab, script, make_job, monkey
 
 def test_every_bug_of_the_hunt_is_measured_and_explained(capsys):
     measured = json.loads(bughunt.SYMPTOMS.read_text())["bugs"]
-    scripts = {bug: script for bug, (script, *_) in bughunt.KEY.items()}
+    scripts = {bug: script for bug, (script, *_) in bughunt.KEY.items() if script != "page"}
     assert {bug: x["script"] for bug, x in measured.items()} == scripts
     assert f"{len(measured)} bugs" in (REPOSITORY / "course" / "README.md").read_text()
-    bughunt.main(["--reveal", *map(str, range(len(measured)))])
-    assert {*re.findall(r"^Hunt .+:\d+, (.+)$", capsys.readouterr().out, re.M)} == {*measured}
+    for seed in range(len(measured)):
+        bughunt.main(["--seed", str(seed), "--answer"])
+    assert {*re.findall(r"^\S+\.py:\d+, (.+)$", capsys.readouterr().out, re.M)} == {*measured}
 
 
 def test_a_hunt_has_one_wrong_file_and_a_symptom(tmp_path):
@@ -472,4 +476,36 @@ def test_a_hunt_has_one_wrong_file_and_a_symptom(tmp_path):
     names = [name for name in make.PROGRAM if name.endswith(".py")]
     wrong = [x for x in names if (out / x).read_text() != (REPOSITORY / x).read_text()]
     assert len(wrong) == 1 and (out / "symptom.png").stat().st_size > 10_000
-    assert bughunt.answer(3).startswith(f"Hunt 3, {wrong[0]}:")
+    assert bughunt.told(bughunt.chosen(3)[0]).startswith(f"{wrong[0]}:")
+
+
+def test_a_page_runs_with_each_of_its_bugs(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    taken = set()
+    for bug in [bug for bug, (script, *_) in bughunt.KEY.items() if script == "page"]:
+        file, right, wrong = bughunt.edit_of(bug)  # it stands there once
+        lines = zip(right.split("\n"), wrong.split("\n"), strict=True)
+        changed = {(file, n) for n, (old, new) in enumerate(lines) if old != new}
+        assert changed and not changed & taken, f"{bug}: two bugs may come together"
+        taken |= changed
+        page = Page(Path(file).stem, wrong)
+        assert page["optimizer"].state and page.out[-1].startswith("greedy: "), "it took steps"
+        assert all(x.isfinite().all() for x in page["policy"].parameters()), bug
+
+
+@pytest.mark.parametrize("page", ["grpo", "rloo", "ppo"])
+def test_a_seed_plants_one_to_three_bugs_on_a_page(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    drawn = [bughunt.on_page(page, seed) for seed in range(40)]
+    places = {bug: target for bug, (_, target, *_) in bughunt.KEY.items()}
+    assert {len(bugs) for _, bugs in drawn} == {1, 2, 3}
+    known = {bug for bug, target in places.items() if target == f"one_page/{page}"}
+    assert {bug for _, bugs in drawn for bug in bugs} == known
+    for flags in ("", "--answer"):
+        bughunt.main(f"--page {page} --seed 3 {flags}".split())
+    told = re.findall(rf"^one_page/{page}.py:(\d+), ", capsys.readouterr().out, re.M)
+    right = (REPOSITORY / "one_page" / f"{page}.py").read_text().split("\n")
+    wrong = Path(f"hunt-{page}-3.py").read_text().replace(f"hunt-{page}-3", f"one_page/{page}")
+    lines = enumerate(zip(right, wrong.split("\n"), strict=True), 1)
+    assert {n for n, (old, new) in lines if old != new} == {2, *map(int, told)}, "2: the task"
+    assert wrong.split("\n")[1] == bughunt.TASK and len(told) == len(drawn[3][1])

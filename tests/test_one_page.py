@@ -31,16 +31,16 @@ OWN = {
 
 
 class Page(dict):
-    """The names of a page that has run as it stands, but with FEW rows; what it printed, its seed,
-    and the values that it gave to constants.
+    """The names of a page that has run as it stands, or as `text`, but with FEW rows; what it
+    printed, its seed, and the values that it gave to constants.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, text: str = "") -> None:
         super().__init__(FEW)
         self.name, self.own = name, {}
         file = str(REPOSITORY / "one_page" / f"{name}.py")
         with contextlib.redirect_stdout(printed := io.StringIO()):
-            exec(SourceFileLoader(name, file).get_code(name), self)
+            exec(text or SourceFileLoader(name, file).get_code(name), self)
         self.out, self.seed = printed.getvalue().splitlines(), torch.initial_seed()
 
     def __setitem__(self, name: str, value: object) -> None:
