@@ -270,7 +270,7 @@ def compared(job: Job, page: Page) -> Iterator[tuple]:
         for i, (line, row) in enumerate(zip(lines, theirs[:8], strict=True)):
             ours, n = torch.tensor(line[name]).view(-1), line["num_tokens"]
             yield name, f"completion {i}", ours, row.view(-1)[:n], close
-    losses = {"loss": "loss/policy_avg"}
+    losses = {"loss": "loss/policy_avg", "entropy": "policy/entropy_avg"}
     losses |= {"value loss": "loss/value_avg"} if job.script is ppo else {}
     for (name, metric), k in itertools.product(losses.items(), (0, 1)):
         loss, theirs = torch.tensor([job.metrics[k][metric]]), page.mean(metric, k).view(1)
@@ -317,7 +317,7 @@ def test_the_loop_records_the_tensors_of_its_page(step):
 @pytest.mark.problem("grpo_loop", 1, "grpo")
 @pytest.mark.problem("rloo_loop", 1, "rloo")
 def test_the_loop_logs_the_metrics_of_its_page(step):
-    check(step, "loss")
+    check(step, "loss", "entropy")
     job, page = step
     now, logged, real = page.begun[1], job.metrics[1], MASK
     scores, kl = now["score"], now["kl"][real].sum()

@@ -18,7 +18,7 @@ import ppo
 import reward_model
 import rloo
 import sampling
-from forward import completion_logprobs, micro_batches, rollout_logprobs
+from forward import completion_logprobs, rollout_logprobs
 from plumbing.config import settings_of_run
 
 REWARDS = """
@@ -184,24 +184,16 @@ def test_no_infinite_gradient_reaches_the_weights(job, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("job", [rloo], indirect=True)
-def test_rows_without_advantage_are_left_out_and_change_nothing(job, monkeypatch):
-    recorded = record_gradients(monkeypatch)
+def test_rows_without_advantage_are_left_out(job, monkeypatch):
+    """Of the forward pass: test_by_hand.py has the gradient, to which they add nothing."""
     calls = record_calls(monkeypatch, rloo, "completion_logprobs")
     (file := job.folder.parent / "reward.py").write_text(REWARDS)
-    flags = {"completions": 16, "kl_coef": 0, "learning_rate": 1e-9}  # no step of rounding errors
-    found = []
-    of_all_rows = mock.Mock(side_effect=lambda rollout, _, **more: micro_batches(rollout, **more))
-    for cut in (micro_batches, of_all_rows):
-        monkeypatch.setattr(rloo, "micro_batches", cut)
-        entropy = job(reward=f"{file}:flat_for_short_prompts", **flags)[0]["policy/entropy_avg"]
-        found.append((sum(len(call.args[1].tokens) for call in calls), recorded.pop(), entropy))
+    # Of rows that are all alike one stays, for the optimiser.
+    for reward, least, most in (("flat_for_short_prompts", 3, 13), ("zero", 1, 1)):
+        line = job(reward=f"{file}:{reward}", completions=16, kl_coef=0)[0]
+        assert least <= sum(len(call.args[1].tokens) for call in calls) <= most
+        assert (line["grad_norm"] > 1e-3) == (most > 1)
         calls.clear()
-    (few, gradient, entropy), (many, other, same) = found
-    assert 2 < few < 14 and many == 16 and entropy == same > 0, "the entropy is of all rows"
-    assert torch.allclose(gradient, other, atol=1e-5) and gradient.abs().max() > 1e-3
-    monkeypatch.setattr(rloo, "micro_batches", micro_batches)
-    assert job(reward=f"{file}:zero", **flags)[0]["grad_norm"] == 0
-    assert sum(len(call.args[1].tokens) for call in calls) == 1, "the optimiser needs a gradient"
 
 
 @pytest.mark.problem("ppo_script", 4, "ppo")
