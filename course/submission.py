@@ -19,7 +19,7 @@ from problems import FILES, PROBLEMS, PROGRAM, REPOSITORY, SHARED, NotFound, Pro
 SPECIAL = {"conftest", "small", "sitecustomize", "usercustomize"}
 # An honest submission hardly needs these words.
 TELLING = re.compile(
-    r"\b(?:(?:judge|conftest|importlib|runpy|_?pytest|rmtree|sys\.modules)\b|(?:exec|open)\()"
+    r"\b(?:(?:judge|conftest|importlib|runpy|allclose|_?pytest|rmtree|sys\.modules)\b|(?:exec|open)\()"
 )
 MOST_BYTES, MOST_NAMES = 1_000_000, 500  # of a file, or a zip file in another; in a zip file
 
