@@ -176,17 +176,12 @@ CHAT = {"system_prompt": ""}
         (CHAT, ENDS, "and no completion: --stop '<|im_end|>'"),
         (CHAT | {"stop": ["<|im_end|>"]}, ENDS, None),
         (CHAT, ENDS.replace("im_end", "endoftext"), None),
-        (CHAT, NO_SYSTEM, None),
-        ({"system_prompt": "Be brief."}, NO_SYSTEM, "leaves out what system says: 'Be brief.'"),
         (CHAT, "{{ strftime_now('%d') }}" + WHOLE, "writes the date"),
         ({"prompt_template": r"{prompt} \boxed{answer}"}, None, "A reward checks {answer} too"),
         ({"prompt_template": "{prompt} {gold[0]}"}, None, None),
         ({"prompt_template": "{prompt} {gold[0]}", "reward": ["FILE:f"]}, None, "{gold} too"),
         ({"prompt_template": "{answer}?", "reward": ["FILE:f"]}, None, None),  # the question
-        ({"prompt_template": "{prompt} \t"}, None, "end in a space: 12."),
         ({"prompt_template": "{prompt}\n"}, None, None),
-        ({"prompt_template": "{asked}"}, CHAT_TEMPLATE, "opens no assistant's turn"),
-        ({"prompt_template": "{begun}"}, CHAT_TEMPLATE, "end with the assistant's words: 12."),
     ],
 )
 def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, capsys):
@@ -194,9 +189,6 @@ def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, 
     flags = {"reward": ["numeric_match"]} | flags
     flags["reward"] = [x.replace("FILE", str(file)) for x in flags["reward"]]
     rows = [{"prompt": f"{n}+1", "answer": n + 1, "gold": [n]} for n in range(12)]
-    for row in rows:
-        row["asked"] = [message(row["prompt"])]
-        row["begun"] = [*row["asked"], message("So", "assistant")]
     task = task_of(template, prompts=write(tmp_path / "p.jsonl", rows), **flags)
     lines = capsys.readouterr().out.splitlines()
     lines = [x for x in lines if not x.startswith("Rewards: ") and "makes messages of" not in x]
@@ -208,12 +200,13 @@ def test_what_templates_do_to_a_prompt_is_said(flags, template, said, tmp_path, 
 @pytest.mark.parametrize(
     ("usual", "odd", "template", "said"),
     [
-        ("{}", "{} ", None, ["end in a space: 1."]),
+        ("{}", "{}\t", None, ["end in a space: 1."]),
         ("U{}", "U{}A", WHOLE, ["end with the assistant's words: 1."]),
         ("U{}", "U{}A ", WHOLE, ["end in a space: 1.", "end with the assistant's words: 1."]),
         ("U{}", "U{} ", WHOLE, []),
         ("U{}", "SU{}", NO_SYSTEM, ["leaves out what system says: 'S'"]),
         ("U{}A", "U{}", CHAT_TEMPLATE, ["assistant's words: 12.", "opens no assistant's turn"]),
+        ("U{}A", "U{}A", CHAT_TEMPLATE, ["end with the assistant's words: 13."]),
     ],
 )
 def test_what_is_odd_in_the_last_row_is_said(usual, odd, template, said, tmp_path, capsys):

@@ -33,9 +33,6 @@ def test_games_differ_and_held_out_ones_are_untrained():
     train, heldout = cups_prompts()
     assert (len(train), len(heldout)) == (4096, 1024)
     assert len({row["prompt"] for row in train + heldout}) == 5120
-    for row in train + heldout:
-        ball, swaps = row["prompt"].rstrip("=").split(":")
-        assert row["answer"] == cups_path(ball, swaps.split(","))[-1]
 
 
 def test_make_draws_the_data_of_the_embedded_models():
