@@ -91,7 +91,7 @@ agrees, differ = scores[:256] > scores[256:], worked_out[:256] != worked_out[256
 for kind, pairs in {"one worked out": differ, "both or none": ~differ}.items():
     print(f"{pairs.sum()} new pairs, {kind}: agrees with people {agrees[pairs].float().mean():.2f}")
 print(f"mean score {scores[worked_out & right].mean():+.2f}: worked out, right")
-print(f"mean score {scores_moved[worked_out & right].mean():+.2f}: the same behind another game")
+print(f"mean score {scores_moved[worked_out & right].mean():+.2f}: for another game, mostly wrong")
 print(f"mean score {scores[~worked_out & right].mean():+.2f}: at once, right")
 print(f"mean score {scores[~worked_out & ~right].mean():+.2f}: at once, wrong")
 torch.save(judge.state_dict(), "runs/page-judge.pt")
