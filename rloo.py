@@ -69,7 +69,7 @@ TINY = SUMS | {
     "learning_rate": 8e-4,
     "eval_every": 30,
 }
-CUPS = TINY | SWAPS | {"num_steps": 60, "eval_every": 5}
+CUPS = TINY | SWAPS | {"num_steps": 30, "eval_every": 5}
 
 
 def rloo_advantages(rewards: Tensor, num_generations: int) -> Tensor:

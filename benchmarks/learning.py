@@ -3,7 +3,8 @@
   python benchmarks/learning.py --job tiny      # 8 seeds, 20 minutes on two CPU cores
   python benchmarks/learning.py --job updates   # equal settings, 15 minutes
   python benchmarks/learning.py --job seconds   # and the same seconds, 5 minutes
-  python benchmarks/learning.py --job cups      # the other embedded model, 8 seeds, 10 minutes
+  python benchmarks/learning.py --job cups      # the other embedded model, 8 seeds, 8 minutes
+  python benchmarks/learning.py --job long      # GRPO on it for 60 steps, for docs/think.md
   python benchmarks/learning.py                 # pictures and tables alone
 
 Seconds are those of rollout and update, without evaluations; the runs alternate, so that a machine
@@ -33,7 +34,7 @@ RESULTS = Path(__file__).with_suffix(".json")
 COLOURS = {name.upper(): colour for name, colour in OF_SCRIPTS.items()}
 # The ink is for light and for dark pages.
 TEXTS, INK = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split(), "#7a7f85"
-SEEDS = {"tiny": 8, "updates": 5, "seconds": 3, "cups": 8}
+SEEDS = {"tiny": 8, "updates": 5, "seconds": 3, "cups": 8, "long": 8}
 # At equal settings: the same learning rate, weight of the KL, and completions a step (256).
 EQUAL = "--kl_coef 0.01 --learning_rate 5e-4"
 EPISODES = f"{EQUAL} --num_steps 60 --eval_every 10"
@@ -58,6 +59,7 @@ JOBS = {  # {name: command}
         "RLOO": f"rloo.py {EQUAL} --num_steps 196 --eval_every 28",
     },
     "cups": {name: f"{name.lower()}.py --task cups" for name in ("PPO", "GRPO", "RLOO")},
+    "long": {"GRPO": "grpo.py --task cups --num_steps 60"},
 }
 Curve = list[dict[str, float]]  # the points of a run
 

@@ -2,7 +2,7 @@
 first-light-narrow.png and first-dark-narrow.png.
 
   python grpo.py --task cups --eval_every 1 --num_eval_prompts 8 --output_dir runs/picture
-  python benchmarks/picture.py runs/picture 0 7 10 50
+  python benchmarks/picture.py runs/picture 0 7 10 36
 
 The curves are those of eight seeds, from learning.json. The answers are of the run: eight to one
 game at each of four steps, in the colours of the page of tools/look.py.
@@ -29,7 +29,7 @@ CHANCE = 1 / 5  # of five cups
 WIDE = ["aall", "0123"]
 NARROW = ["al", "01", "23"]
 KEY = [
-    "A line is the mean of eight runs of 60 steps, a band reaches from the lowest to the highest.",
+    "A line is the mean of eight runs of 40 steps, a band reaches from the lowest to the highest.",
     "Below: eight answers to one game at four steps of a run. Ten steps take one or two seconds.",
     "A blue token became more likely in this step, an orange one less likely.",
     "A step learns from 32 games. A wrong guess may be blue, because it was right in another.",
