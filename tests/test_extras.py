@@ -1,6 +1,7 @@
 """Options that are off by default: --oversample, what long completions get, --stop."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ def test_oversampling_keeps_first_the_groups_that_teach(make_job, tmp_path, monk
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"prompt": x}) for x in prompts))
     job = make_job(grpo)
     flags = {"prompts": tmp_path / "some.jsonl", "eval_prompts": None, "reward": "mine"}
+    began = time.perf_counter()
     metrics = job(oversample=5, num_generations=2, **flags)[0]
     drawn = calls[2]  # after the two of the evaluation
     groups = [drawn[i : i + 2] for i in range(0, len(drawn), 2)]
@@ -35,6 +37,7 @@ def test_oversampling_keeps_first_the_groups_that_teach(make_job, tmp_path, monk
     assert found == [(*x, float("a" not in x[0]) * i) for g in kept for i, x in enumerate(g)]
     assert metrics["reward/frac_flat_groups"] == 1 / 4 and metrics["episode"] == 40
     seconds = metrics["time/rollout"] + metrics["time/update"]  # its cost is of all that is drawn
+    assert 0 < seconds < time.perf_counter() - began, "no longer than the whole run"
     num_tokens = sum(min(6, len(text) + 1) for _, text in drawn)
     assert metrics["tokens_per_second"] * seconds == pytest.approx(num_tokens)
     # What is trained on: tokens, prompts, padding and log-probs belong together.
