@@ -13,9 +13,9 @@ from transformers import GPT2Config, Lfm2Config, RwkvConfig, XLNetConfig
 
 from plumbing.errors import InputError, blame
 from plumbing.models import add_adapter
-from tools import look
+from tools import exact, look
 
-SCRIPTS = small.SCRIPTS | {"look": look}
+SCRIPTS = small.SCRIPTS | {"look": look, "exact": exact}
 RUN = """--model small --prompts given.jsonl --reward brevity --prompts_per_step 2
 --num_generations 2 --max_new_tokens 6 --output_dir new"""
 # In front of all flags: where a check is lost, its row ends at once.
@@ -156,6 +156,7 @@ BAD = [  # (script, flags, part of the line, given.jsonl)
     ("look", "a_run --output nowhere/x.html", "--output nowhere/x.html: FileNotFoundError", ""),
     ("look", "listed", "listed/config.json: TypeError: ", ""),
     ("look", "empty", "empty/tokens.jsonl: holds no completions, or none yet", ""),
+    ("exact", "--problems 0", "--problems 0: must be at least 1", ""),
 ]
 
 
