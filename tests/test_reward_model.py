@@ -281,7 +281,10 @@ def test_a_run_warns_of_what_goes_wrong():
         ({"reward/mean": -11.0}, ["far scores"]),
         ({"eval/length_correlation": -0.8}, ["length"]),
         ({"eval/loss": 0.6, "reward/mean": 10.0, "eval/length_correlation": 0.7}, []),  # the limits
-        ({"reward/mean": 11.0, "eval/length_correlation": 0.8}, ["far scores", "length"]),
+        (
+            {"eval/loss": 0.7, "reward/mean": 11.0, "eval/length_correlation": 0.8},
+            ["far scores", "overfitting", "length"],
+        ),
     ):
         history = [fine | x for x in (first, {}, between, change)]
         assert [name for name, _ in PairMeter.warnings(history)] == names
