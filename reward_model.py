@@ -118,10 +118,13 @@ def load_pairs(config: Config, model: nn.Module, tokenizer: Tokenizer) -> Pairs:
         begins = [(x["chosen"][:30], x["rejected"][:30]) for x in train if not x.get("prompt")]
         if sum(isinstance(a, str) and a == b for a, b in begins) > 0.9 * len(train):
             print("Chosen and rejected begin alike: give what is in front of the answer as prompt.")
+
         # A row without a prompt is known by its conversation before the answer, or by its text: by
         # what the model reads of it, so not by the id of a message.
-        prompt_of = lambda x: x.get("prompt") or x["chosen"][:-1] or ""  # noqa: E731
-        train, heldout = split_rows(train, lambda x: tuple(text_ids(tokenizer, None, prompt_of(x))))
+        def read_as(row: dict) -> tuple[int, ...]:
+            return tuple(text_ids(tokenizer, None, row.get("prompt") or row["chosen"][:-1] or ""))
+
+        train, heldout = split_rows(train, read_as)
     return Pairs(train, heldout[: config.num_eval_pairs], tokenizer)
 
 

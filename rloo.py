@@ -17,9 +17,9 @@ for several updates, and ppo.py adds a critic, the value model.
 
 one_page/rloo.py has the same update on a page, with this script's extras off: a rate that rises and
 falls, a limit on the gradient's norm, a temperature, scores of None, and noise on the weights
-before a run in half precision. The script also takes prompts of several lengths, a GPU, adapters
-and micro-batches, leaves rows of advantage 0 out, and keeps records and checkpoints: these leave
-the update as it is. docs/architecture.md lists all.
+before a run in half precision. The script also takes prompts of several lengths, runs on a GPU and
+in micro-batches, leaves rows of advantage 0 out, and keeps records and checkpoints: these leave the
+update as it is. docs/architecture.md lists all.
 
   python rloo.py                 # sums 46% -> 97% right, greedy 54% -> 99%, a minute on a CPU
   python rloo.py --model gpt2 --prompts my_prompts.jsonl --reward my_rewards.py:my_reward
