@@ -24,12 +24,13 @@ def test_a_token_and_a_micro_batch_cost_few_kernels(name, token, update):
     assert 100 < found["micro_batch"] <= update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "forward", "most", "peak"),
     [
         ("qwen", memory.our_pass, 62_400, 60),
         ("gpt2", memory.our_pass, 27_800, 26),
-        pytest.param("qwen", memory.trl_pass, 69_600, 28, marks=pytest.mark.slow),
+        ("qwen", memory.trl_pass, 69_600, 28),
     ],
 )
 def test_what_a_pass_saves_gives_measured_peaks(name, forward, most, peak):

@@ -27,6 +27,7 @@ import make
 import pages
 from experiments import EXPERIMENTS
 from problems import BY_NAME, FILES, PROBLEMS, WEEKS, commit, function_of, marked_tests
+from test_one_page import FEW as FEW_ROWS
 from test_one_page import Page
 
 import common
@@ -66,16 +67,14 @@ def test_the_starter_gives_away_no_solution_and_no_key(starter):
 
 
 @pytest.mark.parametrize("week", [1, 2, 3])  # 4: the next test, and that of grade.yml
-def test_the_functions_of_a_week_turn_its_tests_green(starter, week):
-    """And all its points are there. What waits for a later week is skipped, and says so."""
+def test_the_functions_of_a_week_have_all_its_points(starter, week):
+    """Whatever waits for a later week."""
     done = " ".join(names for due, names in WEEKS.items() if due <= week).split()
     for file in FILES:
         later = [x for x in PROBLEMS if x.file == file and x.name not in done]
         text = (REPOSITORY / file).read_text(encoding="utf-8")
         make.write(starter / file, make.without_solutions(text, later, 0))
     names = WEEKS[week].split()
-    said = run_in(starter, "-m", "pytest", "tests", *(f"--problem={name}" for name in names))
-    assert re.search(r"^[0-9]+ passed in ", said, re.M), said[-3000:]
     points = {name: score for name, (score, _) in graded(starter, *names).items()}
     assert points == {name: BY_NAME[name].points for name in names}
 
@@ -488,7 +487,7 @@ def test_a_page_runs_with_each_of_its_bugs(monkeypatch):
         changed = {(file, n) for n, (old, new) in enumerate(lines) if old != new}
         assert changed and not changed & taken, f"{bug}: two bugs may come together"
         taken |= changed
-        page = Page(Path(file).stem, wrong)
+        page = Page(Path(file).stem, wrong, **FEW_ROWS)
         assert page["optimizer"].state and page.out[-1].startswith("greedy: "), "it took steps"
         assert all(x.isfinite().all() for x in page["policy"].parameters()), bug
 

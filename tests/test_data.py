@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import sys
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -51,23 +52,29 @@ def test_the_cells_of_a_csv_file_are_text(tmp_path):
 
 
 def test_a_datasets_name_gives_its_subset_and_split(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("C:hub.csv").mkdir()  # a folder with a colon, as on drive C:
-    rows = {split: [{"prompt": split, "n": n} for n in range(9)] for split in ("train", "test")}
-    for split in rows:
-        write(Path(f"C:hub.csv/{split}.jsonl"), rows[split])
-    assert read_rows("C:hub.csv", "test") == rows["test"]
-    monkeypatch.setattr(datasets, "load_dataset", load := Mock())
+    monkeypatch.setitem(sys.modules, "datasets", datasets := Mock())
     for name, expected in (
         ("hub", call("hub", None, split="train")),
         ("hub:main", call("hub", "main", split="train")),
         ("hub:main:", call("hub", "main", split="train")),
         ("hub:more:test[:3]", call("hub", "more", split="test[:3]")),
+        ("C:hub.csv", call("C:hub.csv", None, split="train")),
     ):
-        assert read_rows(name, "train") is load.return_value.to_list.return_value
-        assert load.call_args == expected, name
+        assert read_rows(name, "train") is datasets.load_dataset.return_value.to_list.return_value
+        assert datasets.load_dataset.call_args == expected, name
+
+
+@pytest.mark.slow
+def test_a_folder_is_a_dataset(tmp_path, monkeypatch):
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (folder := tmp_path / "C:hub.csv").mkdir()
+    rows = {split: [{"prompt": split, "n": n} for n in range(9)] for split in ("train", "test")}
+    for split in rows:
+        write(folder / f"{split}.jsonl", rows[split])
+    assert read_rows(str(folder), "test") == rows["test"]
 
 
 # --- The template and the system prompt ---

@@ -161,6 +161,7 @@ class Page:
         self.run(script, values)
 
 
+@pytest.mark.slow
 def test_a_browser_shows_what_models_wrote_as_text(folder, opened):
     page = opened(folder)
     assert page.texts(".t")[:7] == list(WRITTEN_BY_MODELS.values())
@@ -175,6 +176,7 @@ def test_a_browser_shows_what_models_wrote_as_text(folder, opened):
     assert found == [None, 1, 2] and page.texts("#curves:not([hidden])", "src") == [PICTURE]
 
 
+@pytest.mark.slow
 def test_the_page_opens_where_the_update_pulled_both_ways(folder, opened):
     page = opened(folder)
     assert page.texts("[aria-pressed=true]") == ["log-prob change"]
@@ -192,6 +194,7 @@ def test_the_page_opens_where_the_update_pulled_both_ways(folder, opened):
     assert page.texts("#step") == ["step 2"]
 
 
+@pytest.mark.slow
 def test_a_clicked_token_shows_its_numbers(folder, opened):
     page = opened(folder)
     styles = page.texts(".t", "outerHTML")
@@ -216,6 +219,7 @@ SCALES = {  # of the made-up run: from, to, and the words
 }
 
 
+@pytest.mark.slow
 def test_scales_and_sums_are_those_of_their_numbers(folder, opened):
     lines = lines_of(folder / "tokens.jsonl")
     for line in lines:
@@ -247,6 +251,7 @@ def test_scales_and_sums_are_those_of_their_numbers(folder, opened):
     assert are_orange == [False, True, False] * 2
 
 
+@pytest.mark.slow
 def test_a_kept_token_stays_while_the_mouse_moves_on(folder, opened, chromium):
     from selenium.webdriver import ActionChains
 
@@ -272,6 +277,7 @@ def test_a_kept_token_stays_while_the_mouse_moves_on(folder, opened, chromium):
     assert page.texts("#inspector", "hidden") == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, why", [(1, "each prompt has one completion"), (2, "PPO needs")])
 def test_a_loss_without_its_numbers_is_grey(folder, size, why, opened):
     lines = lines_of(folder / "tokens.jsonl")
@@ -326,6 +332,7 @@ def pushes_of(name, scores, logprobs, old, of_tokens, clip_range):
     return -torch.autograd.grad(loss, logprobs)[0][MASK], (clipped & MASK)[MASK]
 
 
+@pytest.mark.slow
 def test_each_loss_pushes_by_minus_its_gradient(folder, opened):
     steps, lines, kinds = [], [], set()
     generator = torch.Generator().manual_seed(0)

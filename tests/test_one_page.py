@@ -8,16 +8,19 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_each_update
 from transformers import AutoModelForCausalLM
 
 import tasks
 
 REPOSITORY = Path(__file__).parent.parent
+PAGES = {path.stem: path for path in sorted((REPOSITORY / "one_page").glob("*.py"))}
 PROMPT = r"([1-5]):((?:(?:12|13|14|15|23|24|25|34|35|45),?){6})="
 FEW = {"N": 3, "G": 4, "T": 7, "STEPS": 2}  # no two are equal, nor to the six swaps of a game
 # The constants with which the pages were measured.
@@ -31,22 +34,30 @@ OWN = {
 
 
 class Page(dict):
-    """The names of a page that has run as it stands, or as `text`, but with FEW rows; what it
-    printed, its seed, and the values that it gave to constants.
+    """The names of a page that has run as it stands, or as `text`; what it printed, its seed, and
+    the values that it gave to names. Those that are given keep their values. `check` is called with
+    the page before each update.
     """
 
-    def __init__(self, name: str, text: str = "") -> None:
-        super().__init__(FEW)
-        self.name, self.own = name, {}
-        file = str(REPOSITORY / "one_page" / f"{name}.py")
-        with contextlib.redirect_stdout(printed := io.StringIO()):
-            exec(text or SourceFileLoader(name, file).get_code(name), self)
+    def __init__(
+        self, name: str, text: str = "", check: Callable = lambda page: None, **given: object
+    ) -> None:
+        super().__init__(given)
+        self.name, self.given, self.own = name, {*given}, {}
+        code = text or SourceFileLoader(name, str(PAGES[name])).get_code(name)
+        with (
+            contextlib.redirect_stdout(printed := io.StringIO()),
+            before_each_update(lambda *_: check(self)),
+        ):
+            exec(code, self)
         self.out, self.seed = printed.getvalue().splitlines(), torch.initial_seed()
 
     def __setitem__(self, name: str, value: object) -> None:
         self.own[name] = value
-        if name not in FEW:
+        if name not in self.given:
             super().__setitem__(name, value)
+        if name == "logprobs" and value.requires_grad:
+            value.retain_grad()
 
 
 @pytest.fixture(scope="module", params=OWN)
@@ -55,7 +66,7 @@ def page(request) -> Page:
     torch.manual_seed(1)  # the page sets its own
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
-        return Page(request.param)
+        return Page(request.param, **FEW)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -111,10 +122,9 @@ def test_a_page_has_the_constants_that_were_measured(page):
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo"])
-def test_a_group_of_one_is_refused(name, monkeypatch):
-    monkeypatch.setitem(FEW, "G", 1)
+def test_a_group_of_one_is_refused(name):
     with pytest.raises(AssertionError, match="compared with the others of its prompt"):
-        Page(name)
+        Page(name, **FEW | {"G": 1})
 
 
 @pytest.mark.slow

@@ -188,6 +188,7 @@ SMALL = "--device cpu --num_steps 1 --prompts_per_step 4 --num_eval_prompts 4 --
 OF_PAIRS = "--device cpu --num_steps 1 --pairs_per_step 8 --num_eval_pairs 8"
 
 
+@pytest.mark.slow
 def test_the_commands_of_readme_run_in_its_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tools.look.curves_of", lambda folders: None)  # they take long, as pairs do

@@ -7,13 +7,10 @@ script's preference_loss, TRL's DPOTrainer.
 import ast
 import contextlib
 import copy
-import io
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,39 +18,14 @@ from unittest import mock
 import pytest
 import torch
 from small import small_gpt2
+from test_one_page import PAGES, REPOSITORY, Page
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.optimizer import register_optimizer_step_pre_hook as before_each_update
 from transformers import AutoTokenizer
 
 from reward_model import preference_loss
 
-REPOSITORY = Path(__file__).parent.parent
-PAGES = {path.stem: path for path in sorted((REPOSITORY / "one_page").glob("*.py"))}
 P, T = 3, 5
-
-
-class Page(dict):
-    """The names of a page that has run, and what it printed. Those that are given keep their
-    values. `check` is called with the page before each update.
-    """
-
-    def __init__(self, name: str, check: Callable = lambda page: None, **given: object) -> None:
-        super().__init__(given)
-        self.given = {*given}
-        code = SourceFileLoader(name, str(PAGES[name])).get_code(name)
-        with (
-            contextlib.redirect_stdout(printed := io.StringIO()),
-            before_each_update(lambda *_: check(self)),
-        ):
-            exec(code, self)
-        self.out = printed.getvalue()
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name not in self.given:
-            super().__setitem__(name, value)
-        if name == "logprobs" and value.requires_grad:
-            value.retain_grad()
 
 
 @pytest.fixture
@@ -110,7 +82,7 @@ def test_sft_has_the_gradient_of_labels(pad, folder):
 
     given = {"AutoModelForCausalLM": small_models(99), "B": 6, "T": 2, "STEPS": 2}
     tokenizers = SimpleNamespace(from_pretrained=lambda path: tokenizer)
-    Page("sft", check, AutoTokenizer=tokenizers, **given)
+    Page("sft", check=check, AutoTokenizer=tokenizers, **given)
 
 
 def test_the_reward_page_has_the_loss_of_the_script(folder, request):
@@ -128,7 +100,7 @@ def test_the_reward_page_has_the_loss_of_the_script(folder, request):
 
     (folder / "runs" / "page-sft").mkdir(parents=True)
     given = {"AutoModelForCausalLM": small_models(), "sample": sampled, "N": 600, "B": 16, "T": T}
-    page = Page("reward_model", check, **given)
+    page = Page("reward_model", check=check, **given)
     assert not torch.isin(torch.cat(page["batches"], 1), page["heldout"]).any(), "new pairs are new"
     kept = torch.load("runs/page-judge.pt")
     assert all(map(torch.equal, kept.values(), page["judge"].state_dict().values()))
@@ -180,7 +152,7 @@ def test_dpo_has_the_gradient_of_others(theirs, error, folder):
 
     (folder / "runs" / "page-sft").mkdir(parents=True)
     given = {"AutoModelForCausalLM": models, "sample": sampled, "N": 40, "B": 8, "T": T}
-    Page("dpo", check, LEARNING_RATE=0.1, **given)
+    Page("dpo", check=check, LEARNING_RATE=0.1, **given)
     assert len(updates) > 1, "in the second the policy isn't the reference"
 
 
@@ -241,7 +213,8 @@ def test_ppo_begins_with_what_people_taught(folder, monkeypatch):
     for tokens, mask, score in zip(page["tokens"], page["mask"], page["scores"]):
         alone = judge(tokens[None, : 20 + mask.sum()]).logits[0, -1, 0]
         assert score.item() == pytest.approx(alone.item(), abs=1e-5)
-    assert f"score {page['scores'].mean():.2f} KL {page['kl'].sum(1).mean():.2f}" in page.out
+    said = f"score {page['scores'].mean():.2f} KL {page['kl'].sum(1).mean():.2f}"
+    assert [line for line in page.out if said in line]
 
 
 @pytest.mark.slow
@@ -257,5 +230,5 @@ def test_people_show_and_choose_and_ppo_learns(tmp_path):
     run("sft")
     alike = float(re.search("both or none.* (.+)", run("reward_model"))[1])
     assert 0.3 <= alike <= 0.7
-    kept, drifted = (re.findall(r"right ([\d.]+)", run(f"ppo {x}"))[-2] for x in ("rlhf", "rlhf 0"))
-    assert float(kept) >= 0.9 and float(drifted) < float(kept)
+    sampled, greedy = re.findall(r"right ([\d.]+)", run("ppo rlhf"))[-2:]
+    assert float(sampled) >= 0.9 and float(greedy) >= 0.97

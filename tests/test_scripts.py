@@ -95,6 +95,7 @@ def test_an_adapter_is_saved_alone_and_trained_further(job):
     assert abs(second[0]["objective/kl"]) < 1e-5 < abs(second[1]["objective/kl"])
 
 
+@pytest.mark.parametrize("job", [ppo], indirect=True)
 def test_the_seed_decides_the_weights_of_an_adapter(job):
     adapters = []
     for drawn_before in range(2):
