@@ -39,7 +39,7 @@ from torch import Tensor, nn
 #   reference     the model before training, or the one that --reference names
 #   KL            how far the policy has drifted from the reference, in nats
 #   reward        the score less the KL penalty (PPO, RLOO), or the score itself (GRPO): r
-#   return        the sum of the rewards to come, by GAE: R; the value model learns to predict it
+#   return        an estimate of the rewards to come, A + V by GAE: R; the value model learns it
 #   advantage     how much better an action was than expected: A
 #   ratio         pi / pi_old: by what factor updates have changed a token's chance
 #   step          one rollout and the updates that learn from it
@@ -169,9 +169,9 @@ def gae(
     """Estimate advantages (GAE), and the returns that values learn: each (B, T), not whitened.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}: Schulman et al.
-    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. Both are
-    0 off the mask. The episode ends with the last real token of a row, also where it was cut at the
-    length limit: after it V and A are 0, whatever the value model says at padding.
+    2016 (arXiv 1506.02438) eq. 16, Schulman et al. 2017 (arXiv 1707.06347) eq. 11 and 12. The
+    episode ends with the last real token of a row, also where it was cut at the length limit: after
+    it V and A are 0, whatever the value model says at padding. Off the mask the returns are 0 too.
     """
     # It goes token by token, so on the CPU: a GPU would launch a few small operations for each.
     device, mask = rewards.device, mask.bool().cpu()
@@ -201,8 +201,8 @@ def is_flat(groups: Tensor) -> Tensor:
 # --- Models ---
 
 
-def base_model(model: nn.Module) -> nn.Module:
-    """Return the transformers model itself, under the wrapper that peft puts around it."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the transformers model itself, without the wrapper that peft puts around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -215,7 +215,7 @@ def disable_dropout(*models: nn.Module) -> int:
     """
     sites = 0
     for model in models:
-        wholes = (model, base_model(model))
+        wholes = (model, unwrap(model))
         for module in model.modules():
             # 1. Modules: nn.Dropout and its kin.
             if isinstance(module, DROPOUTS) and module.p > 0:

@@ -17,10 +17,10 @@ from transformers import DynamicCache, PreTrainedModel
 from common import (
     Rollout,
     at_least_float32,
-    base_model,
     copy_what_trains,
     token_entropy,
     token_logprobs,
+    unwrap,
 )
 
 CHUNK = 2**25  # logits at a time: 128 MB in float32
@@ -41,11 +41,11 @@ def completion_logprobs(
     """Compute token_logprobs and token_entropy of model(tokens).logits[:, P-1:-1] / temperature.
 
     Returns a pair, each (B, T), 0 off the mask: log-probs with gradient, and entropies, which have
-    one only with `entropy_grad`. Without `entropy` the second is None: it costs more than the
-    log-probs. The logits are divided by the temperature because the tokens were drawn from that
+    one only with `entropy_grad`. Entropies cost more than log-probs: without `entropy` the second
+    is None. The logits are divided by the temperature because the tokens were drawn from that
     distribution. With bf16 the model runs under autocast.
     """
-    model, mask = base_model(model), rollout.completion_mask.bool()
+    model, mask = unwrap(model), rollout.completion_mask.bool()
     device, head = rollout.tokens.device.type, model.get_output_embeddings()
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         states = completion_states(model.base_model, rollout)  # (B, t, D)
@@ -72,7 +72,7 @@ def completion_logprobs(
     found = [of_chunk(*chunk) for chunk in chunks[:num_kept]]
     options = {"use_reentrant": False, "preserve_rng_state": False}
     found += [checkpoint(of_chunk, *chunk, **options) for chunk in chunks[num_kept:]]
-    found = torch.cat(found, dim=1)  # (2, n)
+    found = torch.cat(found, dim=1)  # (2, n), or (1, n) without entropies
     padded = found.new_zeros(len(found), *mask.shape)
     padded[:, mask] = found
     return padded[0], padded[1] if entropy else None
@@ -150,7 +150,7 @@ def model_inputs(
         position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         mask = mask.long()
     options |= {"input_ids": tokens, "attention_mask": mask, "position_ids": position_ids}
-    accepted = inspect.signature(base_model(model).forward).parameters
+    accepted = inspect.signature(unwrap(model).forward).parameters
     name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
     options |= {name: cache, "use_cache": cache is not None}
     return {name: x for name, x in options.items() if name in accepted}
@@ -253,7 +253,7 @@ class ValueModel(nn.Module):
         """Make a value model on a copy of the backbone of `model`. Where this has an adapter, the
         copy trains an adapter as well, over the same frozen weights.
         """
-        backbone = copy_what_trains(base_model(model).base_model)
+        backbone = copy_what_trains(unwrap(model).base_model)
         config = model.config.get_text_config()
         # OPT projects its output to another width.
         width = getattr(config, "word_embed_proj_dim", config.hidden_size)

@@ -9,13 +9,14 @@ the y_t are its tokens. On the left are the names of the code; eps is clip_range
   loss        max(-A_i rho_t, -A_i clip(rho_t, 1 - eps, 1 + eps)) + kl_coef k3_t       [1] eq. 3
               its mean over the tokens of a completion, then over the completions
 
-There is no value model: a completion is compared with the others of its prompt. To RLOO this adds a
-ratio, so that several updates may use a rollout. It differs from RLOO in the four lines above: GRPO
-divides the advantage by the std, weighs each token by its ratio, puts the KL into the loss, and
-takes a mean over tokens. Most other lines that `diff rloo.py grpo.py` shows serve variants, which
-flags switch on: Dr. GRPO [2], DAPO [3], GSPO [4], CISPO [5] and MaxRL [6]. They share this file so
-that you see how little each paper changes. At the first reading skip the lines marked with [2] to
-[6]. docs/running.md has the commands.
+There is no value model: a completion is compared with the others of its prompt. GRPO differs from
+RLOO in the four lines above. It divides the advantage by the std, weighs each token by a ratio,
+puts the KL into the loss, and takes a mean over tokens. The ratio lets several updates use a
+rollout. (That mean(s) includes s_i only scales the advantage, by (G - 1) / G.) Most other lines
+that `diff rloo.py grpo.py` shows serve variants, which flags switch on: Dr. GRPO [2], DAPO [3],
+GSPO [4], CISPO [5] and MaxRL [6]. They share this file so that you see how little each paper
+changes. At the first reading skip the lines marked with [2] to [6]. docs/running.md has the
+commands.
 
 [1] Shao et al. 2024, arXiv 2402.03300. [2] Liu et al. 2025, arXiv 2503.20783. [3] Yu et al. 2025,
 arXiv 2503.14476. [4] Zheng et al. 2025, arXiv 2507.18071. [5] MiniMax 2025, arXiv 2506.13585.
@@ -299,7 +300,7 @@ def main(args: list[str] | None = None) -> None:
                 num_tokens = mask[mini_batch].sum().clamp(min=1)  # all rows may be masked
                 # Cut the minibatch into micro-batches of b rows, whose tensors are (b, T). Each
                 # adds its share of the loss to the gradient, so the sum doesn't depend on b.
-                # (rloo.py leaves rows of advantage 0 out. Here the KL pulls at them all the same.)
+                # (rloo.py leaves rows of advantage 0 out. Here the KL still pulls at them.)
                 for rows, part in micro_batches(
                     rollout, mini_batch, max_tokens=config.micro_batch_tokens
                 ):
@@ -337,7 +338,7 @@ def main(args: list[str] | None = None) -> None:
 
         # 6. Log the metrics, show samples, save when it is due. Watch two numbers: score and KL.
         kl = None
-        if config.kl_coef > 0:  # the metric is k1, which has no bias, as in RLOO
+        if config.kl_coef > 0:  # the metric is k1, as in RLOO, whatever the loss takes
             kl = kl_estimate(old_logprobs, ref_logprobs, "k1")
         meter.objective(scores, kl, config.kl_coef)
         meter.groups(scores, G)

@@ -23,9 +23,10 @@ PPO has many parts, and most mistakes in them raise no error, so each formula st
 [1] Ziegler et al. 2019, arXiv 1909.08593. [2] Schulman et al. 2017, arXiv 1707.06347.
 [3] Huang et al. 2024, arXiv 2403.17031: the implementation details.
 
-one_page/ppo.py has the same update on a page, with this script's extras off: to those of rloo.py
-come a coefficient and a clip of the value loss, a bias of its head and an entropy bonus, but no row
-is left out and no score is None. The page's rate falls too. docs/architecture.md lists all.
+one_page/ppo.py has the same update on a page, with this script's extras off. They are those of
+rloo.py, a coefficient and a clip of the value loss, a bias in the value head, and an entropy bonus;
+but no row is left out, and no score is None. The page's rate falls too. docs/architecture.md lists
+all.
 
   python ppo.py                  # sums 46% -> 97% right, greedy 54% -> 100%, a minute on a CPU
   python ppo.py --model gpt2     # film reviews turn positive: the score rises, and the KL with it
@@ -165,7 +166,6 @@ def main(args: list[str] | None = None) -> None:
     parameters = [*policy.parameters(), *value_model.parameters()]
     parameters = [p for p in parameters if p.requires_grad]
     # beta2 is 0.95: with 0.999, a large gradient after some small ones makes too long a step.
-    # PyTorch's Adam takes larger first steps than TensorFlow's, on which the early papers ran: [3].
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )

@@ -37,7 +37,7 @@ from torch.nn.functional import cosine_similarity, logsigmoid
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import tasks
-from common import base_model, clear_cache, disable_dropout, evaluating, schedule
+from common import clear_cache, disable_dropout, evaluating, schedule, unwrap
 from plumbing.config import TrainConfig, flag, parse_flags
 from plumbing.data import prompt_batch, read_rows, split_rows, text_of
 from plumbing.errors import InputError, blame
@@ -255,7 +255,7 @@ def main(args: list[str] | None = None) -> None:
         disable_dropout(model)
 
     # The pairs, as tokens: some to train on, some held out.
-    pairs = load_pairs(config, base_model(model), tokenizer)
+    pairs = load_pairs(config, unwrap(model), tokenizer)
     N = config.pairs_per_step
     config.num_steps = config.num_steps or math.ceil(len(pairs.train) / N)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, StopStringCriteria
 
-from common import Rollout, base_model, evaluating
+from common import Rollout, evaluating, unwrap
 from forward import model_inputs
 
 
@@ -130,7 +130,7 @@ def decode(
             running = ~ends[rows].any(1)
             if not running.any():
                 break
-            # A graph keeps its rows. Dropping some copies the cache: a row or two don't pay for it.
+            # A graph keeps its rows. Dropping some copies the cache: wait for an eighth of them.
             if not step.has_graphs and running.float().mean() <= 7 / 8:
                 kept = running.nonzero().squeeze(1)
                 rows, drawn = rows[kept], drawn[kept]
@@ -196,7 +196,7 @@ def without_windows(model: nn.Module) -> PretrainedConfig:
     """Make the model's config for a cache whose layers keep all tokens: the mask hides those that a
     sliding window has left behind.
     """
-    config = copy.copy(base_model(model).config.get_text_config())
+    config = copy.copy(unwrap(model).config.get_text_config())
     if kinds := getattr(config, "layer_types", None):
         full = {"sliding_attention": "full_attention"}
         config.layer_types = [full.get(kind, kind) for kind in kinds]

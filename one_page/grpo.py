@@ -68,7 +68,7 @@ for step in range(STEPS):
     old_logprobs = completion_logprobs(policy, tokens).detach()  # (B, T)
     ref_logprobs = completion_logprobs(ref_model, tokens)
 
-    # 3. Two updates use each sample twice, eq. 3. In the first the ratio is 1, but has a gradient.
+    # 3. Two updates from the same samples, eq. 3. In the first the ratio is 1, but has a gradient.
     A = advantages.unsqueeze(1)  # (B, 1)
     for _ in range(2):
         logprobs = completion_logprobs(policy, tokens)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common import base_model
+from common import unwrap
 from forward import model_inputs
 from plumbing.config import RunConfig
 from plumbing.data import PADDING
@@ -67,7 +67,7 @@ class Decoder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End it. What it holds is kept where that takes less than a fifth of what is free."""
+        """End it. With graphs it keeps what it holds, if that is under a fifth of what is free."""
         shared = {p.data_ptr() for p in self.trained.parameters()}  # only the others are its own
         kept = [p for p in self.model.parameters() if p.data_ptr() not in shared]
         if self.graphs:
@@ -151,7 +151,7 @@ def masks_of_layers(
     """Make an attention mask of four dimensions for a token in `column`, or one for each kind of
     layer where a window hides old `columns`. transformers takes it as it is.
     """
-    config = base_model(model).config.get_text_config()
+    config = unwrap(model).config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if not window or set(kinds or ()) == {"full_attention"}:
         return mask
@@ -168,9 +168,9 @@ def rounded_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
     rounded = {id(p): nn.Parameter(p.detach().to(half), requires_grad=False) for p in floats}
     found = copy.deepcopy(model, memo=rounded)
     # On a CPU the policy trains with plain attention, which repeats the cache for its heads.
-    if model.device.type == "cpu" and base_model(found)._supports_sdpa:
+    if model.device.type == "cpu" and unwrap(found)._supports_sdpa:
         # In each module: disable_dropout has given some a config of their own. Plain attention
         # without the mask that it needs would see the tokens to come.
-        for module in (m for m in base_model(found).modules() if hasattr(m, "config")):
+        for module in (m for m in unwrap(found).modules() if hasattr(m, "config")):
             module.config._attn_implementation = "sdpa"
     return found

@@ -112,8 +112,8 @@ def warnings_about(history: list[Metrics], bf16: bool) -> list[tuple[str, str]]:
         text = f"{truncated:.0%} of the completions were cut at --max_new_tokens: raise it, unless"
         found += [("truncated", f"{text} the reward means unfinished text, or favours length")]
     is_best = has_risen and now["objective/scores"] == max(scores)
-    last = history[-5:]
-    if len(last) == 5 and len({m["objective/scores"] for m in last}) == 1 and not is_best:
+    recent = history[-5:]
+    if len(recent) == 5 and len({m["objective/scores"] for m in recent}) == 1 and not is_best:
         text = "the mean reward has been the same for five steps"
         cause = ": is the reward function constant? --num_steps 0 shows what it gives"
         if (kl is not None and kl > 10) or now["policy/entropy_avg"] < 0.01:

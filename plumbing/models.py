@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.activations import NewGELUActivation
 
-from common import Rollout, base_model, clear_cache
+from common import Rollout, clear_cache, unwrap
 from forward import completion_logprobs, completion_values, micro_batches
 from plumbing.errors import InputError, blame
 
@@ -219,7 +219,7 @@ def set_up_training(config: Any, model: nn.Module) -> None:
     # The head stays in float32 where the rest is in bfloat16: TF32 makes its products far faster.
     torch.backends.cuda.matmul.allow_tf32 = config.bf16
     model.train()
-    backbone = base_model(model).base_model
+    backbone = unwrap(model).base_model
     if config.bf16 and backbone.device.type == "cpu":
         # PyTorch's fused attention is slower there than plain matrix products.
         backbone.set_attn_implementation("eager")
@@ -291,7 +291,7 @@ def fit_micro_batch(config: Any, models: list[nn.Module], prompts: dict[str, tup
 
 
 def _widest_micro_batch(config: Any, policy: nn.Module, prompt_length: int) -> Rollout:
-    """Make that of full rows; the completions of a prompt share it."""
+    """Make the widest one that the flags allow: of full rows, G for each prompt."""
     N, G, T = config.prompts_per_step, config.num_generations, config.max_new_tokens
     vocab_size = len(policy.get_input_embeddings().weight)
     numbers = torch.Generator().manual_seed(0)  # its own: no draw of the run changes

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common import at_least_float32, base_model
+from common import at_least_float32, unwrap
 from plumbing.errors import InputError, blame
 from plumbing.models import add_adapter, context_length, is_adapter, load, load_tokenizer
 
@@ -74,7 +74,7 @@ def sequence_scores(model: nn.Module, rows: list[list[int]], bf16: bool) -> Tens
     """Score each of B rows of token ids: (B,), with gradient. With bf16 a causal model runs
     in bfloat16, except for its head.
     """
-    model = base_model(model)
+    model = unwrap(model)
     # On the right, with any id: the mask says what is padding.
     tokens, mask = (
         pad_sequence([torch.tensor(x) for x in some], batch_first=True).to(model.device)  # (B, L)

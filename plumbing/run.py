@@ -299,7 +299,7 @@ class Run:
     def _write_model(self, folder: Path) -> None:
         next(iter(self.models.values())).save_pretrained(folder)
         self.data.tokenizer.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):  # hidden from all other users
+        for file in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
             file.chmod((self.folder / "config.json").stat().st_mode)
 
     def _write_state(self, file: Path) -> None:

@@ -21,7 +21,7 @@ from small import (
 )
 from torch import Tensor, nn
 
-from common import Rollout, base_model, reference
+from common import Rollout, reference, unwrap
 from forward import ValueModel, completion_logprobs, completion_values
 from grpo import Config
 from plumbing import models
@@ -220,7 +220,7 @@ def test_bfloat16_begins_with_the_log_probs_of_the_checkpoint(name):
     config = SimpleNamespace(bf16=True, half=None, gradient_checkpointing=False)
     models.set_up_training(config, policy)
     origins = copy.deepcopy((policy, ValueModel.on_backbone_of(policy)))
-    spread_weights(base_model(policy).base_model)
+    spread_weights(unwrap(policy).base_model)
     both = policy, ValueModel.on_backbone_of(policy)
     for value_model in (both[1], origins[1]):
         nn.init.constant_(value_model.head.weight, 0.5)

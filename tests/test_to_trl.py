@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from small import letter_tokenizer, run_command, save_model, small_gpt2, small_llama
 from transformers import set_seed
 
-from common import base_model
+from common import unwrap
 from plumbing.config import parse_flags
 from plumbing.errors import InputError
 from plumbing.models import TINY, load_policy, spread_weights
@@ -185,7 +185,7 @@ def test_trl_gets_the_job_with_the_weights_spread(
     set_seed(config.seed)
     expected, _ = load_policy(config)
     if bf16:
-        spread_weights(base_model(expected).base_model)
+        spread_weights(unwrap(expected).base_model)
     if config.bf16 and config.lora_r:  # the head as well: TRL decodes without autocast
         expected.get_output_embeddings().bfloat16()
     for p, q in zip(policy.parameters(), expected.parameters(), strict=True):

@@ -21,7 +21,7 @@ from transformers import HfArgumentParser, set_seed
 import grpo
 import rloo
 import tasks
-from common import base_model, disable_dropout
+from common import disable_dropout, unwrap
 from plumbing.config import RunConfig, settings_of_run
 from plumbing.data import load_task
 from plumbing.errors import InputError, blame
@@ -105,8 +105,8 @@ def main(args: list[str] | None = None) -> None:
     config.device = "cpu"  # TRL moves the policy to the device of the process
     set_seed(config.seed)  # of a new adapter
     policy, tokenizer = load_policy(config)
-    if base_model(policy)._supports_sdpa:  # it chose a kind of attention for a CPU
-        base_model(policy).set_attn_implementation("sdpa")
+    if unwrap(policy)._supports_sdpa:  # it chose a kind of attention for a CPU
+        unwrap(policy).set_attn_implementation("sdpa")
     task = load_task(config, tasks, policy, tokenizer)
     if config.bf16 and hasattr(policy, "peft_config"):
         policy.get_output_embeddings().bfloat16()  # as the rest: TRL decodes without autocast
@@ -127,7 +127,7 @@ def main(args: list[str] | None = None) -> None:
     with blame("TRL"):
         (settings,) = parser.parse_args_into_dataclasses(flags)
     if settings.bf16:
-        spread_weights(base_model(policy).base_model)
+        spread_weights(unwrap(policy).base_model)
     if config.reward_model:
         task.rewards[-1].model.to(settings.device)
     if task.verifier not in [None, *task.rewards]:  # for the log
