@@ -141,7 +141,8 @@ def model_inputs(
     **options: object,
 ) -> dict[str, object]:
     """Make the arguments of a forward pass over tokens (B, L), as far as the model takes them. The
-    attention mask (B, C+L) also covers the C tokens in a cache of keys and values.
+    attention mask (B, C+L) also covers the C tokens in a cache of keys and values; with
+    position_ids the mask is taken as it is.
 
     Without position ids GPT-2 puts the tokens of a left-padded row at shifted positions, which was
     34 nats off in huggingface/trl#6800.

@@ -15,8 +15,8 @@ clip_range, eps_v is clip_range_value.
   vf          max((V_t - R_t)^2, (clip(V_t, V_old_t - eps_v, V_old_t + eps_v) - R_t)^2) / 2  [3]
   loss        mean of pg + vf_coef vf - entropy_coef entropy over the tokens          [2] eq. 9
 
-To GRPO this adds a critic: before each token the value model V predicts the return, so no group is
-needed. One AdamW trains pi and V, which share no trained weight, at one learning rate; their
+PPO adds a critic to GRPO: before each token the value model V predicts the return. So it needs no
+group. One AdamW trains pi and V, which share no trained weight, at one learning rate; their
 gradients are clipped together. Left out: InstructGPT's pretraining term (arXiv 2203.02155, eq. 2).
 PPO has many parts, and most mistakes in them raise no error, so each formula stands here.
 
