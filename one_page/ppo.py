@@ -115,5 +115,5 @@ for step in range(STEPS):
     told = f"right {right.mean():.2f} tokens {mask.sum() / N / G:.1f} score {scores.mean():.2f}"
     print(step, told, f"KL {kl.sum(1).mean():.2f}", *games[0], texts[0])
 
-_, _, _, right = sample([game() for _ in range(512)], greedy=True)  # 99% new; none with rlhf
+_, _, _, right = sample([game() for _ in range(512)], greedy=True)  # 99% new; a third with rlhf
 print(f"greedy: right {right.mean():.3f}")
