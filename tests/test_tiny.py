@@ -6,10 +6,9 @@ import random
 
 import pytest
 import torch
-from small import lines_of
+from small import ALGORITHMS, SCRIPTS, lines_of
 from transformers import AutoModelForCausalLM
 
-import grpo
 from plumbing.models import load, load_tokenizer
 from sampling import generate
 from tasks import cups_path, cups_prompts
@@ -62,8 +61,10 @@ def test_the_cups_model_works_one_game_in_ten_out():
 
 
 @pytest.mark.slow
-def test_the_cups_model_learns_to_work_games_out(tmp_path):
-    grpo.main(f"--task cups --num_eval_prompts 256 --output_dir {tmp_path}".split())
+@pytest.mark.parametrize("script", ALGORITHMS)
+def test_the_cups_model_learns_to_work_games_out(script, tmp_path):
+    flags = f"--task cups --num_eval_prompts 256 --eval_every 99 --output_dir {tmp_path}"
+    SCRIPTS[script].main(flags.split())
     first, *_, last_step, last = lines_of(tmp_path / "metrics.jsonl")
     assert first["eval/accuracy_greedy"] < 0.4 and last["eval/accuracy_greedy"] > 0.97
     assert first["length/mean"] < 4 and 12 < last_step["length/mean"] < 14
