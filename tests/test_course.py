@@ -68,7 +68,7 @@ def test_the_starter_gives_away_no_solution_and_no_key(starter):
 
 @pytest.mark.parametrize("week", [1, 2, 3])  # 4: the next test, and that of grade.yml
 def test_the_functions_of_a_week_turn_its_tests_green(starter, week):
-    """Where those of later weeks aren't written. And all its points are there."""
+    """The functions of later weeks aren't written there. And grade.py gives all its points."""
     done = " ".join(names for due, names in WEEKS.items() if due <= week).split()
     for file in FILES:
         later = [x for x in PROBLEMS if x.file == file and x.name not in done]
